@@ -1,0 +1,32 @@
+"""minloader: a minimal data loader for machine learning.
+
+``for batch in Loader(dataset, sampler, num_workers=4)``: batches come from ordinary worker
+processes, in order, the same ones for every number of workers.
+"""
+
+# Every worker process imports this package, so it must stay cheap: numpy (some 50 ms) is
+# imported inside the functions that need it, never at the top of a module.
+
+from minloader.collate import Padded, collate, pad_collate
+from minloader.errors import SKIP, BatchError, MinloaderError, TransportError, WorkerDied
+from minloader.loader import Loader
+from minloader.samplers import BatchSampler, DynamicBatchSampler
+from minloader.worker import WorkerInfo, get_worker_info
+
+__all__ = [
+    "SKIP",
+    "BatchError",
+    "BatchSampler",
+    "DynamicBatchSampler",
+    "Loader",
+    "MinloaderError",
+    "Padded",
+    "TransportError",
+    "WorkerDied",
+    "WorkerInfo",
+    "collate",
+    "get_worker_info",
+    "pad_collate",
+]
+
+__version__ = "0.1.0"

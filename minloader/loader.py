@@ -1,0 +1,513 @@
+"""The loader: items from the sampler go down to workers, batches come back in order.
+
+::
+
+    |============= parent =============|              |======== worker (1 of N) ========|
+     sampler -- item --> Task(ordinal, epoch, item)
+                           | submit                        seeds of this ordinal
+                           v                               dataset[item]
+       pending  [ f7 ][ f8 ][ f9 ] ----> call queue ---->  transform, collate_fn
+                  | popleft, wait                            |
+                  v                                          v
+       Reply(batch or failure) <------- result queue <---- pack
+                  | unpack
+                  v
+       batch --> the consumer
+
+The *sampler* is read in the consumer's thread, one item for each batch that is taken, so that
+``prefetch_factor x num_workers`` tasks are under way and no more.
+
+The *epoch* (:class:`_Epoch`, what ``iter(loader)`` returns) owns the deque of pending tasks. It
+waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into a
+batch or an error. Several epochs may be under way at once: they share nothing but the pool.
+
+The *pool* (``pool.py``) knows where tasks run; the *worker* (``worker.py``) what a task is. The
+job (dataset, transform, collate_fn) is shipped to the workers once, when the loader is made
+(``transport.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import wait as wait_for
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, NamedTuple
+
+from minloader import pool as pools
+from minloader import transport
+from minloader.collate import collate
+from minloader.errors import (
+    SKIP,
+    BatchError,
+    WorkerDied,
+    WorkerTraceback,
+    check_int,
+    shown,
+)
+from minloader.samplers import BatchSampler
+from minloader.worker import Failure, Job, Reply, Task, WorkerInfo
+
+__all__ = ["Loader"]
+
+logger = logging.getLogger("minloader")
+
+OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+
+
+class Loader:
+    """Iterates over batches that workers make.
+
+    Each ``iter(loader)`` is a new epoch, on the same workers; an epoch left early leaves
+    nothing behind. All arguments but the first two go by name.
+
+    Args:
+        dataset: an object with ``__getitem__``: batch = ``dataset[item]``; or else a callable:
+            batch = ``dataset(item)``.
+        sampler: iterable of items, read lazily in this process. None: ``range(len(dataset))``,
+            grouped by ``batch_size`` if that is given.
+        num_workers: how many workers; 0 makes every batch in the calling process, in ``next``.
+        prefetch_factor: tasks under way per worker.
+        batch_size: make a :class:`BatchSampler` of this size, in place of a sampler.
+        shuffle: visit the dataset in another order each epoch, in place of a sampler.
+        last_batch: what to do with an incomplete last batch of ``batch_size``: "keep",
+            "discard", or "rollover" into the next epoch.
+        transform: called in the worker with each sample, or with the batch where nothing is
+            collated.
+        collate_fn: called in the worker with the list of samples ``[dataset[i] for i in
+            item]`` (or ``dataset.__getitems__(item)``). An item that is a list of lists gives
+            the list of one batch for each. None: :func:`collate` with ``batch_size``, nothing
+            otherwise.
+        executor: "process", "thread", or a ``concurrent.futures.Executor``, which stays the
+            caller's to shut down.
+        mp_context: how "process" starts its workers, a ``multiprocessing`` context or the name
+            of one. None: "spawn".
+        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
+        seed: non-negative int that all randomness derives from, together with epoch and
+            ordinal of a batch. None: draw one, kept in ``loader.seed``.
+        in_order: yield batches in the sampler's order; False: as they get ready.
+        on_error: what an exception that makes a batch fail does: "raise" it from ``next``
+            (the one after goes on with the next batch), "skip" the batch with a warning in the
+            log, or a callable that is given a :class:`BatchError` and returns a batch in its
+            place, or :data:`SKIP`, or raises.
+
+    Attributes:
+        epoch: number that the next ``iter(loader)`` will have.
+        seed: the seed in use.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
+        ValueError: an argument has an impossible value, or excludes another.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Iterable[Any] | None = None,
+        *,
+        num_workers: int = 1,
+        prefetch_factor: int = 2,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        last_batch: Literal["keep", "discard", "rollover"] = "keep",
+        transform: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        executor: Literal["process", "thread"] | Executor = "process",
+        mp_context: BaseContext | str | None = None,
+        worker_init_fn: Callable[[WorkerInfo], Any] | None = None,
+        seed: int | None = 0,
+        in_order: bool = True,
+        on_error: OnError = "raise",
+    ) -> None:
+        num_workers = check_int("num_workers", num_workers, 0)
+        self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
+        self.seed = secrets.randbits(63) if seed is None else check_int("seed", seed, 0)
+        if on_error not in ("raise", "skip") and not callable(on_error):
+            raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
+        for name, function in (
+            ("transform", transform),
+            ("collate_fn", collate_fn),
+            ("worker_init_fn", worker_init_fn),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be callable or None, got {shown(function)}")
+        if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
+            raise TypeError(
+                f"dataset must have __getitem__ or be callable, got {shown(dataset)}; give it "
+                "a __getitem__, or pass a function of one item"
+            )
+
+        self.dataset = dataset
+        self.sampler = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+        if batch_size is not None and collate_fn is None:
+            collate_fn = collate
+        job = Job(dataset, transform, collate_fn, worker_init_fn, self.seed, num_workers)
+        self.epoch = 0
+        self._in_order = bool(in_order)
+        self._on_error = on_error
+        self._used_up = False
+        self._closed = False
+        self._make_pool, shipment = _plan_pool(job, executor, mp_context)
+        self._pool = self._make_pool()
+        self._end = weakref.finalize(self, _end, [self._pool], shipment)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._pool.num_workers
+
+    def __len__(self) -> int:
+        """Number of batches of the next epoch.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        try:
+            return len(self.sampler)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
+            ) from error
+
+    def __iter__(self) -> _Epoch:
+        """Begins a new epoch; with workers, its first batches are under way on return.
+
+        Raises:
+            RuntimeError: the loader is closed, or its sampler is an iterator and used up.
+        """
+        if self._closed:
+            raise RuntimeError("this Loader is closed; make a new one")
+        epoch = self.epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        items = iter(self.sampler)
+        if items is self.sampler:
+            if self._used_up:
+                raise RuntimeError(
+                    f"sampler is an iterator, {shown(items)}, which serves one epoch and has "
+                    "served it; pass a list, or an object whose __iter__ begins anew"
+                )
+            self._used_up = True
+        self.epoch = epoch + 1
+        return _Epoch(self, epoch, items)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, which decides its order and its seeds."""
+        self.epoch = check_int("epoch", epoch, 0)
+
+    def start(self) -> None:
+        """Starts all workers now, without waiting for them, so that the first batch comes sooner.
+
+        Raises:
+            RuntimeError: the loader is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this Loader is closed; make a new one")
+        self._live_pool().start()
+
+    def close(self) -> None:
+        """Ends the workers and all they started, at once, and lets the dataset's copy go.
+
+        Runs by itself when the loader is garbage-collected and when the interpreter exits. An
+        iterator still in use raises RuntimeError from then on.
+        """
+        self._closed = True
+        self._end()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _live_pool(self) -> pools.Pool:
+        """The pool; in a fork of the process that made the loader, one of the fork's own."""
+        if self._pool.pid != os.getpid():
+            self._pool = self._make_pool()
+            self._end.peek()[2][0].append(self._pool)  # type: ignore[index]
+        return self._pool
+
+
+class _Pending(NamedTuple):
+    """A task under way; one without an item stands for the sampler's own error."""
+
+    task: Task | None
+    future: Future[Reply]
+
+
+class _Epoch:
+    """Iterator over the batches of one epoch. Goes on after an error."""
+
+    def __init__(self, loader: Loader, epoch: int, items: Iterator[Any]) -> None:
+        self._loader = loader
+        self._pool = loader._live_pool()
+        self._epoch = epoch
+        self._items: Iterator[Any] | None = items
+        self._ordinal = 0
+        self._pending: deque[_Pending] = deque()
+        self._fill(loader._depth)
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        depth = self._loader._depth
+        while True:
+            if self._loader._closed:
+                raise RuntimeError("this Loader was closed while an iterator was in use")
+            self._fill(max(depth, 1))
+            if not self._pending:
+                raise StopIteration
+            pending = self._wait()
+            self._fill(depth)  # before the consumer gets to work
+            batch = self._result(pending)
+            if batch is not SKIP:
+                return batch
+
+    def __del__(self) -> None:
+        # Left early: what is queued need not run. What runs, runs to its end, unseen.
+        for pending in getattr(self, "_pending", ()):
+            pending.future.cancel()
+
+    def _fill(self, depth: int) -> None:
+        """Draws items and submits them until ``depth`` tasks are under way."""
+        while self._items is not None and len(self._pending) < depth:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._items = None
+                return
+            except Exception as error:
+                # In its turn: the batches before it come first.
+                failed: Future[Reply] = Future()
+                failed.set_exception(error)
+                self._pending.append(_Pending(None, failed))
+                continue
+            task = Task(self._ordinal, self._epoch, item)
+            self._ordinal += 1
+            self._pending.append(_Pending(task, self._submit(task)))
+
+    def _submit(self, task: Task) -> Future[Reply]:
+        try:
+            return self._pool.submit(task)
+        except Exception as error:  # an item that cannot be pickled, or an executor that is gone
+            failed: Future[Reply] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _wait(self) -> _Pending:
+        """Takes the next finished task out, only then: Ctrl-C while waiting loses nothing."""
+        if self._loader._in_order:
+            wait_for([self._pending[0].future])
+            return self._pending.popleft()
+        if not any(pending.future.done() for pending in self._pending):
+            wait_for([pending.future for pending in self._pending], return_when=FIRST_COMPLETED)
+        index = next(i for i, pending in enumerate(self._pending) if pending.future.done())
+        pending = self._pending[index]
+        del self._pending[index]
+        return pending
+
+    def _result(self, pending: _Pending) -> Any:
+        """The batch of a finished task, what stands in for it, or SKIP."""
+        task = pending.task
+        if task is None:
+            error = pending.future.exception()
+            assert error is not None
+            error.add_note(f"minloader: raised by the sampler, epoch {self._epoch}")
+            raise error
+        try:
+            reply = pending.future.result()
+        except CancelledError:
+            raise RuntimeError("this Loader was closed while an iterator was in use") from None
+        except BrokenExecutor as error:
+            raise self._died(task, error) from error
+        except Exception as error:
+            failure = Failure.of(error, packed=False, stage="when it was sent to a worker")
+            reply = Reply(-1, -1, False, failure=failure)
+        if reply.failure is not None:
+            return self._failed(task, reply, reply.failure)
+        if not reply.packed:
+            return reply.batch
+        try:
+            return transport.unpack(reply.batch)
+        except Exception as error:
+            failure = Failure.of(error, packed=False, stage="when the batch was unpickled")
+            return self._failed(task, reply._replace(packed=False), failure)
+
+    def _failed(self, task: Task, reply: Reply, failure: Failure) -> Any:
+        """Does with a failed batch what ``on_error`` says."""
+        where = f"worker {reply.worker} (pid {reply.pid})" if reply.pid >= 0 else "the parent"
+        what = (
+            f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
+            + f", {failure.stage}" * bool(failure.stage)
+        )
+        place = {
+            "ordinal": task.ordinal,
+            "epoch": task.epoch,
+            "item": task.item,
+            "worker": reply.worker if reply.worker >= 0 else None,
+            "pid": reply.pid if reply.pid >= 0 else None,
+        }
+        original = _load_error(failure, packed=reply.packed)
+        if isinstance(original, BatchError) and original.ordinal < 0:
+            vars(original).update(place)  # our own, raised in the worker
+            report: BatchError = original
+        else:
+            report = BatchError(f"{what}: {failure.summary}", **place)
+            report.__cause__ = original or WorkerTraceback(failure.traceback)
+        if original is None or isinstance(original, StopIteration):
+            # Cannot be carried; or would end the consumer's loop as if the epoch were over.
+            original = report
+        elif original is not report or failure.traceback:
+            original.add_note(f"minloader: {what}")
+        if failure.traceback and original is not report:
+            original.__cause__ = WorkerTraceback(failure.traceback)
+
+        # A worker that cannot start fails every batch alike: skipping them would hide it all.
+        fatal = bool(failure.stage) or not isinstance(original, Exception)
+        if self._loader._on_error == "raise" or fatal:
+            raise original
+        if self._loader._on_error == "skip":
+            logger.warning("skipped %s: %s", what, failure.summary)
+            return SKIP
+        assert callable(self._loader._on_error)
+        return self._loader._on_error(report)
+
+    def _died(self, task: Task, error: BrokenExecutor) -> WorkerDied:
+        """The error for a batch whose pool broke; all others under way are submitted again."""
+        pid, exitcode = self._pool.obituary()
+        for index, other in enumerate(self._pending):
+            broken = other.future.done() and not other.future.cancelled()
+            if other.task is not None and broken and other.future.exception() is not None:
+                self._pending[index] = _Pending(other.task, self._submit(other.task))
+        how = "unknown" if exitcode is None else _exit_text(exitcode)
+        return WorkerDied(
+            f"a worker (pid {pid}, {how}) died while batch {task.ordinal} of epoch {task.epoch} "
+            f"was under way, item {shown(task.item)}; that batch is lost ({error})",
+            ordinal=task.ordinal,
+            epoch=task.epoch,
+            item=task.item,
+            pid=pid,
+            exitcode=exitcode,
+        )
+
+
+def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
+    if not packed or failure.error is None:
+        error: BaseException | None = failure.error
+        return error
+    try:
+        error = transport.unpack(failure.error)
+    except Exception:  # its class exists in the worker only: the text must do
+        return None
+    return error
+
+
+def _exit_text(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    memory = ": the machine may be out of memory" * (exitcode == -9)
+    return f"killed by signal {-exitcode}{memory}"
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def _make_sampler(
+    dataset: Any,
+    sampler: Iterable[Any] | None,
+    batch_size: int | None,
+    shuffle: bool,
+    last_batch: Any,
+    seed: int,
+) -> Iterable[Any]:
+    """The sampler itself, or one for the dataset's length."""
+    if sampler is not None:
+        for name, value, default in (
+            ("batch_size", batch_size, None),
+            ("shuffle", shuffle, False),
+            ("last_batch", last_batch, "keep"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with a sampler, which decides what a "
+                    f"batch is; drop {name}, or drop the sampler"
+                )
+        if not hasattr(type(sampler), "__iter__") and not hasattr(type(sampler), "__getitem__"):
+            raise TypeError(f"sampler must be iterable or None, got {shown(sampler)}")
+        return sampler
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise TypeError(
+            f"sampler is needed: the dataset, {shown(dataset)}, has no len() to make one from"
+        ) from error
+    if batch_size is None and not shuffle and last_batch == "keep":
+        return range(size)
+    return BatchSampler(size, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)
+
+
+def _plan_pool(
+    job: Job, executor: Any, mp_context: BaseContext | str | None
+) -> tuple[Callable[[], pools.Pool], transport.Shipment | None]:
+    """How to make the pool, and the job shipped, if it must leave this process."""
+    if executor not in ("process", "thread") and not isinstance(executor, Executor):
+        raise ValueError(
+            "executor must be 'process', 'thread' or a concurrent.futures.Executor, got "
+            f"{shown(executor)}"
+        )
+    if mp_context is not None and executor != "process":
+        raise ValueError(
+            f"mp_context={mp_context!r} is for executor='process' alone, but executor is "
+            f"{shown(executor)}; drop mp_context"
+        )
+    if mp_context is None or isinstance(mp_context, str):
+        try:
+            context: BaseContext = get_context(mp_context or "spawn")
+        except ValueError as error:
+            raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error
+    elif isinstance(mp_context, BaseContext):
+        context = mp_context
+    else:
+        raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
+
+    if job.num_workers == 0:
+        return (lambda: pools.InlinePool(job)), None
+    if executor == "thread":
+        return (lambda: pools.ThreadPool(job, job.num_workers)), None
+    if isinstance(executor, Executor) and pools.is_in_process(executor):
+        return (lambda: pools.ForeignPool(job, None, executor)), None
+    shipment = _ship(job)
+    if isinstance(executor, Executor):
+        return (lambda: pools.ForeignPool(job, shipment, executor)), shipment
+    return (lambda: pools.ProcessPool(shipment, job.num_workers, context)), shipment
+
+
+def _ship(job: Job) -> transport.Shipment:
+    try:
+        return transport.Shipment(job)
+    except Exception as error:
+        for name in ("dataset", "transform", "collate_fn", "worker_init_fn"):
+            found = transport.find_culprit(getattr(job, name), name)
+            if found is not None:
+                path, part, cause = found
+                raise TypeError(
+                    f"{name} cannot be sent to worker processes: {path} is a "
+                    f"{type(part).__qualname__} ({cause}); make it in worker_init_fn or when it "
+                    "is first used, leave it out in __getstate__, or use executor='thread'"
+                ) from error
+        raise
+
+
+def _end(live: list[pools.Pool], shipment: transport.Shipment | None) -> None:
+    """What is left to do when a loader goes, by close(), garbage collection or exit."""
+    for pool in live:
+        pool.close()
+    if shipment is not None:
+        shipment.close()

@@ -1,0 +1,360 @@
+"""Where batches are made: in spawned processes, in threads, in the calling process, or in an
+executor that the user brings. All are driven alike, through :class:`Pool`, from the parent.
+
+A pool of processes keeps two promises of its own. The parent's main module is never imported
+in a worker, so scripts need no ``__main__`` guard. And nothing outlives the pool: workers are
+asked to leave, then killed together with all they started.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.spawn
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
+from concurrent.futures import ProcessPoolExecutor as _ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor as _ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.context import BaseContext
+from typing import Any, cast
+
+from minloader import transport, worker
+from minloader.processes import kill_tree
+from minloader.worker import Job, Reply, Task
+
+__all__ = ["ForeignPool", "InlinePool", "Pool", "ProcessPool", "ThreadPool"]
+
+GRACE = 0.5
+"""Seconds that workers get to finish and leave by themselves, with their exit handlers, before
+they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
+
+
+class Pool(ABC):
+    """Runs tasks somewhere.
+
+    Attributes:
+        num_workers: how many tasks can run at once; 0 if submitting runs the task.
+        pid: process the pool belongs to. A fork of it must make one of its own.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.pid = os.getpid()
+
+    @abstractmethod
+    def submit(self, task: Task) -> Future[Reply]:
+        """Hands one task over.
+
+        Raises:
+            BrokenExecutor: the workers are gone and cannot be replaced.
+        """
+
+    def start(self) -> None:
+        """Starts all workers now rather than with their first task. Does not wait for them."""
+        return
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing. Harmless when repeated, or in a fork."""
+        return
+
+    def obituary(self) -> tuple[int | None, int | None]:
+        """Pid and exit code of the worker that broke the pool, as far as known."""
+        return None, None
+
+
+class InlinePool(Pool):
+    """Makes each batch in the calling process, when it is submitted."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(0)
+        self._job = job
+        self._worker: worker.Worker | None = None
+
+    def submit(self, task: Task) -> Future[Reply]:
+        if self._worker is None:
+            self._worker = worker.Worker(self._job, 0, remote=False, borrow=True)
+        future: Future[Reply] = Future()
+        future.set_result(self._worker.run(task))
+        return future
+
+
+class ThreadPool(Pool):
+    """Makes batches in daemon threads of the calling process.
+
+    Not the standard library's executor: the interpreter would wait at exit for its threads,
+    however long their batches take.
+    """
+
+    def __init__(self, job: Job, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self._job = job
+        self._tasks: queue.SimpleQueue[tuple[Future[Reply], Task] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        for worker_id in range(len(self._threads), self.num_workers):
+            thread = threading.Thread(
+                target=_serve,
+                args=(self._job, worker_id, self._tasks),
+                name=f"minloader-{worker_id}",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, task: Task) -> Future[Reply]:
+        self.start()
+        future: Future[Reply] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            return
+        while not self._tasks.empty():
+            try:
+                entry = self._tasks.get_nowait()
+            except queue.Empty:
+                break
+            if entry is not None:
+                entry[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + GRACE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+
+def _serve(job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
+    """Life of a worker thread. It knows the queue, not the pool, which may be collected."""
+    maker: worker.Worker | None = None
+    while (entry := tasks.get()) is not None:
+        future, task = entry
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            if maker is None:
+                maker = worker.Worker(job, worker_id, remote=False)
+            future.set_result(maker.run(task))
+        except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
+            future.set_exception(error)
+        del entry, future, task  # while it waits, a thread must not keep the last batch alive
+
+
+# --- processes -------------------------------------------------------------------------------
+
+_starting = threading.local()  # .ours: this thread is just starting one of our workers
+_stdlib_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """What a child is told at its start, less the main module if it is a worker of ours.
+
+    Without it the child does not import the parent's script again, which would need a guard,
+    may hang (cpython #118981) and costs time. Set once and for all rather than around each
+    start, so that other threads may start processes meanwhile.
+    """
+    data = _stdlib_preparation_data(name)
+    if getattr(_starting, "ours", False):
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+multiprocessing.spawn.get_preparation_data = _preparation_data
+
+
+@contextmanager
+def _worker_start() -> Iterator[None]:
+    """Leaves the main module out, and holds Ctrl-C off the child until it can ignore it.
+
+    The child inherits the blocked SIGINT and unblocks it when it has its handler. In the
+    parent the signal is not lost, only late.
+    """
+    _starting.ours = True
+    masking = hasattr(signal, "pthread_sigmask")
+    if masking:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        if masking:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _starting.ours = False
+
+
+class _CancellableFuture(Future[Any]):
+    """A future that may be cancelled while its executor breaks.
+
+    CPython 3.11 sets the error of a broken pool on cancelled futures too; the InvalidStateError
+    ended its manager thread, and with it every other future would wait for ever.
+    """
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        try:
+            super().set_exception(exception)
+        except InvalidStateError:
+            if not self.cancelled():
+                raise
+
+
+class _Executor(_ProcessPoolExecutor):
+    """A ProcessPoolExecutor whose workers have numbers and start as we need it."""
+
+    def __init__(self, cargo: transport.Cargo, num_workers: int, context: BaseContext) -> None:
+        # Its arguments are set for each worker, when it is spawned.
+        super().__init__(num_workers, mp_context=context)
+        self._initializer = worker.start
+        self._cargo = cargo
+        self.workers: list[Any] = []  # the processes, kept when the executor forgets them
+        self.manager: threading.Thread | None = None  # likewise
+
+    def _spawn_process(self) -> None:
+        self._initargs = (self._cargo, len(self._processes))
+        with _worker_start():
+            super()._spawn_process()  # type: ignore[misc]  # not public
+        self.workers = list(self._processes.values())
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        future.__class__ = _CancellableFuture
+        return future
+
+
+class ProcessPool(Pool):
+    """Makes batches in worker processes, started when there is work for them.
+
+    Args:
+        job: serialized here, once for all workers there will ever be.
+        num_workers: how many processes, at most.
+        context: how to start them.
+    """
+
+    def __init__(
+        self, shipment: transport.Shipment, num_workers: int, context: BaseContext
+    ) -> None:
+        super().__init__(num_workers)
+        self._shipment = shipment
+        self._context = context
+        self._executor: _Executor | None = None
+        self._last: _Executor | None = None  # the one that broke
+        _pools.add(self)
+
+    def _live(self) -> _Executor:
+        if self._executor is None:
+            self._executor = _Executor(self._shipment.cargo, self.num_workers, self._context)
+        return self._executor
+
+    def submit(self, task: Task) -> Future[Reply]:
+        task = task._replace(item=transport.pack(task.item, down=True))
+        try:
+            return self._live().submit(worker.run, task)
+        except BrokenExecutor:
+            self._bury()
+            return self._live().submit(worker.run, task)
+
+    def start(self) -> None:
+        executor = self._live()
+        # An executor starts a process with a task for which none is idle.
+        for _ in range(self.num_workers - len(executor.workers)):
+            executor.submit(worker.warm_up)
+
+    def _bury(self) -> None:
+        """Puts a broken executor aside, when all its processes are gone."""
+        broken, self._executor = self._executor, None
+        if broken is not None:
+            self._last = broken
+            _retire(broken)
+            _end(broken, time.monotonic() + GRACE)
+
+    def obituary(self) -> tuple[int | None, int | None]:
+        if self._executor is not None and self._executor._broken:
+            self._bury()
+        if self._last is None:
+            return None, None
+        # Once one has died the executor terminates the others: that one died of it last.
+        dead = [(process.pid, process.exitcode) for process in self._last.workers]
+        first = [each for each in dead if each[1] not in (0, None, -signal.SIGTERM)]
+        return (first or dead or [(None, None)])[0]
+
+    def close(self) -> None:
+        deadline = time.monotonic() + GRACE
+        if self.retire():
+            self.end(deadline)
+
+    def retire(self) -> bool:
+        """Asks the workers to leave; first half of :meth:`close`. False: nothing to do."""
+        if os.getpid() != self.pid or self._executor is None:
+            return False
+        _retire(self._executor)
+        return True
+
+    def end(self, deadline: float) -> None:
+        """Waits until ``deadline`` (monotonic clock), then kills; second half."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            _end(executor, deadline)
+
+
+def _retire(executor: _Executor) -> None:
+    executor.manager = cast(threading.Thread | None, executor._executor_manager_thread)
+    executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _end(executor: _Executor, deadline: float) -> None:
+    alive = {process.sentinel: process for process in executor.workers}
+    while alive and (left := deadline - time.monotonic()) > 0:
+        for sentinel in multiprocessing.connection.wait(list(alive), left):
+            del alive[sentinel]
+    for process in executor.workers:
+        # The pid of one that left may be taken already; its group is if anybody is in it.
+        kill_tree(process.pid, leader=process.sentinel in alive)
+    # It reaps the processes and closes the pipes; it ends at once now, unless it is this thread
+    # itself, come here by garbage collection.
+    if executor.manager is not None and executor.manager is not threading.current_thread():
+        executor.manager.join(GRACE)
+
+
+_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Ends every worker when the interpreter exits, all of them within one GRACE.
+
+    It must come before the executors' own hook, which first drains what is queued, and before
+    the interpreter waits for their threads: atexit would be too late for both.
+    """
+    deadline = time.monotonic() + GRACE
+    for pool in [pool for pool in _pools if pool.retire()]:
+        pool.end(deadline)
+
+
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # as concurrent.futures does
+
+
+class ForeignPool(Pool):
+    """Makes batches in an executor that the user brought, and closes."""
+
+    def __init__(self, job: Job, shipment: transport.Shipment | None, executor: Executor) -> None:
+        super().__init__(job.num_workers)
+        self._attachment = worker.Attachment(job, shipment)
+        self._executor = executor
+
+    def submit(self, task: Task) -> Future[Reply]:
+        task = task._replace(item=transport.pack(task.item, down=True))
+        return self._executor.submit(worker.run_attached, self._attachment, task)
+
+
+def is_in_process(executor: Executor) -> bool:
+    """Whether an executor is known to run its tasks in this process."""
+    return isinstance(executor, _ThreadPoolExecutor)

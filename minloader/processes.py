@@ -1,0 +1,110 @@
+"""Process groups and trees: a worker leads a group, follows its parent, takes its children along.
+
+Three ways out are covered: the parent ends a worker (:func:`kill_tree`), the worker leaves by
+itself (:func:`kill_descendants`), and the parent vanishes (:func:`follow_parent`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["follow_parent", "kill_descendants", "kill_tree", "lead_group"]
+
+
+def lead_group() -> None:
+    """Gives the worker, and all it will start, a process group of its own.
+
+    It keeps the terminal's Ctrl-C for the parent, and lets all of it be killed at once.
+    """
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+    # A handler rather than SIG_IGN, which programs started by the worker would inherit.
+    signal.signal(signal.SIGINT, _ignore)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the parent
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    """Does nothing: the parent decides what Ctrl-C means."""
+
+
+def follow_parent(last_act: Callable[[], object]) -> None:
+    """Lets this worker process end when its parent does, together with all it started.
+
+    Args:
+        last_act: called before that.
+    """
+    parent = multiprocessing.parent_process()
+    args = (parent, last_act)
+    threading.Thread(target=_watch, args=args, name="minloader-watchdog", daemon=True).start()
+
+
+def _watch(parent: Any, last_act: Callable[[], object]) -> None:
+    """Waits for the parent to end, in whatever way, and takes everything along."""
+    handles = [parent.sentinel]
+    if hasattr(os, "pidfd_open"):
+        # The sentinel is a pipe that a fork of the parent would hold open; this is not.
+        try:
+            handles.append(os.pidfd_open(parent.pid))
+        except OSError:  # no such kernel; or no such process: then the sentinel is ready
+            handles = [parent.sentinel]
+    multiprocessing.connection.wait(handles)
+    last_act()
+    kill_descendants()
+    kill_tree(os.getpid())
+
+
+def kill_descendants() -> None:
+    """Kills all that this process started, and what that started."""
+    for pid in _descendants(os.getpid()):
+        _kill(os.kill, pid)
+
+
+def kill_tree(pid: int, *, leader: bool = True) -> None:
+    """Kills a worker process, its group, and what it started outside the group (setsid).
+
+    Args:
+        pid: of the worker.
+        leader: False if the worker itself is gone, and only its group may be left.
+    """
+    for other in _descendants(pid) if leader else ():
+        _kill(os.kill, other)
+    if hasattr(os, "killpg"):
+        _kill(os.killpg, pid)
+    if leader:
+        _kill(os.kill, pid)
+
+
+def _kill(kill: Callable[[int, int], None], pid: int) -> None:
+    try:
+        kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+    except (ProcessLookupError, PermissionError):
+        return  # gone already; or no longer ours: it changed user
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process started, and those that they did; [] where there is no /proc."""
+    children = defaultdict(list)
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+    for each in pids:
+        try:
+            with open(f"/proc/{each}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue  # it ended while we looked
+        # "pid (name) state ppid": the name may hold anything, spaces and brackets too.
+        children[int(stat[stat.rindex(b")") + 2 :].split()[1])].append(each)
+    found = [pid]
+    for each in found:  # grows while we walk
+        found += children[each]
+    return found[1:]

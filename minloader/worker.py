@@ -1,0 +1,362 @@
+"""All that runs inside a worker, be it a process, a thread or the calling process itself.
+
+A worker process is born through :func:`start`, makes batches through :func:`run` and dies
+with its parent (``processes.py``). An executor that the user brought knows none of
+this: its workers meet a loader's job by an :class:`Attachment`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minloader import processes, transport
+from minloader.errors import TransportError
+from minloader.seeds import batch_seed, borrowed_globals, seeds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Attachment", "Failure", "Job", "Reply", "Task", "Worker", "WorkerInfo"]
+
+
+# --- what a batch is made from -------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """What a worker must have to make batches; shipped to each worker once.
+
+    Attributes:
+        dataset: indexable, or else callable.
+        transform: applied to each sample, or to the batch when nothing is collated.
+        collate_fn: samples to batch; None if the dataset gives whole batches.
+        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
+        seed: the loader's seed.
+        num_workers: how many workers there are.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    worker_init_fn: Callable[[WorkerInfo], Any] | None
+    seed: int
+    num_workers: int
+
+    def fetch(self, item: Any) -> Any:
+        """Makes the batch of one item."""
+        if self.collate_fn is None:
+            batch = self._get(item)
+            return batch if self.transform is None else self.transform(batch)
+        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
+            return [self._collated(shard, self.collate_fn) for shard in item]
+        return self._collated(item, self.collate_fn)
+
+    def _get(self, item: Any) -> Any:
+        # Looked up on the type, as Python itself does: a class can be a callable dataset.
+        if hasattr(type(self.dataset), "__getitem__"):
+            return self.dataset[item]
+        return self.dataset(item)
+
+    def _collated(self, indices: Any, collate_fn: Callable[[list[Any]], Any]) -> Any:
+        try:
+            indices = list(indices)
+        except TypeError as error:
+            raise TypeError(
+                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
+                "of indices; use a batch sampler or batch_size, or drop collate_fn"
+            ) from error
+        if hasattr(self.dataset, "__getitems__"):
+            samples = list(self.dataset.__getitems__(indices))
+        else:
+            samples = [self._get(index) for index in indices]
+        if self.transform is not None:
+            samples = [self.transform(sample) for sample in samples]
+        return collate_fn(samples)
+
+
+class Task(NamedTuple):
+    """One batch to make. ``item`` is packed when the task goes to another process."""
+
+    ordinal: int
+    epoch: int
+    item: Any
+
+
+class Reply(NamedTuple):
+    """What became of a task: a batch or a failure. ``batch`` is packed if ``packed``."""
+
+    worker: int
+    pid: int
+    packed: bool
+    batch: Any = None
+    failure: Failure | None = None
+
+
+class Failure(NamedTuple):
+    """An exception on its way to the parent.
+
+    Attributes:
+        error: the exception, packed if the reply is; None if it could not be.
+        summary: its type and message.
+        traceback: as printed in the worker, "" if the exception brings its own.
+        stage: what the worker was doing, "" for making the batch.
+    """
+
+    error: Any
+    summary: str
+    traceback: str
+    stage: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, *, packed: bool, stage: str = "") -> Failure:
+        """Records an exception where it was caught."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if not packed:
+            return cls(error, summary, "", stage)
+        text = "".join(traceback.format_exception(error))
+        return cls(transport.pack_error(error), summary, text, stage)
+
+
+@dataclass
+class WorkerInfo:
+    """What code in a worker may want to know about where it runs.
+
+    Attributes:
+        id: number of the worker, from 0; -1 on an executor that the user brought.
+        num_workers: number of workers of the loader; 0 in the calling process.
+        pid: process the worker is, or runs in.
+        seed: the loader's seed.
+        epoch: epoch of the batch being made.
+    """
+
+    id: int
+    num_workers: int
+    pid: int
+    seed: int
+    epoch: int = 0
+    _ordinal: int | None = field(default=None, repr=False)
+    _rng: np.random.Generator | None = field(default=None, repr=False)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Generator of the batch being made, from ``SeedSequence([seed, epoch, ordinal])``.
+
+        The same whichever worker makes the batch. Made when first asked for in a batch; in
+        ``worker_init_fn`` it depends on the worker's id instead.
+        """
+        if self._rng is None:
+            import numpy as np
+
+            if self._ordinal is None:
+                entropy = np.random.SeedSequence(self.seed, spawn_key=(max(self.id, 0),))
+            else:
+                entropy = np.random.SeedSequence([self.seed, self.epoch, self._ordinal])
+            self._rng = np.random.default_rng(entropy)
+        return self._rng
+
+    def _begin(self, task: Task) -> None:
+        self.epoch, self._ordinal, self._rng = task.epoch, task.ordinal, None
+
+
+# --- the worker ------------------------------------------------------------------------------
+
+
+class Worker:
+    """Makes batches, one at a time.
+
+    Args:
+        job: what to make them from.
+        worker_id: see :class:`WorkerInfo`.
+        remote: whether parent and worker are different processes, so that items and batches
+            are packed, and the process's global generators are the worker's to seed.
+        borrow: seed the global generators of the caller's process around each batch. Threads
+            do neither: the global generators are shared by all of them.
+    """
+
+    def __init__(self, job: Job, worker_id: int, *, remote: bool, borrow: bool = False) -> None:
+        self.info = WorkerInfo(worker_id, job.num_workers, os.getpid(), job.seed)
+        self._job = job
+        self._remote = remote
+        self._borrow = borrow
+        self._broken: Failure | None = None
+        if remote and seeds not in sys.meta_path:
+            sys.meta_path.insert(0, seeds)
+        if job.worker_init_fn is not None:
+            self._init(job.worker_init_fn)
+
+    def _init(self, worker_init_fn: Callable[[WorkerInfo], Any]) -> None:
+        seed = batch_seed(self.info.seed, -1, self.info.id)
+        try:
+            with self._at_work(seed):
+                worker_init_fn(self.info)
+        except BaseException as error:  # kept for the first task: raised here, it breaks the pool
+            if not self._remote and not isinstance(error, Exception):
+                raise
+            self._broken = Failure.of(error, packed=self._remote, stage="in worker_init_fn")
+
+    @contextmanager
+    def _at_work(self, seed: int) -> Iterator[None]:
+        """Answers :func:`get_worker_info` and seeds the global generators meanwhile."""
+        before = getattr(_thread, "info", None)
+        _thread.info = self.info
+        try:
+            if self._borrow:
+                with borrowed_globals(seed):
+                    yield
+            else:
+                if self._remote:
+                    seeds.seed(seed)
+                yield
+        finally:
+            _thread.info = before
+
+    def run(self, task: Task) -> Reply:
+        """Makes one batch. Whatever the user's code raises is in the reply, never raised."""
+        info = self.info
+        if self._broken is not None:
+            return Reply(info.id, info.pid, self._remote, failure=self._broken)
+        info._begin(task)
+        try:
+            item = transport.unpack(task.item) if self._remote else task.item
+            with self._at_work(batch_seed(info.seed, task.epoch, task.ordinal)):
+                batch = self._job.fetch(item)
+        except BaseException as error:
+            # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
+            # the executor would try to pickle it.
+            if not self._remote and not isinstance(error, Exception):
+                raise
+            failure = Failure.of(error, packed=self._remote)
+            return Reply(info.id, info.pid, self._remote, failure=failure)
+        if not self._remote:
+            return Reply(info.id, info.pid, False, batch)
+        return self._packed(batch)
+
+    def _packed(self, batch: Any) -> Reply:
+        info = self.info
+        try:
+            return Reply(info.id, info.pid, True, transport.pack(batch, down=False))
+        except BaseException as error:
+            path, part, cause = transport.find_culprit(batch, "batch") or ("batch", batch, error)
+            failure = Failure.of(
+                TransportError(
+                    f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
+                    f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "
+                    "strings or containers of them, or use executor='thread'"
+                ),
+                packed=True,
+            )
+            return Reply(info.id, info.pid, True, failure=failure)
+
+
+_thread = threading.local()  # .info: set while this thread makes a batch
+_process_worker: Worker | None = None  # the one of a worker process, whatever its threads
+_start_reply: Reply | None = None  # of a worker that could not load its job
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """Tells code that makes batches where it runs; None outside a worker.
+
+    In a worker process it answers in every thread; in a thread worker, and with
+    ``num_workers=0``, in the thread that makes the batch, while it makes one.
+    """
+    info: WorkerInfo | None = getattr(_thread, "info", None)
+    if info is None and _process_worker is not None:
+        info = _process_worker.info
+    return info
+
+
+# --- a worker process of our own ---------------------------------------------------------------
+
+
+def start(cargo: transport.Cargo, worker_id: int) -> None:
+    """First thing that runs in a worker process. Never raises: that would break the pool."""
+    global _process_worker, _start_reply
+    processes.lead_group()
+    processes.follow_parent(last_act=cargo.unlink)
+    # Before multiprocessing joins the processes that the dataset started, which could be never.
+    multiprocessing.util.Finalize(None, processes.kill_descendants, exitpriority=100)
+    try:
+        _process_worker = Worker(cargo.load(forever=True), worker_id, remote=True)
+    except BaseException as error:
+        stage = f"while worker {worker_id} loaded the dataset"
+        failure = Failure.of(error, packed=True, stage=stage)
+        _start_reply = Reply(worker_id, os.getpid(), True, failure=failure)
+
+
+def run(task: Task) -> Reply:
+    """Makes one batch in a worker process."""
+    if _process_worker is None:
+        assert _start_reply is not None
+        return _start_reply
+    return _process_worker.run(task)
+
+
+def warm_up() -> None:
+    """Does nothing: a task that makes an executor start a worker for it."""
+
+
+# --- a worker of somebody else's executor --------------------------------------------------------
+
+_attached: dict[transport.Cargo, Worker] = {}
+_attach_lock = threading.Lock()
+
+
+class Attachment:
+    """Stands for a loader's job in the tasks sent to an executor that we did not start.
+
+    It is the job itself as long as it stays in this process (threads); pickled, it is only
+    the address of the shipped job, which each process loads once.
+    """
+
+    def __init__(self, job: Job, shipment: transport.Shipment | None) -> None:
+        self._job = job
+        self._shipment = shipment
+        self._threads = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._shipment is None:
+            raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
+        return _attach, (self._shipment.cargo,)
+
+    def worker(self) -> Worker:
+        """The worker of the calling thread."""
+        worker: Worker | None = getattr(self._threads, "worker", None)
+        if worker is None:
+            worker = self._threads.worker = Worker(self._job, -1, remote=False)
+        return worker
+
+
+def _attach(cargo: transport.Cargo) -> Callable[[], Worker]:
+    """What an attachment unpickles to. Loading waits for the call: an error here would be
+    raised while the executor reads its queue, which kills the worker."""
+
+    def worker() -> Worker:
+        with _attach_lock:
+            if cargo not in _attached:
+                for other in [other for other in _attached if not other.exists()]:
+                    del _attached[other]  # its loader is closed
+                _attached[cargo] = Worker(cargo.load(forever=False), -1, remote=True)
+            return _attached[cargo]
+
+    return worker
+
+
+def run_attached(attachment: Any, task: Task) -> Reply:
+    """Makes one batch in a worker of somebody else's executor."""
+    make = attachment.worker if isinstance(attachment, Attachment) else attachment
+    try:
+        worker: Worker = make()
+    except Exception as error:
+        failure = Failure.of(error, packed=True, stage="while the worker loaded the dataset")
+        return Reply(-1, os.getpid(), True, failure=failure)
+    if not worker._remote:
+        task = task._replace(item=transport.unpack(task.item))
+    return worker.run(task)
