@@ -7,7 +7,7 @@ reaches the caller as it is. The classes here are for the rest.
 from __future__ import annotations
 
 import operator
-import reprlib
+from reprlib import repr as shown  # never long, never failing: how messages show a value
 from typing import Any, Final
 
 __all__ = ["SKIP", "BatchError", "MinloaderError", "TransportError", "WorkerDied"]
@@ -87,14 +87,6 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.text}"""'
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it: never long, never failing."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # a broken __repr__ must not hide the error that is being described
-        return f"<{type(value).__qualname__}>"
 
 
 def check_int(name: str, value: Any, least: int) -> int:

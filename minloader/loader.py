@@ -38,6 +38,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, 
 from concurrent.futures import wait as wait_for
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
+from reprlib import repr as shown
 from typing import Any, Literal, NamedTuple
 
 from minloader import pool as pools
@@ -46,10 +47,10 @@ from minloader.collate import collate
 from minloader.errors import (
     SKIP,
     BatchError,
+    TransportError,
     WorkerDied,
     WorkerTraceback,
     check_int,
-    shown,
 )
 from minloader.samplers import BatchSampler
 from minloader.worker import Failure, Job, Reply, Task, WorkerInfo
@@ -152,6 +153,7 @@ class Loader:
         self._in_order = bool(in_order)
         self._on_error = on_error
         self._used_up = False
+        self._latest: Callable[[], _Epoch | None] = lambda: None  # a weak reference
         self._closed = False
         self._make_pool, shipment = _plan_pool(job, executor, mp_context)
         self._pool = self._make_pool()
@@ -163,11 +165,13 @@ class Loader:
         return self._pool.num_workers
 
     def __len__(self) -> int:
-        """Number of batches of the next epoch.
+        """Number of batches of the epoch under way, or else of the next.
 
         Raises:
             TypeError: the sampler has no length.
         """
+        current = self._latest()
+        self._tell_epoch(current.epoch if current and current.under_way else self.epoch)
         try:
             return len(self.sampler)  # type: ignore[arg-type]
         except TypeError as error:
@@ -183,9 +187,7 @@ class Loader:
         """
         if self._closed:
             raise RuntimeError("this Loader is closed; make a new one")
-        epoch = self.epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        self._tell_epoch(self.epoch)
         items = iter(self.sampler)
         if items is self.sampler:
             if self._used_up:
@@ -194,8 +196,14 @@ class Loader:
                     "served it; pass a list, or an object whose __iter__ begins anew"
                 )
             self._used_up = True
-        self.epoch = epoch + 1
-        return _Epoch(self, epoch, items)
+        epoch = _Epoch(self, self.epoch, items)
+        self.epoch += 1
+        self._latest = weakref.ref(epoch)
+        return epoch
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, which decides its order and its seeds."""
@@ -247,11 +255,16 @@ class _Epoch:
     def __init__(self, loader: Loader, epoch: int, items: Iterator[Any]) -> None:
         self._loader = loader
         self._pool = loader._live_pool()
-        self._epoch = epoch
+        self.epoch = epoch
         self._items: Iterator[Any] | None = items
         self._ordinal = 0
         self._pending: deque[_Pending] = deque()
         self._fill(loader._depth)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there may be batches to come."""
+        return self._items is not None or bool(self._pending)
 
     def __iter__(self) -> _Epoch:
         return self
@@ -289,7 +302,7 @@ class _Epoch:
                 failed.set_exception(error)
                 self._pending.append(_Pending(None, failed))
                 continue
-            task = Task(self._ordinal, self._epoch, item)
+            task = Task(self._ordinal, self.epoch, item)
             self._ordinal += 1
             self._pending.append(_Pending(task, self._submit(task)))
 
@@ -319,7 +332,7 @@ class _Epoch:
         if task is None:
             error = pending.future.exception()
             assert error is not None
-            error.add_note(f"minloader: raised by the sampler, epoch {self._epoch}")
+            _add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
             raise error
         try:
             reply = pending.future.result()
@@ -342,37 +355,33 @@ class _Epoch:
 
     def _failed(self, task: Task, reply: Reply, failure: Failure) -> Any:
         """Does with a failed batch what ``on_error`` says."""
-        where = f"worker {reply.worker} (pid {reply.pid})" if reply.pid >= 0 else "the parent"
-        what = (
-            f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
-            + f", {failure.stage}" * bool(failure.stage)
-        )
-        place = {
-            "ordinal": task.ordinal,
-            "epoch": task.epoch,
-            "item": task.item,
-            "worker": reply.worker if reply.worker >= 0 else None,
-            "pid": reply.pid if reply.pid >= 0 else None,
-        }
-        original = _load_error(failure, packed=reply.packed)
-        if isinstance(original, BatchError) and original.ordinal < 0:
-            vars(original).update(place)  # our own, raised in the worker
-            report: BatchError = original
+        pid = reply.pid if reply.pid >= 0 else None
+        worker = reply.worker if reply.worker >= 0 else None
+        where = "the parent" if pid is None else f"worker {worker} (pid {pid})"
+        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
+        what += failure.stage and f", {failure.stage}"
+        place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.item}
+        place |= {"worker": worker, "pid": pid}
+        remote = WorkerTraceback(failure.traceback) if failure.traceback else None
+
+        error = _load_error(failure, packed=reply.packed)
+        if isinstance(error, TransportError):  # our own, which does not know its place yet
+            vars(error).update(place)
+            report: BatchError = error
         else:
             report = BatchError(f"{what}: {failure.summary}", **place)
-            report.__cause__ = original or WorkerTraceback(failure.traceback)
-        if original is None or isinstance(original, StopIteration):
-            # Cannot be carried; or would end the consumer's loop as if the epoch were over.
-            original = report
-        elif original is not report or failure.traceback:
-            original.add_note(f"minloader: {what}")
-        if failure.traceback and original is not report:
-            original.__cause__ = WorkerTraceback(failure.traceback)
+            report.__cause__ = error or remote
 
         # A worker that cannot start fails every batch alike: skipping them would hide it all.
-        fatal = bool(failure.stage) or not isinstance(original, Exception)
-        if self._loader._on_error == "raise" or fatal:
-            raise original
+        skippable = isinstance(error, Exception | None) and not failure.stage
+        if self._loader._on_error == "raise" or not skippable:
+            if error is None or isinstance(error, StopIteration):
+                # It cannot be carried; or it would end the loop as if the epoch were over.
+                raise report
+            _add_note(error, f"minloader: {what}")
+            if remote is None:
+                raise error
+            raise error from remote
         if self._loader._on_error == "skip":
             logger.warning("skipped %s: %s", what, failure.summary)
             return SKIP
@@ -398,6 +407,13 @@ class _Epoch:
         )
 
 
+def _add_note(error: BaseException, note: str) -> None:
+    try:
+        error.add_note(note)
+    except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
+        logger.debug("%s; the error takes no notes (%s)", note, refusal)
+
+
 def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
     if not packed or failure.error is None:
         error: BaseException | None = failure.error
@@ -416,7 +432,7 @@ def _exit_text(exitcode: int) -> str:
     return f"killed by signal {-exitcode}{memory}"
 
 
-# --- arguments -------------------------------------------------------------------------------
+# --- arguments
 
 
 def _make_sampler(

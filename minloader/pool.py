@@ -151,7 +151,7 @@ def _serve(job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
         del entry, future, task  # while it waits, a thread must not keep the last batch alive
 
 
-# --- processes -------------------------------------------------------------------------------
+# --- processes
 
 _starting = threading.local()  # .ours: this thread is just starting one of our workers
 _stdlib_preparation_data = multiprocessing.spawn.get_preparation_data

@@ -12,11 +12,10 @@ import importlib.abc
 import importlib.machinery
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["batch_seed", "borrowed_globals", "seeds"]
+__all__ = ["batch_seed", "borrow_globals", "seeds"]
 
 
 def batch_seed(seed: int, epoch: int, ordinal: int) -> int:
@@ -80,21 +79,20 @@ seeds = _Seeds()
 """The one of this process."""
 
 
-@contextmanager
-def borrowed_globals(value: int) -> Iterator[None]:
-    """Seeds the global generators of the caller's own process and gives them back after."""
+def borrow_globals() -> Callable[[], None]:
+    """Takes the global generators of the caller's own process; the result gives them back."""
     import numpy.random  # the one generator every batch may use without importing it
 
     torch = sys.modules.get("torch")
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     torch_state = torch and torch.default_generator.get_state()
     sys.meta_path.insert(0, seeds)
-    try:
-        seeds.seed(value)
-        yield
-    finally:
+
+    def give_back() -> None:
         sys.meta_path.remove(seeds)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:
             torch.default_generator.set_state(torch_state)
+
+    return give_back

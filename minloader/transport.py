@@ -101,7 +101,8 @@ def pack(obj: Any, *, down: bool) -> bytes:
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
     error = cls.__new__(cls, *args)
-    error.args = args
+    # Past any __setattr__ of the class, which may refuse (a frozen dataclass).
+    BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     error.__dict__.update(state)
     return error
 

@@ -12,14 +12,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader import processes, transport
 from minloader.errors import TransportError
-from minloader.seeds import batch_seed, borrowed_globals, seeds
+from minloader.seeds import batch_seed, borrow_globals, seeds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "Failure", "Job", "Reply", "Task", "Worker", "WorkerInfo"]
 
 
-# --- what a batch is made from -------------------------------------------------------------
+# --- what a batch is made from
 
 
 @dataclass
@@ -166,7 +165,7 @@ class WorkerInfo:
         self.epoch, self._ordinal, self._rng = task.epoch, task.ordinal, None
 
 
-# --- the worker ------------------------------------------------------------------------------
+# --- the worker
 
 
 class Worker:
@@ -195,28 +194,29 @@ class Worker:
     def _init(self, worker_init_fn: Callable[[WorkerInfo], Any]) -> None:
         seed = batch_seed(self.info.seed, -1, self.info.id)
         try:
-            with self._at_work(seed):
-                worker_init_fn(self.info)
+            self._call(worker_init_fn, self.info, seed)
         except BaseException as error:  # kept for the first task: raised here, it breaks the pool
             if not self._remote and not isinstance(error, Exception):
                 raise
             self._broken = Failure.of(error, packed=self._remote, stage="in worker_init_fn")
 
-    @contextmanager
-    def _at_work(self, seed: int) -> Iterator[None]:
-        """Answers :func:`get_worker_info` and seeds the global generators meanwhile."""
+    def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
+        """Calls the user's code, seeded, and with an answer to :func:`get_worker_info`.
+
+        No context managers: contextlib sets attributes of an exception that passes, which a
+        frozen dataclass refuses with an error of its own.
+        """
         before = getattr(_thread, "info", None)
         _thread.info = self.info
+        give_back = borrow_globals() if self._borrow else None
         try:
-            if self._borrow:
-                with borrowed_globals(seed):
-                    yield
-            else:
-                if self._remote:
-                    seeds.seed(seed)
-                yield
+            if self._borrow or self._remote:
+                seeds.seed(seed)
+            return function(argument)
         finally:
             _thread.info = before
+            if give_back is not None:
+                give_back()
 
     def run(self, task: Task) -> Reply:
         """Makes one batch. Whatever the user's code raises is in the reply, never raised."""
@@ -226,8 +226,8 @@ class Worker:
         info._begin(task)
         try:
             item = transport.unpack(task.item) if self._remote else task.item
-            with self._at_work(batch_seed(info.seed, task.epoch, task.ordinal)):
-                batch = self._job.fetch(item)
+            seed = batch_seed(info.seed, task.epoch, task.ordinal)
+            batch = self._call(self._job.fetch, item, seed)
         except BaseException as error:
             # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
             # the executor would try to pickle it.
@@ -273,7 +273,7 @@ def get_worker_info() -> WorkerInfo | None:
     return info
 
 
-# --- a worker process of our own ---------------------------------------------------------------
+# --- a worker process of our own
 
 
 def start(cargo: transport.Cargo, worker_id: int) -> None:
@@ -303,7 +303,7 @@ def warm_up() -> None:
     """Does nothing: a task that makes an executor start a worker for it."""
 
 
-# --- a worker of somebody else's executor --------------------------------------------------------
+# --- a worker of somebody else's executor
 
 _attached: dict[transport.Cargo, Worker] = {}
 _attach_lock = threading.Lock()

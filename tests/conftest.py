@@ -1,0 +1,108 @@
+"""What every test stands on: nothing may be left behind, and every executor behaves alike."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from minloader import Loader
+
+
+def require(name: str) -> Any:
+    """Imports an optional module, or skips; where all must be there, it fails instead."""
+    if os.environ.get("MINLOADER_REQUIRE_ALL"):
+        return importlib.import_module(name)
+    return pytest.importorskip(name)
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Looks until the condition holds, and gives its value; at the deadline, whatever it is."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _belongings() -> dict[str, set[Any]]:
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    children = psutil.Process().children(recursive=True)
+    fds = {fd: _target(fd) for fd in os.listdir("/proc/self/fd")}
+    return {
+        "children": {child.pid for child in children if child.pid != tracker},
+        "threads": set(threading.enumerate()),
+        "descriptors": {(fd, target) for fd, target in fds.items() if target},
+        "files": {str(path) for path in Path(tempfile.gettempdir()).glob("minloader-*")},
+    }
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After each test: no process, thread, descriptor or file more than before."""
+    resource_tracker.ensure_running()  # once started, it stays, by the standard library's design
+    before = _belongings()
+    yield
+
+    def left() -> dict[str, set[Any]]:
+        gc.collect()
+        now = _belongings()
+        return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
+
+    eventually(lambda: not left())
+    assert left() == {}
+
+
+EXECUTORS = {
+    "inline": {"num_workers": 0},
+    "thread": {"executor": "thread", "num_workers": 3},
+    "process-1": {"num_workers": 1},
+    "process-2": {"num_workers": 2},
+    "process-4": {"num_workers": 4},
+    "foreign-process": {"executor": ProcessPoolExecutor, "num_workers": 2},
+    "foreign-thread": {"executor": ThreadPoolExecutor, "num_workers": 2},
+}
+
+
+@pytest.fixture(params=EXECUTORS)
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
+    """Makes a Loader as the test says, on each of the executors in turn."""
+    options = dict(EXECUTORS[request.param])
+    with ExitStack() as stack:
+        if options.get("executor") is ProcessPoolExecutor:
+            pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+            options["executor"] = stack.enter_context(pool)
+        elif options.get("executor") is ThreadPoolExecutor:
+            options["executor"] = stack.enter_context(ThreadPoolExecutor(2))
+
+        def factory(*args: Any, **kwargs: Any) -> Loader:
+            return stack.enter_context(Loader(*args, **(options | kwargs)))
+
+        factory.name = request.param  # type: ignore[attr-defined]
+        yield factory
