@@ -27,7 +27,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 from minloader import transport, worker
-from minloader.processes import kill_tree
+from minloader.processes import kill_group, kill_trees
 from minloader.worker import Job, Reply, Task
 
 __all__ = ["ForeignPool", "InlinePool", "Pool", "ProcessPool", "ThreadPool"]
@@ -316,9 +316,11 @@ def _end(executor: _Executor, deadline: float) -> None:
     while alive and (left := deadline - time.monotonic()) > 0:
         for sentinel in multiprocessing.connection.wait(list(alive), left):
             del alive[sentinel]
+    kill_trees(process.pid for process in alive.values())
     for process in executor.workers:
-        # The pid of one that left may be taken already; its group is if anybody is in it.
-        kill_tree(process.pid, leader=process.sentinel in alive)
+        # One that left by itself may have left others. Its pid may be taken again by now, but
+        # not as a group while there is anybody in its own.
+        kill_group(process.pid)
     # It reaps the processes and closes the pipes; it ends at once now, unless it is this thread
     # itself, come here by garbage collection.
     if executor.manager is not None and executor.manager is not threading.current_thread():

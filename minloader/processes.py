@@ -1,6 +1,6 @@
 """Process groups and trees: a worker leads a group, follows its parent, takes its children along.
 
-Three ways out are covered: the parent ends a worker (:func:`kill_tree`), the worker leaves by
+Three ways out are covered: the parent ends a worker (:func:`kill_trees`), the worker leaves by
 itself (:func:`kill_descendants`), and the parent vanishes (:func:`follow_parent`).
 """
 
@@ -12,10 +12,10 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["follow_parent", "kill_descendants", "kill_tree", "lead_group"]
+__all__ = ["follow_parent", "kill_descendants", "kill_group", "kill_trees", "lead_group"]
 
 
 def lead_group() -> None:
@@ -58,7 +58,7 @@ def _watch(parent: Any, last_act: Callable[[], object]) -> None:
     multiprocessing.connection.wait(handles)
     last_act()
     kill_descendants()
-    kill_tree(os.getpid())
+    kill_trees([os.getpid()])
 
 
 def kill_descendants() -> None:
@@ -67,19 +67,25 @@ def kill_descendants() -> None:
         _kill(os.kill, pid)
 
 
-def kill_tree(pid: int, *, leader: bool = True) -> None:
-    """Kills a worker process, its group, and what it started outside the group (setsid).
+def kill_trees(pids: Iterable[int]) -> None:
+    """Kills processes with their groups, and what they started outside these (setsid).
 
-    Args:
-        pid: of the worker.
-        leader: False if the worker itself is gone, and only its group may be left.
+    All descendants are looked up before the first process dies, because then they lose the
+    parent they are found by, and an executor ends all its workers when one is gone.
     """
-    for other in _descendants(pid) if leader else ():
-        _kill(os.kill, other)
+    leaders = list(pids)
+    descendants = [other for pid in leaders for other in _descendants(pid)]
+    for pid in leaders:
+        kill_group(pid)
+        _kill(os.kill, pid)
+    for pid in descendants:
+        _kill(os.kill, pid)
+
+
+def kill_group(pid: int) -> None:
+    """Kills what is left of the group that a process leads or led."""
     if hasattr(os, "killpg"):
         _kill(os.killpg, pid)
-    if leader:
-        _kill(os.kill, pid)
 
 
 def _kill(kill: Callable[[int, int], None], pid: int) -> None:

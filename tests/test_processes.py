@@ -1,0 +1,412 @@
+"""Workers are ordinary processes, and nothing of them is left, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import alive, eventually
+from helpers import Squares, Whereabouts
+
+import minloader
+from minloader import Loader
+
+PROMISE = 2.0
+"""Seconds within which everything must be gone."""
+
+
+# --- what a worker may do --------------------------------------------------------------------
+
+
+def triple(number: int) -> int:
+    return 3 * number
+
+
+def put_triple(queue: Any, number: int) -> None:
+    queue.put(triple(number))
+
+
+def run_subprocess(item: int) -> str:
+    code = f"print({item} * 3)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    return result.stdout.decode().strip()
+
+
+def run_process(item: int) -> int:
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=put_triple, args=(queue, item))
+    process.start()
+    process.join()
+    value: int = queue.get()
+    return value
+
+
+def run_pool(item: int) -> list[int]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(triple, range(item)))
+
+
+def run_loader(item: int) -> list[int]:
+    with Loader(triple, range(item), num_workers=1) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (run_subprocess, ["0", "3", "6", "9"]),
+        (run_process, [0, 3, 6, 9]),
+        (run_pool, [[], [0], [0, 3], [0, 3, 6]]),
+        (run_loader, [[], [0], [0, 3], [0, 3, 6]]),
+    ],
+)
+def test_a_worker_starts_processes_of_its_own(work, expected):
+    with Loader(work, range(4), num_workers=2) as loader:
+        assert list(loader) == expected
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_start_methods(method):
+    with Loader(Whereabouts(), range(6), num_workers=2, mp_context=method) as loader:
+        assert [batch["item"] for batch in loader] == list(range(6))
+    if method == "forkserver":
+        multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
+
+
+# --- the dataset is serialized once and shared -------------------------------------------------
+
+
+class Big:
+    """400 MB, and a count of how often it was serialized."""
+
+    serialized = 0
+
+    def __init__(self) -> None:
+        self.array = np.ones(50_000_000)
+        self.blob = bytes(50_000_000)
+
+    def __getstate__(self) -> dict[str, Any]:
+        Big.serialized += 1
+        return self.__dict__
+
+    def __getitem__(self, item: int) -> tuple[int, float, int]:
+        self.array[item] = -1  # its own copy of that page
+        return os.getpid(), float(self.array[item : item + 10].sum()), len(self.blob)
+
+
+def test_the_dataset_is_serialized_once_and_not_copied():
+    dataset = Big()
+    with Loader(dataset, range(0, 80_000, 100), num_workers=4) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert {(total, size) for _, total, size in batches} == {(8.0, 50_000_000)}
+        workers = [process.pid for process in loader._pool._executor.workers]
+        assert len(workers) == 4
+        assert Big.serialized == 1
+        assert (dataset.array == 1).all()
+        pss = [psutil.Process(pid).memory_full_info().pss for pid in workers]
+        assert sum(pss) < 150e6, pss
+
+
+# --- nothing is left ---------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+{before}
+from minloader import Loader
+
+def stuck(folder):
+    sleeps = [
+        subprocess.Popen(["sleep", "600"]),
+        subprocess.Popen(["sleep", "600"], start_new_session=True),
+        subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"]),
+    ]
+    path = os.path.join(folder, str(os.getpid()))
+    with open(path + ".tmp", "w") as file:
+        json.dump([os.getpid(), *(s.pid for s in sleeps)], file)
+    os.rename(path + ".tmp", path + ".json")
+    {hang}
+
+loader = Loader(stuck, [sys.argv[1]] * 4, num_workers=2)
+batches = iter(loader)
+while len([n for n in os.listdir(sys.argv[1]) if n.endswith(".json")]) < 2:
+    time.sleep(0.01)
+{end}
+"""
+
+HANGS = {
+    "sleeping": "time.sleep(600)",
+    "waiting": "sleeps[0].wait()",
+    "waiting for a lock": "import threading; threading.Event().wait()",
+}
+
+
+def run_program(
+    folder: Path, end: str, hang: str = "sleeping", before: str = ""
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """Runs the program until its workers are stuck; returns it and all pids that must go."""
+    code = PROGRAM.format(end=end, hang=HANGS[hang], before=before)
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
+    )
+
+    def stuck() -> bool:
+        return len(list(folder.glob("*.json"))) == 2 or program.poll() is not None
+
+    assert eventually(stuck, 30)
+    pids = [pid for path in folder.glob("*.json") for pid in json.loads(path.read_text())]
+    for pid in list(pids):
+        if alive(pid):
+            pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return program, sorted(set(pids))
+
+
+def assert_gone(program: subprocess.Popen[str], pids: list[int]) -> tuple[int, str]:
+    """All of them end within the promise; gives the program's exit code and errors."""
+    try:
+        _, errors = program.communicate(timeout=PROMISE)
+        left = eventually(lambda: not any(map(alive, pids)), PROMISE)
+        assert left, [pid for pid in pids if alive(pid)]
+        return program.returncode, errors
+    finally:
+        for pid in (program.pid, *pids):  # a failing test must not leave them either
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        program.wait()
+
+
+@pytest.mark.parametrize("hang", HANGS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_parent_is_killed(tmp_path, number, hang):
+    program, pids = run_program(tmp_path, "next(batches)", hang)
+    assert len(pids) >= 8
+    program.send_signal(number)
+    code, errors = assert_gone(program, pids)
+    assert code == -number
+    # The standard library's tracker clears the executor's semaphores away, and says so.
+    assert "Traceback" not in errors
+    assert "leaked semaphore" in errors or not errors
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_ctrl_c(tmp_path, hang):
+    program, pids = run_program(tmp_path, "next(batches)", hang)
+    os.killpg(program.pid, signal.SIGINT)
+    code, errors = assert_gone(program, pids)
+    assert code == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_ctrl_c_while_workers_start():
+    """They are hit by the terminal's signal before they have a process group of their own."""
+    code = """
+import os, signal, time
+from minloader import Loader
+loader = Loader(str, range(4), num_workers=4)
+loader.start()
+for _ in range(20):
+    try:
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.02)
+    except KeyboardInterrupt:
+        pass
+print(list(loader))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert (result.stdout, result.stderr) == ("['0', '1', '2', '3']\n", "")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "error"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise ValueError('main failed')", 1, "ValueError: main failed\n"),
+        ("loader.close(); print('closed')", 0, ""),
+        ("with loader: pass", 0, ""),
+        ("del batches, loader", 0, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("os._exit(4)", 4, ""),
+    ],
+)
+def test_the_program_ends(tmp_path, end, code, error):
+    program, pids = run_program(tmp_path, end)
+    status, errors = assert_gone(program, pids)
+    assert status == code
+    assert errors.endswith(error)
+    assert errors.count("Traceback") == bool(error)
+
+
+def test_threads_do_not_hold_up_the_exit(tmp_path):
+    code = """
+import threading
+from minloader import Loader
+begun = threading.Event()
+def stuck(item):
+    begun.set()
+    threading.Event().wait()
+loader = Loader(stuck, range(4), num_workers=2, executor='thread')
+batches = iter(loader)
+begun.wait()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_file_is_left_where_files_need_names(tmp_path, number):
+    """Without memfd the dataset lies in the temporary folder, and must go all the same."""
+    folder, temporary = tmp_path / "pids", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    before = f"del os.memfd_create; import tempfile; tempfile.tempdir = {str(temporary)!r}"
+    program, pids = run_program(folder, "next(batches)", before=before)
+    assert [path.name[:10] for path in temporary.iterdir()] == ["minloader-"]
+    program.send_signal(number)
+    assert_gone(program, pids)
+    assert list(temporary.iterdir()) == []
+
+
+def test_garbage_collection_ends_the_workers():
+    loader = Loader(Squares(1000, delay=0.01), num_workers=2)
+    for batch in loader:
+        if batch == 9:
+            break
+    pids = [process.pid for process in loader._pool._executor.workers]
+    assert all(map(alive, pids))
+    del loader
+    gc.collect()
+    assert eventually(lambda: not any(map(alive, pids)), PROMISE)
+
+
+def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
+    batches = []
+    for batch in Loader(Squares(20), num_workers=2):
+        gc.collect()
+        batches.append(batch)
+    assert batches == [i * i for i in range(20)]
+
+
+def test_a_worker_leaves_in_good_order(tmp_path):
+    """Exit handlers run, and what the dataset left running is killed."""
+    with Loader(register_exit, [str(tmp_path)], num_workers=1) as loader:
+        (child,) = loader
+    assert (tmp_path / "left").exists()
+    assert not alive(child)
+
+
+def register_exit(folder: str) -> int:
+    import atexit
+
+    atexit.register(Path(folder, "left").touch)
+    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+
+def leave_child_and_die(item: int) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(tempfile.gettempdir(), f"child-{item}").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_worker_started_is_killed():
+    path = Path(tempfile.gettempdir(), f"child-{os.getpid()}")
+    with Loader(leave_child_and_die, [os.getpid()], num_workers=1) as loader:
+        with pytest.raises(minloader.WorkerDied):
+            next(iter(loader))
+        child = int(path.read_text())
+        path.unlink()
+        assert eventually(lambda: not alive(child), PROMISE)
+
+
+def used(loader: Loader) -> list[Any]:
+    """The worker processes of a loader, after an epoch."""
+    assert len(list(loader)) == len(loader)
+    return list(loader._pool._executor.workers)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_the_parent_has_workers_of_its_own_and_leaves_ours_alone():
+    with Loader(Whereabouts(), range(6), num_workers=2) as loader:
+        ours = {process.pid for process in used(loader)}
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            status = 1
+            try:
+                theirs = {batch["pid"] for batch in loader}
+                loader.close()
+                os.write(writer, json.dumps(sorted(theirs)).encode())
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        theirs = set(json.loads(os.read(reader, 10_000)))
+        os.close(reader)
+        os.close(writer)
+        assert theirs
+        assert not theirs & ours
+        assert not any(map(alive, theirs))
+        assert all(map(alive, ours))
+        assert len(list(loader)) == 6
+
+
+def test_loaders_in_threads():
+    """Several loaders start and end workers at the same time."""
+    results: dict[int, list[int]] = {}
+
+    def use(key: int) -> None:
+        with Loader(Squares(10), num_workers=1) as loader:
+            results[key] = list(loader)
+
+    threads = [threading.Thread(target=use, args=(key,)) for key in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {key: [i * i for i in range(10)] for key in range(4)}
+
+
+def test_other_processes_still_get_their_main_module(tmp_path):
+    """Only our own workers go without it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, minloader\n"
+        "def f(): print('f of', __name__)\n"
+        "if __name__ == '__main__':\n"
+        "    print(list(minloader.Loader(str, [1])))\n"
+        "    p = multiprocessing.get_context('spawn').Process(target=f)\n"
+        "    p.start(); p.join()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout, result.stderr) == ("['1']\nf of __mp_main__\n", "")
