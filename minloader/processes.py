@@ -57,14 +57,16 @@ def _watch(parent: Any, last_act: Callable[[], object]) -> None:
             handles = [parent.sentinel]
     multiprocessing.connection.wait(handles)
     last_act()
+    # In one go: when a child that it waits for is gone, the worker would go on, to its next task.
     kill_descendants()
-    kill_trees([os.getpid()])
+    kill_group(os.getpid())
+    os._exit(1)  # where there are no groups
 
 
 def kill_descendants() -> None:
     """Kills all that this process started, and what that started."""
     for pid in _descendants(os.getpid()):
-        _kill(os.kill, pid)
+        _send(pid, "SIGKILL")
 
 
 def kill_trees(pids: Iterable[int]) -> None:
@@ -74,23 +76,26 @@ def kill_trees(pids: Iterable[int]) -> None:
     parent they are found by, and an executor ends all its workers when one is gone.
     """
     leaders = list(pids)
+    for pid in leaders:
+        _send(pid, "SIGSTOP")  # so that it starts nothing more while we look
     descendants = [other for pid in leaders for other in _descendants(pid)]
     for pid in leaders:
         kill_group(pid)
-        _kill(os.kill, pid)
-    for pid in descendants:
-        _kill(os.kill, pid)
+    for pid in leaders + descendants:
+        _send(pid, "SIGKILL")
 
 
 def kill_group(pid: int) -> None:
     """Kills what is left of the group that a process leads or led."""
     if hasattr(os, "killpg"):
-        _kill(os.killpg, pid)
+        _send(pid, "SIGKILL", os.killpg)
 
 
-def _kill(kill: Callable[[int, int], None], pid: int) -> None:
+def _send(pid: int, name: str, send: Callable[[int, int], None] = os.kill) -> None:
+    number = getattr(signal, name, None if name == "SIGSTOP" else signal.SIGTERM)  # Windows
     try:
-        kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+        if number is not None:
+            send(pid, number)
     except (ProcessLookupError, PermissionError):
         return  # gone already; or no longer ours: it changed user
 

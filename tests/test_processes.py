@@ -152,6 +152,11 @@ while len([n for n in os.listdir(sys.argv[1]) if n.endswith(".json")]) < 2:
 HANGS = {
     "sleeping": "time.sleep(600)",
     "waiting": "sleeps[0].wait()",
+    # When its child is killed it starts another at once, in a session of its own. One that
+    # escaped would keep the program's stderr open.
+    "starting anew": (
+        "while True: subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+    ),
     "waiting for a lock": "import threading; threading.Event().wait()",
 }
 
