@@ -59,6 +59,8 @@ __all__ = ["Loader"]
 
 logger = logging.getLogger("minloader")
 
+CLOSED = "this Loader is closed; make a new one"
+
 OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
@@ -156,13 +158,13 @@ class Loader:
         self._latest: Callable[[], _Epoch | None] = lambda: None  # a weak reference
         self._closed = False
         self._make_pool, shipment = _plan_pool(job, executor, mp_context)
-        self._pool = self._make_pool()
-        self._end = weakref.finalize(self, _end, [self._pool], shipment)
+        self._pools = [self._make_pool()]  # more than one only in a fork
+        self._end = weakref.finalize(self, _end, self._pools, shipment)
 
     @property
     def num_workers(self) -> int:
         """Number of workers."""
-        return self._pool.num_workers
+        return self._pools[-1].num_workers
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -186,7 +188,7 @@ class Loader:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
         """
         if self._closed:
-            raise RuntimeError("this Loader is closed; make a new one")
+            raise RuntimeError(CLOSED)
         self._tell_epoch(self.epoch)
         items = iter(self.sampler)
         if items is self.sampler:
@@ -216,7 +218,7 @@ class Loader:
             RuntimeError: the loader is closed.
         """
         if self._closed:
-            raise RuntimeError("this Loader is closed; make a new one")
+            raise RuntimeError(CLOSED)
         self._live_pool().start()
 
     def close(self) -> None:
@@ -236,10 +238,9 @@ class Loader:
 
     def _live_pool(self) -> pools.Pool:
         """The pool; in a fork of the process that made the loader, one of the fork's own."""
-        if self._pool.pid != os.getpid():
-            self._pool = self._make_pool()
-            self._end.peek()[2][0].append(self._pool)  # type: ignore[index]
-        return self._pool
+        if self._pools[-1].pid != os.getpid():
+            self._pools.append(self._make_pool())
+        return self._pools[-1]
 
 
 class _Pending(NamedTuple):
@@ -273,7 +274,7 @@ class _Epoch:
         depth = self._loader._depth
         while True:
             if self._loader._closed:
-                raise RuntimeError("this Loader was closed while an iterator was in use")
+                raise RuntimeError(CLOSED)
             self._fill(max(depth, 1))
             if not self._pending:
                 raise StopIteration
@@ -307,24 +308,29 @@ class _Epoch:
             self._pending.append(_Pending(task, self._submit(task)))
 
     def _submit(self, task: Task) -> Future[Reply]:
+        """Sends a task off. What goes wrong with that is found in the future, in its turn."""
+        future: Future[Reply] = Future()
+        packed = None
         try:
-            return self._pool.submit(task)
-        except Exception as error:  # an item that cannot be pickled, or an executor that is gone
-            failed: Future[Reply] = Future()
-            failed.set_exception(error)
-            return failed
+            packed = self._pool.pack(task)
+            return self._pool.submit(packed)
+        except BrokenExecutor as error:
+            future.set_exception(error)
+        except Exception as error:
+            # An item that cannot be pickled is one batch lost; workers that cannot start, all.
+            stage, fatal = "when it was sent to a worker", packed is not None
+            failure = Failure.of(error, packed=False, stage=stage, fatal=fatal)
+            future.set_result(Reply(-1, -1, False, failure=failure))
+        return future
 
     def _wait(self) -> _Pending:
         """Takes the next finished task out, only then: Ctrl-C while waiting loses nothing."""
-        if self._loader._in_order:
-            wait_for([self._pending[0].future])
-            return self._pending.popleft()
-        if not any(pending.future.done() for pending in self._pending):
-            wait_for([pending.future for pending in self._pending], return_when=FIRST_COMPLETED)
-        index = next(i for i, pending in enumerate(self._pending) if pending.future.done())
-        pending = self._pending[index]
+        waiting = [self._pending[0]] if self._loader._in_order else list(self._pending)
+        if not any(pending.future.done() for pending in waiting):
+            wait_for([pending.future for pending in waiting], return_when=FIRST_COMPLETED)
+        index = next(i for i, pending in enumerate(waiting) if pending.future.done())
         del self._pending[index]
-        return pending
+        return waiting[index]
 
     def _result(self, pending: _Pending) -> Any:
         """The batch of a finished task, what stands in for it, or SKIP."""
@@ -336,12 +342,12 @@ class _Epoch:
             raise error
         try:
             reply = pending.future.result()
-        except CancelledError:
-            raise RuntimeError("this Loader was closed while an iterator was in use") from None
-        except BrokenExecutor as error:
+        except (CancelledError, BrokenExecutor) as error:
+            if self._loader._closed:
+                raise RuntimeError(CLOSED) from None
             raise self._died(task, error) from error
-        except Exception as error:
-            failure = Failure.of(error, packed=False, stage="when it was sent to a worker")
+        except Exception as error:  # of an executor that the user brought
+            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
             reply = Reply(-1, -1, False, failure=failure)
         if reply.failure is not None:
             return self._failed(task, reply, reply.failure)
@@ -372,39 +378,47 @@ class _Epoch:
             report = BatchError(f"{what}: {failure.summary}", **place)
             report.__cause__ = error or remote
 
-        # A worker that cannot start fails every batch alike: skipping them would hide it all.
-        skippable = isinstance(error, Exception | None) and not failure.stage
+        skippable = isinstance(error, Exception | None) and not failure.fatal
         if self._loader._on_error == "raise" or not skippable:
-            if error is None or isinstance(error, StopIteration):
-                # It cannot be carried; or it would end the loop as if the epoch were over.
-                raise report
-            _add_note(error, f"minloader: {what}")
-            if remote is None:
-                raise error
-            raise error from remote
+            try:
+                if error is None or isinstance(error, StopIteration):
+                    # It cannot be carried; or it would end the loop as if the epoch were over.
+                    raise report
+                _add_note(error, f"minloader: {what}")
+                if remote is None:
+                    raise error
+                raise error from remote
+            finally:
+                # Its traceback holds this frame: let that not hold the error, or the loader would
+                # live until the cycle is found.
+                del error, report
         if self._loader._on_error == "skip":
             logger.warning("skipped %s: %s", what, failure.summary)
             return SKIP
         assert callable(self._loader._on_error)
         return self._loader._on_error(report)
 
-    def _died(self, task: Task, error: BrokenExecutor) -> WorkerDied:
+    def _died(self, task: Task, error: Exception) -> WorkerDied:
         """The error for a batch whose pool broke; all others under way are submitted again."""
         pid, exitcode = self._pool.obituary()
         for index, other in enumerate(self._pending):
-            broken = other.future.done() and not other.future.cancelled()
-            if other.task is not None and broken and other.future.exception() is not None:
+            if other.task is not None and _is_lost(other.future):
                 self._pending[index] = _Pending(other.task, self._submit(other.task))
-        how = "unknown" if exitcode is None else _exit_text(exitcode)
+        who = "a worker" if exitcode is None else f"a worker (pid {pid}, {_exit_text(exitcode)})"
         return WorkerDied(
-            f"a worker (pid {pid}, {how}) died while batch {task.ordinal} of epoch {task.epoch} "
-            f"was under way, item {shown(task.item)}; that batch is lost ({error})",
+            f"{who} died while batch {task.ordinal} of epoch {task.epoch} was under way, item "
+            f"{shown(task.item)}; that batch is lost ({error})",
             ordinal=task.ordinal,
             epoch=task.epoch,
             item=task.item,
             pid=pid,
             exitcode=exitcode,
         )
+
+
+def _is_lost(future: Future[Reply]) -> bool:
+    """Whether a future ended without a reply: its executor broke."""
+    return future.cancelled() or (future.done() and future.exception() is not None)
 
 
 def _add_note(error: BaseException, note: str) -> None:
@@ -493,15 +507,16 @@ def _plan_pool(
     else:
         raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
 
+    owner = os.getpid()
     if job.num_workers == 0:
         return (lambda: pools.InlinePool(job)), None
     if executor == "thread":
         return (lambda: pools.ThreadPool(job, job.num_workers)), None
     if isinstance(executor, Executor) and pools.is_in_process(executor):
-        return (lambda: pools.ForeignPool(job, None, executor)), None
+        return (lambda: pools.ForeignPool(job, None, executor, owner)), None
     shipment = _ship(job)
     if isinstance(executor, Executor):
-        return (lambda: pools.ForeignPool(job, shipment, executor)), shipment
+        return (lambda: pools.ForeignPool(job, shipment, executor, owner)), shipment
     return (lambda: pools.ProcessPool(shipment, job.num_workers, context)), shipment
 
 

@@ -19,7 +19,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
+from concurrent.futures import (
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    InvalidStateError,
+)
 from concurrent.futures import ProcessPoolExecutor as _ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as _ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,12 +55,18 @@ class Pool(ABC):
         self.num_workers = num_workers
         self.pid = os.getpid()
 
+    def pack(self, task: Task) -> Task:
+        """Makes a task fit to leave this process, where it has to."""
+        return task
+
     @abstractmethod
     def submit(self, task: Task) -> Future[Reply]:
-        """Hands one task over.
+        """Hands one packed task over.
 
         Raises:
             BrokenExecutor: the workers are gone and cannot be replaced.
+            RuntimeError: the pool is closed.
+            OSError: the system allows no more processes or descriptors.
         """
 
     def start(self) -> None:
@@ -68,6 +80,10 @@ class Pool(ABC):
     def obituary(self) -> tuple[int | None, int | None]:
         """Pid and exit code of the worker that broke the pool, as far as known."""
         return None, None
+
+
+def _packed(task: Task) -> Task:
+    return task._replace(item=transport.pack(task.item, down=True))
 
 
 class InlinePool(Pool):
@@ -98,6 +114,7 @@ class ThreadPool(Pool):
         self._job = job
         self._tasks: queue.SimpleQueue[tuple[Future[Reply], Task] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
 
     def start(self) -> None:
         for worker_id in range(len(self._threads), self.num_workers):
@@ -113,19 +130,17 @@ class ThreadPool(Pool):
     def submit(self, task: Task) -> Future[Reply]:
         self.start()
         future: Future[Reply] = Future()
+        self._futures.add(future)
         self._tasks.put((future, task))
         return future
 
     def close(self) -> None:
         if os.getpid() != self.pid:
             return
-        while not self._tasks.empty():
-            try:
-                entry = self._tasks.get_nowait()
-            except queue.Empty:
-                break
-            if entry is not None:
-                entry[0].cancel()
+        for future in list(self._futures):
+            if not future.cancel():
+                # A thread cannot be stopped, but whoever waits for it can be told.
+                _settle(future, error=CancelledError())
         for _ in self._threads:
             self._tasks.put(None)
         deadline = time.monotonic() + GRACE
@@ -145,10 +160,22 @@ def _serve(job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
         try:
             if maker is None:
                 maker = worker.Worker(job, worker_id, remote=False)
-            future.set_result(maker.run(task))
+            _settle(future, reply=maker.run(task))
         except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
-            future.set_exception(error)
+            _settle(future, error=error)
         del entry, future, task  # while it waits, a thread must not keep the last batch alive
+
+
+def _settle(
+    future: Future[Reply], *, reply: Reply | None = None, error: BaseException | None = None
+) -> None:
+    try:
+        if reply is not None:
+            future.set_result(reply)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        return  # the other side was first: the thread with its batch, or close()
 
 
 # --- processes
@@ -235,7 +262,7 @@ class ProcessPool(Pool):
     """Makes batches in worker processes, started when there is work for them.
 
     Args:
-        job: serialized here, once for all workers there will ever be.
+        shipment: the job, serialized once for all workers there will ever be.
         num_workers: how many processes, at most.
         context: how to start them.
     """
@@ -248,15 +275,20 @@ class ProcessPool(Pool):
         self._context = context
         self._executor: _Executor | None = None
         self._last: _Executor | None = None  # the one that broke
+        self._closed = False
         _pools.add(self)
 
     def _live(self) -> _Executor:
+        if self._closed:
+            raise RuntimeError("the pool is closed")
         if self._executor is None:
             self._executor = _Executor(self._shipment.cargo, self.num_workers, self._context)
         return self._executor
 
+    def pack(self, task: Task) -> Task:
+        return _packed(task)
+
     def submit(self, task: Task) -> Future[Reply]:
-        task = task._replace(item=transport.pack(task.item, down=True))
         try:
             return self._live().submit(worker.run, task)
         except BrokenExecutor:
@@ -294,7 +326,10 @@ class ProcessPool(Pool):
 
     def retire(self) -> bool:
         """Asks the workers to leave; first half of :meth:`close`. False: nothing to do."""
-        if os.getpid() != self.pid or self._executor is None:
+        if os.getpid() != self.pid:
+            return False
+        self._closed = True
+        if self._executor is None:
             return False
         _retire(self._executor)
         return True
@@ -345,15 +380,32 @@ threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # as concu
 
 
 class ForeignPool(Pool):
-    """Makes batches in an executor that the user brought, and closes."""
+    """Makes batches in an executor that the user brought, and will shut down.
 
-    def __init__(self, job: Job, shipment: transport.Shipment | None, executor: Executor) -> None:
+    Args:
+        job: what workers in this process use as it is.
+        shipment: what others load; None if the executor has no others.
+        executor: runs the tasks.
+        owner: process that made the executor; in a fork of it nothing would ever run.
+    """
+
+    def __init__(
+        self, job: Job, shipment: transport.Shipment | None, executor: Executor, owner: int
+    ) -> None:
         super().__init__(job.num_workers)
+        self._owner = owner
         self._attachment = worker.Attachment(job, shipment)
         self._executor = executor
 
+    def pack(self, task: Task) -> Task:
+        return _packed(task)
+
     def submit(self, task: Task) -> Future[Reply]:
-        task = task._replace(item=transport.pack(task.item, down=True))
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"executor belongs to process {self._owner}, of which this one is a fork; make "
+                "the Loader and its executor here"
+            )
         return self._executor.submit(worker.run_attached, self._attachment, task)
 
 

@@ -106,22 +106,26 @@ class Failure(NamedTuple):
         error: the exception, packed if the reply is; None if it could not be.
         summary: its type and message.
         traceback: as printed in the worker, "" if the exception brings its own.
-        stage: what the worker was doing, "" for making the batch.
+        stage: what was being done, "" for making the batch.
+        fatal: whether it will be the same for every other batch. Skipping them would hide it.
     """
 
     error: Any
     summary: str
     traceback: str
     stage: str = ""
+    fatal: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, packed: bool, stage: str = "") -> Failure:
+    def of(
+        cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
+    ) -> Failure:
         """Records an exception where it was caught."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         if not packed:
-            return cls(error, summary, "", stage)
+            return cls(error, summary, "", stage, fatal)
         text = "".join(traceback.format_exception(error))
-        return cls(transport.pack_error(error), summary, text, stage)
+        return cls(transport.pack_error(error), summary, text, stage, fatal)
 
 
 @dataclass
@@ -198,7 +202,8 @@ class Worker:
         except BaseException as error:  # kept for the first task: raised here, it breaks the pool
             if not self._remote and not isinstance(error, Exception):
                 raise
-            self._broken = Failure.of(error, packed=self._remote, stage="in worker_init_fn")
+            stage = "in worker_init_fn"
+            self._broken = Failure.of(error, packed=self._remote, stage=stage, fatal=True)
 
     def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
         """Calls the user's code, seeded, and with an answer to :func:`get_worker_info`.
@@ -287,7 +292,7 @@ def start(cargo: transport.Cargo, worker_id: int) -> None:
         _process_worker = Worker(cargo.load(forever=True), worker_id, remote=True)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage)
+        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         _start_reply = Reply(worker_id, os.getpid(), True, failure=failure)
 
 
@@ -355,7 +360,8 @@ def run_attached(attachment: Any, task: Task) -> Reply:
     try:
         worker: Worker = make()
     except Exception as error:
-        failure = Failure.of(error, packed=True, stage="while the worker loaded the dataset")
+        stage = "while the worker loaded the dataset"
+        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         return Reply(-1, os.getpid(), True, failure=failure)
     if not worker._remote:
         task = task._replace(item=transport.unpack(task.item))

@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import traceback
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
@@ -198,6 +198,10 @@ def test_batches_that_fail_to_unpickle_do_not_break_the_pool(across):
     assert next(batches) == 2
 
 
+def test_unpicklable_items_can_be_skipped(across):
+    assert list(across(str, [1, threading.Lock(), 3], on_error="skip")) == ["1", "3"]
+
+
 def test_unpicklable_items_are_the_error_of_their_batch(across):
     batches = iter(across(str, [1, threading.Lock(), 3]))
     assert next(batches) == "1"
@@ -292,10 +296,10 @@ def test_a_worker_that_dies_costs_its_batch_only(num_workers):
 def test_workers_killed_between_epochs_are_replaced():
     with Loader(Squares(6), num_workers=2) as loader:
         assert len(list(loader)) == 6
-        victims = [process.pid for process in loader._pool._executor.workers]
+        victims = [process.pid for process in loader._pools[0]._executor.workers]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: loader._pool._executor._broken)
+        assert eventually(lambda: loader._pools[0]._executor._broken)
         assert list(loader) == [i * i for i in range(6)]
 
 
@@ -304,7 +308,7 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
     with Loader(Squares(1000, delay=0.2), num_workers=1, prefetch_factor=16) as loader:
         batches = iter(loader)
         next(batches)
-        (process,) = loader._pool._executor.workers
+        (process,) = loader._pools[0]._executor.workers
         os.kill(process.pid, signal.SIGSTOP)  # nothing is taken from the queue meanwhile
         del batches  # cancels what is queued
         os.kill(process.pid, signal.SIGKILL)
@@ -318,9 +322,36 @@ def test_foreign_executor_that_breaks_is_named():
     with (
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
         Loader(kill_self, range(4), executor=pool) as loader,
+        pytest.raises(WorkerDied),
     ):
-        with pytest.raises(WorkerDied):
-            list(loader)
+        list(loader)
+
+
+def test_foreign_executor_that_is_shut_down_is_named():
+    with ThreadPoolExecutor(1) as pool, Loader(abs, range(4), executor=pool) as loader:
+        batches = iter(loader)
+        assert next(batches) == 0
+        pool.shutdown()
+        assert [next(batches), next(batches)] == [1, 2]  # were under way
+        with pytest.raises(RuntimeError, match="cannot schedule new futures") as caught:
+            next(batches)
+        assert "when it was sent to a worker" in caught.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_foreign_executor_in_a_fork_is_refused():
+    with ThreadPoolExecutor(1) as pool, Loader(abs, range(4), executor=pool) as loader:
+        assert list(loader) == [0, 1, 2, 3]
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            status = 1
+            try:
+                list(loader)
+            except RuntimeError as error:
+                status = 0 if "of which this one is a fork" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 # --- arguments -------------------------------------------------------------------------------

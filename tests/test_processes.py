@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_the_dataset_is_serialized_once_and_not_copied():
         for _ in range(2):
             batches = list(loader)
             assert {(total, size) for _, total, size in batches} == {(8.0, 50_000_000)}
-        workers = [process.pid for process in loader._pool._executor.workers]
+        workers = [process.pid for process in loader._pools[0]._executor.workers]
         assert len(workers) == 4
         assert Big.serialized == 1
         assert (dataset.array == 1).all()
@@ -306,11 +307,52 @@ def test_garbage_collection_ends_the_workers():
     for batch in loader:
         if batch == 9:
             break
-    pids = [process.pid for process in loader._pool._executor.workers]
+    pids = [process.pid for process in loader._pools[0]._executor.workers]
     assert all(map(alive, pids))
     del loader
     gc.collect()
     assert eventually(lambda: not any(map(alive, pids)), PROMISE)
+
+
+def test_a_handled_error_does_not_keep_the_loader():
+    """Nothing waits for the cycle collector: the error's traceback has no way back to itself."""
+    gc.disable()
+    try:
+        loader = Loader(int, ["1", "x", "3"], num_workers=1)
+        batches = iter(loader)
+        next(batches)
+        (process,) = loader._pools[0]._executor.workers
+        with suppress(ValueError):
+            next(batches)
+        assert next(batches) == 3
+        pid = process.pid
+        del loader, batches, process
+        assert eventually(lambda: not alive(pid), PROMISE)
+    finally:
+        gc.enable()
+
+
+RELEASE = threading.Event()  # never set in a worker process
+
+
+def wait_for_release(path: Path) -> None:
+    path.touch()
+    RELEASE.wait()
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_close_from_another_thread_while_next_waits(executor, tmp_path):
+    """The wait ends, with the reason, and no new workers are started for what is left."""
+    paths = [tmp_path / str(i) for i in range(9)]
+    loader = Loader(wait_for_release, paths, num_workers=2, executor=executor)
+    with ThreadPoolExecutor(1) as consumer:
+        waiting = consumer.submit(next, iter(loader))
+        assert eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+        loader.close()
+        with pytest.raises(RuntimeError, match="this Loader is closed"):
+            waiting.result(PROMISE)
+    RELEASE.set()
+    RELEASE.clear()
 
 
 def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
@@ -355,7 +397,7 @@ def test_what_a_killed_worker_started_is_killed():
 def used(loader: Loader) -> list[Any]:
     """The worker processes of a loader, after an epoch."""
     assert len(list(loader)) == len(loader)
-    return list(loader._pool._executor.workers)
+    return list(loader._pools[0]._executor.workers)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,0 +1,175 @@
+"""The examples run as a reader would run them, and their summaries hold what they promise."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import pytest
+from conftest import require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_example(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,  # only so that a hang fails the test
+        check=False,
+    )
+
+
+def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", "").rstrip("%"))
+
+
+# --- quickstart --------------------------------------------------------------------------------
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    require("tqdm")
+    budget = 65_536
+    done = run_example("quickstart.py", "--workers", 2, "--budget", budget, cwd=tmp_path)
+    assert_clean(done)
+
+    found = re.search(r"^([\d,]+) files of .* in ([\d,]+) samples, \d+ files", done.stdout, re.M)
+    assert found, done.stdout
+    files, samples = map(number, found.groups())
+    assert samples >= files > 100
+
+    columns = ("batches", "samples", "tokens", "speed", "padding", "largest")
+    rows = {
+        name: dict(zip(columns, map(number, figures.split()), strict=True))
+        for name, figures in re.findall(r"^(dynamic|fixed size) +([\d,.% ]+)$", done.stdout, re.M)
+    }
+    dynamic, fixed = rows["dynamic"], rows["fixed size"]
+    assert dynamic["batches"] > 0
+    assert fixed["batches"] == pytest.approx(dynamic["batches"], rel=0.1)  # a fair comparison
+    assert dynamic["samples"] == fixed["samples"] == samples  # nothing lost, nothing twice
+    assert dynamic["tokens"] == fixed["tokens"] > samples
+    assert dynamic["padding"] < fixed["padding"] < 100
+    assert dynamic["largest"] <= budget < fixed["largest"]
+
+
+# --- subprocess_io -----------------------------------------------------------------------------
+
+
+def figures(done: subprocess.CompletedProcess[str]) -> dict[str, list[float]]:
+    """The numbers of each line of the summary."""
+    assert_clean(done)
+    lines = (re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines())
+    return {name: [float(n) for n in re.findall(r"\d+(?:\.\d+)?", rest)] for name, rest in lines}
+
+
+def write_wav(path: Path, seconds: float, rate: int = 8_000) -> None:
+    """Noise, since silence would be compressed to nothing."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(random.Random(0).randbytes(2 * int(seconds * rate)))
+
+
+def write_flac(path: Path, seconds: float) -> None:
+    import imageio_ffmpeg
+
+    write_wav(path.with_suffix(".wav"), seconds)
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-i"]
+    command += [str(path.with_suffix(".wav")), str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def test_audio_of_its_own(tmp_path: Path) -> None:
+    require("tqdm")
+    require("imageio_ffmpeg")
+    summary = figures(run_example("subprocess_io.py", "--workers", 2, cwd=tmp_path))
+    assert summary["files"] == [60, 60]
+    (batches,) = summary["batches"]
+    assert 1 < batches < 60
+    assert 60 * 0.5 < summary["audio"][0] < 60 * 15
+    assert summary["speed"][0] > 0
+    assert 0 <= summary["padding"][0] < summary["padding if fixed"][0] < 100
+    launched, at_once = summary["ffmpeg processes"]
+    assert launched == 60
+    assert at_once > 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_audio_files_of_the_command_line(tmp_path: Path) -> None:
+    require("tqdm")
+    require("imageio_ffmpeg")
+    names = ["a.wav", "with space.wav", "-dash: and colon.wav"]
+    for seconds, name in enumerate(names, start=1):
+        write_wav(tmp_path / name, seconds)
+    write_flac(tmp_path / "b.flac", 2.5)
+
+    arguments = ["--workers", 2, "--seconds", 20, "--", *names, "b.flac"]
+    summary = figures(run_example("subprocess_io.py", *arguments, cwd=tmp_path))
+    assert summary["files"] == [4, 4]
+    assert summary["audio"][0] == pytest.approx(1 + 2 + 3 + 2.5, abs=0.1)
+    # One batch: 4 files, none longer than 3 s, stay below 20 s.
+    assert summary["batches"] == [1]
+    assert summary["ffmpeg processes"] == [4, 4]
+    assert summary["padding"][0] == pytest.approx(100 * (1 - 8.5 / 12), abs=1)
+
+
+def assert_blamed(done: subprocess.CompletedProcess[str], name: str, *texts: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert "files  " not in done.stdout
+    assert f"error: {name}: " in done.stderr
+    for text in texts:
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_audio_that_breaks_off_is_named(tmp_path: Path, workers: int) -> None:
+    """It starts well, so that only a worker finds out."""
+    require("tqdm")
+    require("imageio_ffmpeg")
+    write_wav(tmp_path / "good.wav", 1)
+    write_flac(tmp_path / "broken.flac", 3)
+    data = bytearray((tmp_path / "broken.flac").read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    (tmp_path / "broken.flac").write_bytes(data)
+
+    arguments = ["--workers", workers, "good.wav", "broken.flac"]
+    done = run_example("subprocess_io.py", *arguments, cwd=tmp_path)
+    said = "Invalid data found when processing input"
+    assert_blamed(done, "broken.flac", "ffmpeg failed with exit code", said, "minloader: batch 0")
+
+
+def test_what_is_no_audio_is_named(tmp_path: Path) -> None:
+    require("tqdm")
+    require("imageio_ffmpeg")
+    write_wav(tmp_path / "good.wav", 1)
+    (tmp_path / "notes.mp3").write_text("These are words, not music.\n")
+    for name in ("notes.mp3", "missing.mp3"):
+        done = run_example("subprocess_io.py", "good.wav", name, cwd=tmp_path)
+        assert_blamed(done, name, "ffmpeg failed with exit code")
+
+
+def test_audio_longer_than_the_budget_is_named(tmp_path: Path) -> None:
+    require("tqdm")
+    require("imageio_ffmpeg")
+    write_wav(tmp_path / "short.wav", 1)
+    write_wav(tmp_path / "long.wav", 3)
+    done = run_example("subprocess_io.py", "--seconds", 2, "short.wav", "long.wav", cwd=tmp_path)
+    assert_blamed(done, "long.wav", "lasts 3.0 s", "--seconds")
