@@ -77,7 +77,7 @@ class pad_collate:  # noqa: N801  # used like the function it stands beside
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
         import numpy as np
 
-        if arrays[0].ndim == 0:
+        if any(array.ndim == 0 for array in arrays):
             return _stack(arrays, path)
         if len({array.shape[1:] for array in arrays}) > 1:
             raise ValueError(
@@ -139,15 +139,18 @@ def _walk(samples: Sequence[Any], leaf: Callable[[list[Any], str], Any], path: s
         return _rebuild(
             first, [_walk(c, leaf, f"{path}[{index}]") for index, c in enumerate(columns)]
         )
-    if hasattr(first, "__array__") or isinstance(first, (Number, np.generic)):
-        arrays = [np.asarray(sample) for sample in samples]
-        if arrays[0].dtype != object and any(array.dtype == object for array in arrays):
+    if _is_array(first):
+        if not all(map(_is_array, samples)):
             raise TypeError(f"collate: {path} is a number in some samples and not in others")
-        return leaf(arrays, path)
+        return leaf([np.asarray(sample) for sample in samples], path)
     raise TypeError(
         f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
         "numbers, strings or containers of them, or give a collate_fn of your own"
     )
+
+
+def _is_array(sample: Any) -> bool:
+    return hasattr(sample, "__array__") or isinstance(sample, Number)
 
 
 def _shapes(arrays: list[NDArray[Any]]) -> str:

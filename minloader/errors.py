@@ -7,7 +7,7 @@ reaches the caller as it is. The classes here are for the rest.
 from __future__ import annotations
 
 import operator
-from reprlib import repr as shown  # never long, never failing: how messages show a value
+import reprlib
 from typing import Any, Final
 
 __all__ = ["SKIP", "BatchError", "MinloaderError", "TransportError", "WorkerDied"]
@@ -87,6 +87,10 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.text}"""'
+
+
+shown = reprlib.repr
+"""How messages show a value: never long, never failing."""
 
 
 def check_int(name: str, value: Any, least: int) -> int:

@@ -38,7 +38,6 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, 
 from concurrent.futures import wait as wait_for
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from reprlib import repr as shown
 from typing import Any, Literal, NamedTuple
 
 from minloader import pool as pools
@@ -51,8 +50,9 @@ from minloader.errors import (
     WorkerDied,
     WorkerTraceback,
     check_int,
+    shown,
 )
-from minloader.samplers import BatchSampler
+from minloader.samplers import BatchSampler, Repeatable
 from minloader.worker import Failure, Job, Reply, Task, WorkerInfo
 
 __all__ = ["Loader"]
@@ -148,13 +148,13 @@ class Loader:
 
         self.dataset = dataset
         self.sampler = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+        self._items = Repeatable("sampler", self.sampler)
         if batch_size is not None and collate_fn is None:
             collate_fn = collate
         job = Job(dataset, transform, collate_fn, worker_init_fn, self.seed, num_workers)
         self.epoch = 0
         self._in_order = bool(in_order)
         self._on_error = on_error
-        self._used_up = False
         self._latest: Callable[[], _Epoch | None] = lambda: None  # a weak reference
         self._closed = False
         self._make_pool, shipment = _plan_pool(job, executor, mp_context)
@@ -190,15 +190,7 @@ class Loader:
         if self._closed:
             raise RuntimeError(CLOSED)
         self._tell_epoch(self.epoch)
-        items = iter(self.sampler)
-        if items is self.sampler:
-            if self._used_up:
-                raise RuntimeError(
-                    f"sampler is an iterator, {shown(items)}, which serves one epoch and has "
-                    "served it; pass a list, or an object whose __iter__ begins anew"
-                )
-            self._used_up = True
-        epoch = _Epoch(self, self.epoch, items)
+        epoch = _Epoch(self, self.epoch, iter(self._items))
         self.epoch += 1
         self._latest = weakref.ref(epoch)
         return epoch

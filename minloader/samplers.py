@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from minloader.errors import check_int
+from minloader.errors import check_int, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +23,31 @@ __all__ = ["BatchSampler", "DynamicBatchSampler"]
 WINDOW = 10_000
 """Lengths that a lazy DynamicBatchSampler reads ahead to sort or shuffle: more makes tighter
 buckets and better shuffling, but the first batch waits for all of them."""
+
+
+class Repeatable:
+    """An iterable that refuses a second pass where it would be silently empty.
+
+    Args:
+        name: of the argument that it was given as.
+        iterable: what to go through.
+    """
+
+    def __init__(self, name: str, iterable: Iterable[Any]) -> None:
+        self._name = name
+        self._iterable = iterable
+        self._used_up = False
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._iterable)
+        if iterator is self._iterable:
+            if self._used_up:
+                raise RuntimeError(
+                    f"{self._name} is an iterator, {shown(iterator)}, which serves one epoch and "
+                    "has served it; pass a list, or an object whose __iter__ begins anew"
+                )
+            self._used_up = True
+        return iterator
 
 
 class _Sampler:
@@ -69,6 +95,7 @@ class BatchSampler(_Sampler):
         self._n = 0
         if hasattr(n_or_sampler, "__iter__"):
             self._inner = n_or_sampler
+            self._items = Repeatable("n_or_sampler", n_or_sampler)
         else:
             self._n = check_int("n_or_sampler", n_or_sampler, 0)
         if last_batch not in ("keep", "discard", "rollover"):
@@ -122,10 +149,10 @@ class BatchSampler(_Sampler):
 
     def _order(self, epoch: int) -> Iterable[Any]:
         if not self.shuffle:
-            return range(self._n) if self._inner is None else self._inner
+            return range(self._n) if self._inner is None else iter(self._items)
         if self._inner is None:
             return self._rng(epoch).permutation(self._n).tolist()  # type: ignore[no-any-return]
-        inner = list(self._inner)
+        inner = list(self._items)
         return [inner[i] for i in self._rng(epoch).permutation(len(inner))]
 
     def _carry_size(self, epoch: int) -> int:
@@ -182,18 +209,17 @@ class DynamicBatchSampler(_Sampler):
             )
         self._padded = max_padded is not None
         self._budget_name = "max_padded" if self._padded else "max_total"
-        budget = max_padded if self._padded else max_total
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        budget: Any = max_padded if self._padded else max_total  # numpy numbers too
+        if isinstance(budget, bool) or not isinstance(budget, Real) or not budget > 0:
             raise ValueError(f"{self._budget_name} must be a number above 0, got {budget!r}")
-        self._budget = budget
+        self._budget = float(budget)
         self._max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
         self._buckets = check_int("buckets", buckets, 1)
         self.shuffle = bool(shuffle)
         if not hasattr(lengths, "__iter__"):
             raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
-        self._lazy = lengths if not hasattr(lengths, "__len__") else None
-        self._lengths = None if self._lazy is not None else self._checked(lengths, 0)
-        self._used_up = False
+        self._lazy = Repeatable("lengths", lengths)
+        self._lengths = self._checked(lengths, 0) if hasattr(lengths, "__len__") else None
         self._plan: tuple[int, list[list[int]]] | None = None  # epoch and its batches
 
     def __len__(self) -> int:
@@ -208,17 +234,9 @@ class DynamicBatchSampler(_Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._lengths is not None:
-            return iter(self._planned(self._lengths, self.epoch))
-        assert self._lazy is not None
-        lengths = iter(self._lazy)
-        if lengths is self._lazy:
-            if self._used_up:
-                raise RuntimeError(
-                    "lengths is an iterator, which serves one epoch and has served it; pass a "
-                    "list, or an object whose __iter__ begins anew"
-                )
-            self._used_up = True
-        return self._fill(self._read_ahead(lengths, self.epoch))
+            # Copies: the plan serves again, for len() and for the same epoch.
+            return map(list, self._planned(self._lengths, self.epoch))
+        return self._fill(self._read_ahead(iter(self._lazy), self.epoch))
 
     def _planned(self, lengths: NDArray[Any], epoch: int) -> list[list[int]]:
         if self._plan is None or self._plan[0] != epoch:
@@ -287,15 +305,17 @@ class DynamicBatchSampler(_Sampler):
         """The lengths as an array, each usable and within the budget."""
         import numpy as np
 
-        values = np.asarray(lengths)
+        values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
         if values.ndim != 1 or (values.size and values.dtype.kind not in "uif"):
-            raise TypeError(f"lengths must be one number for each sample, got {lengths!r:.200}")
+            raise TypeError(f"lengths must be one number for each sample, got {shown(lengths)}")
+        # Wide enough to add up in: a sum of float16 or uint8 would overflow.
+        values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
         wrong = ~((values >= 0) & (values <= self._budget))  # NaN is neither
         if wrong.any():
             index = int(np.argmax(wrong))
             raise ValueError(
                 f"lengths[{first + index}] is {values[index]}, but must be at least 0 and at most "
-                f"{self._budget_name}={self._budget}; raise {self._budget_name}, or leave that "
+                f"{self._budget_name}={self._budget:g}; raise {self._budget_name}, or leave that "
                 "sample out"
             )
         return values

@@ -101,10 +101,14 @@ def pack(obj: Any, *, down: bool) -> bytes:
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
     error = cls.__new__(cls, *args)
-    # Past any __setattr__ of the class, which may refuse (a frozen dataclass).
-    BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
+    # Past the class's own __init__, and past a __setattr__ that refuses (frozen dataclasses).
+    _builtin_base(cls).__init__(error, *args)
     error.__dict__.update(state)
     return error
+
+
+def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
 
 
 class _Bare:
@@ -115,14 +119,12 @@ class _Bare:
 
     def __reduce__(self) -> tuple[Any, ...]:
         def portable(value: Any) -> bool:
-            try:
-                unpack(pack(value, down=False))
-            except Exception:  # whatever its pickling does, the value stays behind
-                return False
-            return True
+            return _pack_as(value, type(value)) is not None
 
         error = self.error
-        args = tuple(arg if portable(arg) else repr(arg) for arg in error.args)
+        # Not error.args: those of an OSError lack its filename.
+        args: Any = _builtin_base(type(error)).__reduce__(error)[1]
+        args = tuple(arg if portable(arg) else repr(arg) for arg in args)
         state = {name: value for name, value in vars(error).items() if portable(value)}
         return _bare_error, (type(error), args, state)
 
@@ -192,26 +194,35 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
 
 
-def find_culprit(obj: Any, path: str, depth: int = 8) -> tuple[str, Any, Exception] | None:
-    """Finds the innermost part of an object that cannot be pickled.
+def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
+    """Finds a part of an object that cannot be pickled though all its own parts can.
 
     Args:
         obj: what to look into.
         path: how the object is called, "dataset".
-        depth: how many steps down to look.
 
     Returns:
-        The part's path ("dataset.files[3].lock"), the part and its error; None if all is well.
+        The part's path ("dataset.files[3].lock"), the part and its error, the nearest such part
+        if there are several; None if all is well.
     """
     error = _pickling_error(obj)
     if error is None:
         return None
-    if depth:
+    found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
+    seen = {id(obj)}
+    for path, obj, error in found:
+        innermost = True
         for suffix, part in _parts(obj):
-            found = find_culprit(part, path + suffix, depth - 1)
-            if found is not None:
-                return found
-    return path, obj, error
+            part_error = _pickling_error(part)
+            if part_error is None:
+                continue
+            innermost = False
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.append((path + suffix, part, part_error))
+        if innermost:
+            return path, obj, error
+    return found[0]
 
 
 class _ShipPickler(_Pickler):
@@ -341,10 +352,7 @@ class Cargo:
     def unlink(self) -> None:
         """Removes the file's name, if it has one."""
         if self.named:
-            try:
-                os.unlink(self.path)
-            except FileNotFoundError:
-                return  # parent and workers race to it when all end at once
+            _unlink(self.path)
 
 
 class Shipment:
@@ -381,7 +389,14 @@ class Shipment:
             return
         os.close(fd)
         if self._name is not None and os.getpid() == self._pid:
-            os.unlink(self._name)
+            _unlink(self._name)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return  # parent and workers race to it when all end at once
 
 
 def _open_anonymous() -> tuple[int, str | None]:

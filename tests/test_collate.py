@@ -1,0 +1,280 @@
+"""Samples to batch: stacked, walked, padded, or refused with a word on what to do."""
+
+import pickle
+from collections import OrderedDict, namedtuple
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from conftest import require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from minloader import Padded, collate, pad_collate
+
+invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
+
+Sample = namedtuple("Sample", "tokens label")
+
+
+def assert_array(batch, values, dtype):
+    assert type(batch) is np.ndarray
+    assert batch.dtype == dtype
+    assert_array_equal(batch, np.array(values, dtype=dtype), strict=True)
+
+
+def assert_padded(batch, values, lengths, dtype="i8"):
+    assert type(batch) is Padded
+    assert_array(batch.values, values, dtype)
+    assert_array(batch.lengths, lengths, "i8")
+
+
+# --- collate -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "dtype"),
+    [
+        ([1, 2], np.int64),
+        ([1.5, 2], np.float64),
+        ([True, False], np.bool_),
+        ([1j, 2], np.complex128),
+        ([np.float32(1), np.float32(2)], np.float32),
+        ([np.uint8(1), np.uint8(2)], np.uint8),
+        ([np.array(1, "i2"), np.array(2, "i2")], np.int16),
+        ([np.datetime64("2024-01-01"), np.datetime64("2024-01-02")], "M8[D]"),
+        ([7], np.int64),
+    ],
+)
+def test_scalars_become_a_vector(samples, dtype):
+    assert_array(collate(samples), samples, dtype)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0,), (2, 0, 1)])
+@pytest.mark.parametrize("dtype", ["f4", "u1", "?"])
+def test_arrays_are_stacked(shape, dtype):
+    samples = [np.full(shape, i, dtype) for i in range(4)]
+    batch = collate(samples)
+    assert batch.shape == (4, *shape)
+    assert batch.dtype == dtype
+    for row, sample in zip(batch, samples, strict=True):
+        assert_array_equal(row, sample, strict=True)
+
+
+def test_a_batch_owns_its_data():
+    sample = np.zeros(3)
+    batch = collate([sample])
+    batch[:] = 1
+    assert not sample.any()
+
+
+@pytest.mark.parametrize("samples", [["a", "bc"], [b"a", b"bc"], [None, None], [np.str_("a"), "b"]])
+def test_strings_bytes_and_none_stay_lists(samples):
+    batch = collate(tuple(samples))
+    assert type(batch) is list
+    assert batch == samples
+
+
+def test_containers_are_walked():
+    batch = collate(
+        [
+            {"x": np.array([i, i]), "meta": (i, [f"name{i}", None]), "named": Sample(i, {"y": i})}
+            for i in range(3)
+        ]
+    )
+    assert list(batch) == ["x", "meta", "named"]
+    assert_array(batch["x"], [[0, 0], [1, 1], [2, 2]], "i8")
+    assert type(batch["meta"]) is tuple
+    assert_array(batch["meta"][0], [0, 1, 2], "i8")
+    assert type(batch["meta"][1]) is list
+    assert batch["meta"][1] == [["name0", "name1", "name2"], [None, None, None]]
+    assert type(batch["named"]) is Sample
+    assert_array(batch["named"].tokens, [0, 1, 2], "i8")
+    assert_array(batch["named"].label["y"], [0, 1, 2], "i8")
+
+
+def test_lists_of_numbers_are_columns():
+    batch = collate([[1, 2.5], [3, 4.5]])
+    assert type(batch) is list
+    assert_array(batch[0], [1, 3], "i8")
+    assert_array(batch[1], [2.5, 4.5], "f8")
+
+
+def test_any_mapping_and_any_order_of_keys():
+    batch = collate([OrderedDict(a=1, b=2), MappingProxyType({"b": 4, "a": 3})])
+    assert type(batch) is dict
+    assert_array(batch["a"], [1, 3], "i8")
+    assert_array(batch["b"], [2, 4], "i8")
+
+
+def test_empty_containers_stay():
+    assert collate([{}, {}]) == {}
+    assert collate([(), ()]) == ()
+    assert collate([[], []]) == []
+
+
+@pytest.mark.parametrize("collate_fn", [collate, pad_collate()])
+@pytest.mark.parametrize("samples", [[], (), np.empty((0, 3))])
+def test_no_samples(collate_fn, samples):
+    with pytest.raises(ValueError, match="no samples"):
+        collate_fn(samples)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([np.zeros(3), np.zeros(4)], r"sample has shapes \(3,\), \(4,\).*pad_collate"),
+        ([{"x": (1, np.zeros(n))} for n in range(9)], r"sample\['x'\]\[1\].*, \.\.\..*pad_collate"),
+        ([[1, 2], [3]], "sample is a sequence of 2 in the first.*pad_collate"),
+        ([(1, 2), 3], "sample is a sequence of 2 in the first"),
+        ([{"t": "ab"}, {"t": "ab", "u": 1}], r"sample has keys \['t'\].*same keys"),
+        ([{"t": {1: 2}}, {"t": {2: 2}}], r"sample\['t'\] has keys \['1'\]"),
+        ([{"t": 1}, 3], "sample has keys"),
+        ([1, np.zeros(2)], r"sample has shapes \(\), \(2,\)"),
+    ],
+)
+def test_what_differs_cannot_be_stacked(samples, message):
+    with pytest.raises(ValueError, match=message):
+        collate(samples)
+
+
+@pytest.mark.parametrize("collate_fn", [collate, pad_collate()])
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([object(), object()], "sample is a object, which cannot be stacked"),
+        ([({"a": {1}},), ({"a": {1}},)], r"sample\[0\]\['a'\] is a set"),
+        ([1, None], "a number in some samples and not in others"),
+        ([{"y": 1.5}, {"y": object()}], r"sample\['y'\] is a number in some"),
+        ([1, "a"], "a number in some samples and not in others"),
+    ],
+)
+def test_what_has_no_array_is_refused(collate_fn, samples, message):
+    with pytest.raises(TypeError, match=message):
+        collate_fn(samples)
+
+
+def test_torch_tensors():
+    torch = require("torch")
+    batch = collate([(torch.ones(2, 3) * i, torch.tensor(i)) for i in range(4)])
+    assert_array(batch[0], np.ones((4, 2, 3)) * np.arange(4)[:, None, None], "f4")
+    assert_array(batch[1], [0, 1, 2, 3], "i8")
+    padded = pad_collate()([torch.arange(2), torch.arange(3)])
+    assert_padded(padded, [[0, 1, 0], [0, 1, 2]], [2, 3])
+
+
+# --- pad_collate -------------------------------------------------------------------------------
+
+sequences = st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=9), min_size=1, max_size=8)
+
+
+@invariant
+@given(
+    samples=sequences, multiple_of=st.integers(1, 7), value=st.integers(-9, 9), arrays=st.booleans()
+)
+def test_padding_round_trip(samples, multiple_of, value, arrays):
+    given_samples = [np.array(s, dtype=np.int64) for s in samples] if arrays else samples
+    values, lengths = pad_collate(value=value, multiple_of=multiple_of)(given_samples)
+    longest = max(map(len, samples))
+    assert values.shape[0] == len(samples)
+    assert longest <= values.shape[1] < longest + multiple_of
+    assert values.shape[1] % multiple_of == 0
+    assert values.dtype == lengths.dtype == np.int64
+    for row, length, sample in zip(values, lengths, samples, strict=True):
+        assert row[:length].tolist() == sample
+        assert set(row[length:].tolist()) <= {value}
+
+
+@invariant
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    trailing=st.lists(st.integers(0, 3), max_size=2),
+)
+def test_only_the_first_axis_is_padded(lengths, trailing):
+    samples = [np.random.default_rng(n).random((n, *trailing)) for n in lengths]
+    batch = pad_collate(value=np.nan)(samples)
+    assert batch.values.shape == (len(lengths), max(lengths), *trailing)
+    assert batch.lengths.tolist() == lengths
+    for row, sample in zip(batch.values, samples, strict=True):
+        assert_array_equal(row[: len(sample)], sample, strict=True)
+        assert np.isnan(row[len(sample) :]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [(["u1", "u1"], "u1"), (["f4", "f4"], "f4"), (["i4", "f4"], "f8"), (["u1", "i2"], "i2")],
+)
+def test_padding_promotes_dtypes(dtypes, expected):
+    samples = [np.ones(1 + i, dtype) for i, dtype in enumerate(dtypes)]
+    assert_padded(pad_collate()(samples), [[1, 0], [1, 1]], [1, 2], expected)
+
+
+def test_lists_of_numbers_are_sequences():
+    assert_padded(pad_collate()([[1, 2], [3]]), [[1, 2], [3, 0]], [2, 1])
+    assert_padded(pad_collate()([[0.5], []]), [[0.5], [0]], [1, 0], "f8")
+    assert_padded(pad_collate(-1)([[1], [True, 2]]), [[1, -1], [1, 2]], [1, 2])
+    assert_padded(pad_collate()([[], []]), np.empty((2, 0)), [0, 0])
+
+
+def test_padding_inside_structures():
+    pad = pad_collate(value=-1, multiple_of=4)
+    tokens, label = pad([([1, 2], 0), ([3], 1)])
+    assert_padded(tokens, [[1, 2, -1, -1], [3, -1, -1, -1]], [2, 1])
+    assert_array(label, [0, 1], "i8")
+    batch = pad(
+        [
+            {"in": Sample(np.arange(n, dtype="i2"), n / 2), "name": f"n{n}", "none": None}
+            for n in (1, 5)
+        ]
+    )
+    assert list(batch) == ["in", "name", "none"]
+    assert type(batch["in"]) is Sample
+    rows = [[0, *[-1] * 7], [0, 1, 2, 3, 4, -1, -1, -1]]
+    assert_padded(batch["in"].tokens, rows, [1, 5], "i2")
+    assert_array(batch["in"].label, [0.5, 2.5], "f8")
+    assert batch["name"] == ["n1", "n5"]
+    assert batch["none"] == [None, None]
+
+
+def test_padding_leaves_scalars_alone():
+    assert_array(pad_collate()([1, 2]), [1, 2], "i8")
+    assert_array(pad_collate()([np.array(1.5), np.array(2.5)]), [1.5, 2.5], "f8")
+
+
+def test_padding_walks_lists_of_arrays():
+    first, second = pad_collate()([[np.ones(1), np.ones(2)], [np.ones(2), np.ones(1)]])
+    assert_padded(first, [[1, 0], [1, 1]], [1, 2], "f8")
+    assert_padded(second, [[1, 1], [1, 0]], [2, 1], "f8")
+
+
+def test_padding_does_not_change_the_samples():
+    sample = {"x": [1, 2]}
+    pad_collate()([sample, {"x": [3]}])
+    assert sample == {"x": [1, 2]}
+
+
+def test_pad_collate_travels():
+    pad = pickle.loads(pickle.dumps(pad_collate(value=7, multiple_of=3)))
+    assert pad == pad_collate(7, 3)
+    assert_padded(pad([[1]]), [[1, 7, 7]], [1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([np.zeros((2, 3)), np.zeros((2, 4))], r"sample has shapes \(2, 3\), \(2, 4\).*first axis"),
+        ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"sample\['x'\].*first axis"),
+        ([np.zeros(2), np.float64(1)], r"sample has shapes \(2,\), \(\)"),
+        ([{"x": [1]}, {"y": [1]}], "same keys"),
+    ],
+)
+def test_what_cannot_be_padded(samples, message):
+    with pytest.raises(ValueError, match=message):
+        pad_collate()(samples)
+
+
+@pytest.mark.parametrize("multiple_of", [0, -8, 1.5, None, "8"])
+def test_impossible_multiples(multiple_of):
+    with pytest.raises(ValueError, match="multiple_of must be an integer of at least 1"):
+        pad_collate(multiple_of=multiple_of)

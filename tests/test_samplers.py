@@ -1,0 +1,517 @@
+"""What batches are made of: nothing lost, nothing repeated, the budget held, the epoch obeyed."""
+
+from collections.abc import Iterable, Iterator
+from itertools import count, islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from minloader import BatchSampler, DynamicBatchSampler, samplers
+
+invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
+
+
+class Counted:
+    """An iterator that counts how far it was read."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = iter(values)
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        value = next(self._values)
+        self.read += 1
+        return value
+
+
+class Lazy:
+    """Begins anew with each ``iter`` and has no length."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+
+class Epochs:
+    """A sampler of somebody else's, whose order the epoch decides."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.epoch = n, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.n))
+
+
+def epoch_of(sampler: Any, epoch: int) -> list[Any]:
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    return [index for batch in batches for index in batch]
+
+
+# --- BatchSampler ------------------------------------------------------------------------------
+
+
+@invariant
+@given(
+    n=st.integers(0, 40),
+    size=st.integers(1, 12),
+    shuffle=st.booleans(),
+    last_batch=st.sampled_from(["keep", "discard", "rollover"]),
+    seed=st.integers(0, 2**40),
+    epochs=st.integers(1, 6),
+)
+@example(n=2, size=7, shuffle=True, last_batch="rollover", seed=0, epochs=12)  # a batch of 4 epochs
+def test_epochs_of_an_int(n, size, shuffle, last_batch, seed, epochs):
+    sampler = BatchSampler(n, size, shuffle, last_batch, seed)
+    singles = BatchSampler(n, None, shuffle, seed=seed)
+    everything, orders = [], []
+    for epoch in range(epochs):
+        order = epoch_of(singles, epoch)
+        assert sorted(order) == list(range(n))
+        assert len(singles) == n
+        batches = epoch_of(sampler, epoch)
+        assert len(sampler) == len(batches)
+        assert all(type(batch) is list for batch in batches)
+        full = batches[:-1] if last_batch == "keep" else batches
+        assert all(len(batch) == size for batch in full)
+        if last_batch == "keep":
+            assert flat(batches) == order
+            assert all(batches)
+        elif last_batch == "discard":
+            assert flat(batches) == order[: n // size * size]
+        everything += flat(batches)
+        orders += order
+    if last_batch == "rollover":  # the epochs end to end, short only of the last incomplete batch
+        assert everything == orders[: n * epochs // size * size]
+
+
+@invariant
+@given(
+    n=st.integers(0, 12), size=st.integers(1, 12), epoch=st.integers(0, 9), shuffle=st.booleans()
+)
+def test_rollover_needs_no_history(n, size, epoch, shuffle):
+    """A sampler that starts at epoch 9, as after a restart, begins with what epoch 8 left."""
+    lived, fresh = (BatchSampler(n, size, shuffle, "rollover", seed=3) for _ in range(2))
+    for past in range(epoch):
+        epoch_of(lived, past)
+    assert epoch_of(fresh, epoch) == epoch_of(lived, epoch)
+
+
+@invariant
+@given(n=st.integers(0, 20), size=st.integers(1, 8), epochs=st.integers(1, 5))
+def test_rollover_of_a_list(n, size, epochs):
+    sampler = BatchSampler(list(range(n)), size, last_batch="rollover")
+    everything = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        expected = len(sampler)
+        batches = list(sampler)
+        assert len(batches) == expected
+        assert all(len(batch) == size for batch in batches)
+        everything += flat(batches)
+    assert everything == (list(range(n)) * epochs)[: n * epochs // size * size]
+
+
+def test_rollover_forgets_an_epoch_left_early():
+    sampler = BatchSampler([0, 1, 2, 3, 4], 2, last_batch="rollover")
+    assert list(sampler) == [[0, 1], [2, 3]]
+    next(iter(sampler))
+    assert list(sampler) == [[4, 0], [1, 2], [3, 4]]
+
+
+def test_shuffle_depends_on_seed_and_epoch_alone():
+    def order(seed, epoch):
+        return epoch_of(BatchSampler(50, 7, shuffle=True, seed=seed), epoch)
+
+    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert orders == [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert len({tuple(flat(batches)) for batches in orders}) == 9
+    assert list(range(50)) not in [flat(batches) for batches in orders]
+
+
+def test_the_same_sampler_gives_an_epoch_twice():
+    sampler = BatchSampler(20, 3, shuffle=True)
+    first = epoch_of(sampler, 4)
+    assert epoch_of(sampler, 5) != first
+    assert epoch_of(sampler, 4) == first
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("started", [False, True])
+def test_an_iterator_keeps_its_epoch(batch_size, started):
+    sampler = BatchSampler(30, batch_size, shuffle=True)
+    expected = epoch_of(sampler, 2)
+    iterator = iter(sampler)
+    begun = [next(iterator)] if started else []
+    sampler.set_epoch(3)
+    assert begun + list(iterator) == expected
+    assert list(sampler) != expected
+
+
+@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+def test_inner_samplers(kind):
+    assert list(BatchSampler(kind(list("abcdefg")), 3)) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+
+
+def test_inner_sampler_without_batches_and_shuffled():
+    assert list(BatchSampler(["x", "y"], None)) == ["x", "y"]
+    letters = list("abcdefghijklmnopqrst")
+    shuffled = BatchSampler(Lazy(letters), 6, shuffle=True, last_batch="discard")
+    first, second = flat(epoch_of(shuffled, 0)), flat(epoch_of(shuffled, 1))
+    assert len(first) == len(set(first)) == 18
+    assert set(first) < set(letters)
+    assert first != second
+    assert epoch_of(BatchSampler(letters, 6, True, "discard"), 0) == epoch_of(shuffled, 0)
+
+
+def test_inner_sampler_is_told_the_epoch():
+    sampler = BatchSampler(Epochs(3), 2)
+    assert epoch_of(sampler, 7) == [[700, 701], [702]]
+    assert len(sampler) == 2
+
+
+def test_length_of_a_lazy_inner_sampler_is_unknown():
+    with pytest.raises(TypeError):
+        len(BatchSampler(Lazy([1, 2]), 2))
+
+
+def test_infinite_inner_is_read_no_further_than_its_batches():
+    inner = Counted(count())
+    batches = iter(BatchSampler(inner, 3, last_batch="discard"))
+    assert inner.read == 0
+    assert list(islice(batches, 2)) == [[0, 1, 2], [3, 4, 5]]
+    assert inner.read == 6
+    singles = Counted(count())
+    assert list(islice(BatchSampler(singles, None), 2)) == [0, 1]
+    assert singles.read == 2
+
+
+def test_an_iterator_serves_one_epoch():
+    """An empty second epoch would be a silent loss of everything."""
+    sampler = BatchSampler(iter(range(5)), 2)
+    assert list(sampler) == [[0, 1], [2, 3], [4]]
+    with pytest.raises(RuntimeError, match="one epoch"):
+        iter(sampler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((-1, 2), ValueError, "n_or_sampler must be at least 0"),
+        ((2.5, 2), TypeError, "n_or_sampler must be an int"),
+        ((None, 2), TypeError, "n_or_sampler must be an int"),
+        ((True, 2), TypeError, "n_or_sampler must be an int"),
+        ((5, 0), ValueError, "batch_size must be at least 1"),
+        ((5, 2.0), TypeError, "batch_size must be an int"),
+        ((5, 2, False, "drop"), ValueError, "last_batch must be .*'drop'"),
+        ((5, None, False, "discard"), ValueError, "needs a batch_size"),
+        ((5, None, False, "rollover"), ValueError, "needs a batch_size"),
+        ((5, 2, False, "keep", -1), ValueError, "seed must be at least 0"),
+        ((5, 2, False, "keep", None), TypeError, "seed must be an int"),
+    ],
+)
+def test_impossible_batch_samplers(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BatchSampler(*arguments)
+
+
+@pytest.mark.parametrize("sampler", [BatchSampler(3, 1), DynamicBatchSampler([1], max_total=1)])
+def test_impossible_epochs(sampler):
+    with pytest.raises(ValueError, match="epoch must be at least 0"):
+        sampler.set_epoch(-1)
+    with pytest.raises(TypeError, match="epoch must be an int"):
+        sampler.set_epoch("1")
+
+
+def test_numpy_integers_are_integers():
+    sampler = BatchSampler(np.int64(5), np.int32(2), seed=np.uint8(1))
+    sampler.set_epoch(np.int64(1))
+    assert list(sampler) == [[0, 1], [2, 3], [4]]
+
+
+# --- DynamicBatchSampler -----------------------------------------------------------------------
+
+
+def cost(batch: list[int], lengths: Any, budget_name: str) -> float:
+    values = [lengths[index] for index in batch]
+    return sum(values) if budget_name == "max_total" else len(values) * max(values)
+
+
+# Quarters add up exactly, so the budget can be compared without a tolerance.
+some_lengths = st.one_of(
+    st.lists(st.integers(0, 60), max_size=60),
+    st.lists(st.integers(0, 240).map(lambda quarters: quarters / 4), max_size=60),
+)
+budgets = st.sampled_from(["max_total", "max_padded"])
+
+
+@invariant
+@given(
+    lengths=some_lengths,
+    kind=st.sampled_from([list, np.array, Lazy, iter]),
+    budget_name=budgets,
+    slack=st.integers(0, 200),
+    max_batch=st.none() | st.integers(1, 9),
+    buckets=st.integers(1, 6),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_every_index_once_within_the_budget(
+    lengths, kind, budget_name, slack, max_batch, buckets, shuffle, epoch
+):
+    budget = max([*lengths, 1]) + slack
+    sampler = DynamicBatchSampler(
+        kind(lengths),
+        max_batch=max_batch,
+        buckets=buckets,
+        shuffle=shuffle,
+        **{budget_name: budget},
+    )
+    batches = epoch_of(sampler, epoch)
+    assert sorted(flat(batches)) == list(range(len(lengths)))
+    assert all(type(index) is int for index in flat(batches))
+    for batch in batches:
+        assert 1 <= len(batch) <= (max_batch or len(lengths))
+        assert cost(batch, lengths, budget_name) <= budget
+    if kind in (list, np.array):
+        assert len(sampler) == len(batches)
+
+
+@invariant
+@given(
+    lengths=some_lengths,
+    lazy=st.booleans(),
+    budget_name=budgets,
+    max_batch=st.none() | st.integers(1, 9),
+)
+def test_in_order_and_as_full_as_can_be(lengths, lazy, budget_name, max_batch):
+    """With one bucket, unshuffled: each batch ends only where the next sample would not fit."""
+    budget = max([*lengths, 100])
+    given_lengths = Lazy(lengths) if lazy else lengths
+    batches = list(DynamicBatchSampler(given_lengths, max_batch=max_batch, **{budget_name: budget}))
+    assert flat(batches) == list(range(len(lengths)))
+    for batch, following in pairwise(batches):
+        longer = [*batch, following[0]]
+        assert cost(longer, lengths, budget_name) > budget or len(batch) == max_batch
+
+
+def test_budgets_by_example():
+    assert list(DynamicBatchSampler([3, 3, 4, 1, 9], max_total=10)) == [[0, 1, 2], [3, 4]]
+    assert list(DynamicBatchSampler([3, 3, 4, 1, 9], max_padded=10)) == [[0, 1], [2, 3], [4]]
+    assert list(DynamicBatchSampler([0.5, 0.75, 1.5], max_total=1.5)) == [[0, 1], [2]]
+    assert list(DynamicBatchSampler([0, 0, 0, 5], max_padded=5, max_batch=2)) == [[0, 1], [2], [3]]
+    assert list(DynamicBatchSampler([1, 1], max_total=float("inf"))) == [[0, 1]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+@pytest.mark.parametrize("options", [{}, {"buckets": 3}, {"shuffle": True}])
+def test_no_lengths_no_batches(kind, options):
+    assert list(DynamicBatchSampler(kind([]), max_total=5, **options)) == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_buckets_pad_less(lazy, shuffle):
+    lengths = np.random.default_rng(0).lognormal(3, 1, 3000).astype(int) + 1
+
+    def padding(buckets):
+        batches = DynamicBatchSampler(
+            Lazy(lengths) if lazy else lengths,
+            max_padded=8 * int(lengths.max()),
+            buckets=buckets,
+            shuffle=shuffle,
+        )
+        return sum(len(b) * lengths[b].max() - lengths[b].sum() for b in batches)
+
+    assert padding(8) < 0.5 * padding(1)
+
+
+def test_buckets_are_equally_full():
+    lengths = np.arange(100) ** 2
+    batches = list(DynamicBatchSampler(lengths, max_total=10**6, buckets=4))
+    assert [len(batch) for batch in batches] == [25, 25, 25, 25]
+    assert flat(batches) == list(range(100))
+
+
+@pytest.mark.parametrize("kind", [list, np.array, Lazy])
+def test_dynamic_shuffle_depends_on_seed_and_epoch_alone(kind):
+    lengths = [1 + i % 7 for i in range(60)]
+
+    def batches(seed, epoch):
+        sampler = DynamicBatchSampler(
+            kind(lengths), max_padded=20, buckets=2, shuffle=True, seed=seed
+        )
+        return epoch_of(sampler, epoch)
+
+    every = [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert every == [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert len({tuple(map(tuple, one)) for one in every}) == 9
+    # Not the same batches in another order, nor the same order cut differently.
+    assert len({frozenset(map(frozenset, one)) for one in every}) == 9
+
+
+def test_dynamic_shuffle_moves_the_incomplete_batch_too():
+    """Batches are shuffled as well: else the remainders of the buckets would always come last."""
+    sampler = DynamicBatchSampler([1] * 41, max_total=4, shuffle=True)
+    places = [[len(batch) for batch in epoch_of(sampler, epoch)].index(1) for epoch in range(30)]
+    assert len(set(places)) > 5
+
+
+def test_dynamic_iterator_keeps_its_epoch():
+    for lengths in ([1] * 40, Lazy([1] * 40)):
+        sampler = DynamicBatchSampler(lengths, max_total=4, shuffle=True)
+        expected = epoch_of(sampler, 1)
+        untouched, begun = iter(sampler), iter(sampler)
+        first = next(begun)
+        assert epoch_of(sampler, 2) != expected
+        assert list(untouched) == expected
+        assert [first, *begun] == expected
+
+
+def test_dynamic_length_follows_the_epoch():
+    lengths = np.random.default_rng(1).integers(1, 50, 200)
+    sampler = DynamicBatchSampler(lengths, max_padded=100, shuffle=True)
+    sizes = set()
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        assert len(sampler) == len(list(sampler))
+        sizes.add(len(sampler))
+    assert len(sizes) > 1
+
+
+def test_lazy_lengths_can_be_read_again_or_say_so():
+    again = DynamicBatchSampler(Lazy([2, 2, 2]), max_total=4)
+    assert list(again) == list(again) == [[0, 1], [2]]
+    once = DynamicBatchSampler((n for n in [2, 2, 2]), max_total=4)
+    assert list(once) == [[0, 1], [2]]
+    with pytest.raises(RuntimeError, match="one epoch"):
+        iter(once)
+    with pytest.raises(TypeError, match="lazily"):
+        len(once)
+
+
+def test_infinite_lengths_in_order_are_read_one_ahead():
+    lengths = Counted(1 + i % 5 for i in count())
+    batches = iter(DynamicBatchSampler(lengths, max_total=10))
+    assert lengths.read == 0
+    taken = flat(islice(batches, 20))
+    assert taken == list(range(len(taken)))
+    assert lengths.read == len(taken) + 1
+
+
+@pytest.mark.parametrize("buckets", [1, 4])
+def test_infinite_lengths_are_read_a_window_ahead(monkeypatch, buckets):
+    monkeypatch.setattr(samplers, "WINDOW", 50)
+    lengths = Counted(1 + i % 5 for i in count())
+    sampler = DynamicBatchSampler(
+        lengths, max_total=10, max_batch=6, buckets=buckets, shuffle=buckets == 1
+    )
+    taken: set[int] = set()
+    for batch in islice(sampler, 60):
+        taken.update(batch)
+        waiting = 6 * (buckets - 1) + 1  # in the other buckets, and the one that did not fit
+        assert lengths.read - len(taken) < 50 + waiting
+    assert len(taken) > 150
+    if buckets == 1:  # window by window, each one whole
+        assert set(range(len(taken) // 50 * 50)) <= taken
+
+
+def test_the_window_is_as_documented():
+    lengths = Counted(1 for _ in count())
+    batch = next(iter(DynamicBatchSampler(lengths, max_total=5, shuffle=True)))
+    assert lengths.read == samplers.WINDOW == 10_000
+    assert max(batch) > 100
+
+
+@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+@pytest.mark.parametrize("options", [{}, {"buckets": 2}, {"shuffle": True}])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2, 3, 11, 2], r"lengths\[3\] is 11\b.* at most max_padded=10"),
+        ([1, 2.5, float("nan")], r"lengths\[2\] is nan"),
+        ([1, -1], r"lengths\[1\] is -1\b.*at least 0"),
+        ([1.0, float("inf")], r"lengths\[1\] is inf"),
+    ],
+)
+def test_impossible_lengths(kind, options, values, message):
+    with pytest.raises(ValueError, match=message):
+        list(DynamicBatchSampler(kind(values), max_padded=10, **options))
+
+
+@pytest.mark.parametrize("values", [["1", "2"], [None], [[1, 2], [3, 4]], [True], [1j]])
+@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+def test_lengths_that_are_no_numbers(kind, values):
+    with pytest.raises(TypeError, match="one number for each sample"):
+        list(DynamicBatchSampler(kind(values), max_total=10))
+
+
+def test_a_lazy_error_comes_after_the_good_batches():
+    batches = iter(DynamicBatchSampler(Lazy([5, 5, 11]), max_total=5))
+    assert next(batches) == [0]
+    with pytest.raises(ValueError, match=r"lengths\[2\] is 11\b.* max_total=5"):
+        list(batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "either max_total or max_padded"),
+        ({"max_total": 1, "max_padded": 1}, ValueError, "either max_total or max_padded"),
+        ({"max_total": 0}, ValueError, "max_total must be a number above 0"),
+        ({"max_padded": -3}, ValueError, "max_padded must be a number above 0"),
+        ({"max_total": float("nan")}, ValueError, "max_total must be a number above 0"),
+        ({"max_total": True}, ValueError, "max_total must be a number above 0"),
+        ({"max_total": "9"}, ValueError, "max_total must be a number above 0"),
+        ({"max_total": 9, "max_batch": 0}, ValueError, "max_batch must be at least 1"),
+        ({"max_total": 9, "max_batch": 1.5}, TypeError, "max_batch must be an int"),
+        ({"max_total": 9, "buckets": 0}, ValueError, "buckets must be at least 1"),
+        ({"max_total": 9, "seed": -1}, ValueError, "seed must be at least 0"),
+        ({"max_total": 9, "lengths": 5}, TypeError, "lengths must be an iterable"),
+    ],
+)
+def test_impossible_dynamic_samplers(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DynamicBatchSampler(**{"lengths": [1, 2], **arguments})
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32, np.uint16])
+def test_numpy_budgets_are_numbers(number):
+    """``max_padded=8 * lengths.max()`` is how one writes it."""
+    assert list(DynamicBatchSampler([2, 2, 2], max_total=number(4))) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "i8", "f2", "f4", "f8"])
+def test_small_dtypes_do_not_overflow(dtype):
+    lengths = np.full(1000, 100, dtype=dtype)
+    sampler = DynamicBatchSampler(lengths, max_total=70_000)
+    assert [len(batch) for batch in sampler] == [700, 300]
+
+
+def test_lengths_that_are_sized_but_no_sequence():
+    lengths = {"a.wav": 2, "b.wav": 2, "c.wav": 2}
+    assert list(DynamicBatchSampler(lengths.values(), max_total=4)) == [[0, 1], [2]]
+
+
+def test_a_consumer_may_change_its_batches():
+    sampler = DynamicBatchSampler([1, 1, 1], max_total=2)
+    for batch in sampler:
+        batch.clear()
+    assert list(sampler) == [[0, 1], [2]]

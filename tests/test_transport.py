@@ -1,0 +1,652 @@
+"""What crosses between processes arrives whole, is shared where it can be, and leaves nothing."""
+
+import functools
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import minloader
+from minloader import transport
+from minloader.transport import LARGE, Cargo, Shipment, find_culprit, pack, pack_error, unpack
+
+linux = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="without memfd the file has a name"
+)
+PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
+
+
+def python(code: str) -> str:
+    """Runs a program in a fresh interpreter, which must end well and quietly."""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code],
+        env={**os.environ, "PYTHONPATH": PATH, "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def elsewhere(cargo: Cargo, code: str, *, forever: bool = True) -> str:
+    """Loads the cargo as ``obj`` in a process of its own and runs the code there."""
+    load = f"from minloader.transport import Cargo\nobj = {cargo!r}.load(forever={forever})\n"
+    return python(load + code)
+
+
+@pytest.fixture(params=["unnamed", "named"])
+def ship(request, monkeypatch, tmp_path):
+    """Makes shipments of both kinds, and closes them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if request.param == "named":
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    elif not hasattr(os, "memfd_create"):
+        pytest.skip("no memfd here")
+    shipments = []
+
+    def make(obj):
+        shipments.append(Shipment(obj))
+        assert shipments[-1].cargo.named == (request.param == "named")
+        return shipments[-1]
+
+    yield make
+    for shipment in shipments:
+        shipment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+class Holder:
+    """Stands for a user's dataset."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    __slots__ = ("lock", "n")
+
+    def __init__(self):
+        self.n, self.lock = 1, threading.Lock()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+# --- packing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_messages_come_back_equal(down):
+    message = ("__main__", [1, 2.5, None, b"\0"], {"k": (True, "ü")}, {3})
+    assert unpack(pack(message, down=down)) == message
+    assert_array_equal(unpack(pack(np.arange(6.0), down=down)), np.arange(6.0), strict=True)
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_lambdas_and_local_classes_can_be_packed(down):
+    class Local:
+        value = 5
+
+    n = 3
+    function, cls = unpack(pack((lambda x: x + n, Local), down=down))
+    assert function(4) == 7
+    assert cls().value == 5
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_what_cannot_be_packed_raises(down):
+    with pytest.raises(TypeError, match="lock"):
+        pack([threading.Lock()], down=down)
+
+
+def test_main_goes_down_by_value_and_up_by_name():
+    """Workers have another __main__, and the parent's isinstance must hold for what returns."""
+    program = """
+import pickle, subprocess, sys
+from minloader.transport import Shipment, pack, unpack
+class Point:
+    def __init__(self, x): self.x = x
+    def next(self): return type(self)(self.x + 1)
+def double(n): return 2 * n
+up = pack((Point(1), double), down=False)
+point, function = unpack(up)
+assert type(point) is Point and function is double and len(up) < 200
+down = pack((Point(5), double), down=True)
+shipment = Shipment((Point(8), double))
+child = '''
+import pickle, sys
+from minloader.transport import Cargo, pack, unpack
+point, function = unpack(bytes.fromhex(sys.argv[1]))
+assert (point.next().x, function(4)) == (6, 8)
+shipped, function = pickle.loads(bytes.fromhex(sys.argv[2])).load(forever=True)
+assert __import__("__main__").double is function
+plain, with_lambda = (shipped.next(), function), (shipped.next(), function, lambda: 0)
+print(pack(plain, down=False).hex(), pack(with_lambda, down=False).hex())
+'''
+cargo = pickle.dumps(shipment.cargo)
+answer = subprocess.run([sys.executable, "-c", child, down.hex(), cargo.hex()],
+                        stdout=subprocess.PIPE, text=True, check=True).stdout
+for packed in answer.split():
+    point, function, *_ = unpack(bytes.fromhex(packed))
+    assert type(point) is Point and point.x == 9 and function is double
+shipment.close()
+print("well")
+"""
+    assert python(program) == "well\n"
+
+
+# --- shipping ----------------------------------------------------------------------------------
+
+
+def test_round_trip(ship):
+    n = 2
+    original = {"array": np.arange(10_000), "blob": b"x" * LARGE, "f": lambda x: x * n, "h": [1]}
+    loaded = ship(original).cargo.load(forever=False)
+    assert_array_equal(loaded["array"], original["array"], strict=True)
+    assert loaded["blob"] == original["blob"]
+    assert loaded["f"](4) == 8
+    assert loaded["h"] == [1]
+
+
+def test_round_trip_to_another_process(ship):
+    obj = Holder(array=np.arange(50_000), blob=b"ab" * LARGE, small=[None, "x"])
+    code = """
+import numpy as np
+assert (obj.array == np.arange(50_000)).all() and obj.array.dtype == np.int64
+obj.array += 1
+assert obj.blob == b"ab" * 16384 and obj.small == [None, "x"]
+print(type(obj).__name__)
+"""
+    shipment = ship(obj)
+    assert elsewhere(shipment.cargo, code) == "Holder\n"
+    assert elsewhere(shipment.cargo, code, forever=False) == "Holder\n"  # untouched by the first
+
+
+@pytest.mark.parametrize("forever", [True, False])
+def test_large_arrays_are_mapped(ship, forever):
+    arrays = [np.arange(n, dtype=np.uint8) for n in (LARGE, LARGE + 1, 3 * LARGE)]
+    loaded = ship(arrays).cargo.load(forever=forever)
+    for original, array in zip(arrays, loaded, strict=True):
+        assert_array_equal(array, original, strict=True)
+        assert array.ctypes.data % 64 == 0
+        base = array.base
+        while not isinstance(base, memoryview):
+            base = base.base
+        assert isinstance(base.obj, mmap.mmap)
+    # One mapping serves all, in the order in which they lie in the file.
+    assert 0 < loaded[2].ctypes.data - loaded[0].ctypes.data < 4 * LARGE
+
+
+def test_writes_stay_private(ship):
+    cargo = ship(np.zeros(LARGE)).cargo
+    first, second = cargo.load(forever=False), cargo.load(forever=False)
+    first[:] = 1
+    assert not second.any()
+    assert not cargo.load(forever=False).any()
+
+
+@pytest.mark.parametrize("n", [10, LARGE])
+def test_arrays_that_are_read_only_stay_so(ship, n):
+    frozen = np.arange(n)
+    frozen.flags.writeable = False
+    loaded, free = ship((frozen, np.arange(n))).cargo.load(forever=False)
+    assert free.flags.writeable
+    assert not loaded.flags.writeable
+    assert_array_equal(loaded, frozen, strict=True)
+
+
+grid = np.arange(4 * LARGE, dtype=np.int32).reshape(4, -1)
+structured = np.zeros(LARGE, dtype=[("a", "i4"), ("b", "f8", (2,))])
+structured["b"] = np.arange(2 * LARGE).reshape(-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("array", "in_place"),
+    [
+        (grid[:, ::2], True),
+        (grid.T[::-1], True),
+        (np.asfortranarray(grid), True),
+        (np.arange(float(LARGE)).astype(">f8"), True),
+        (structured, True),
+        (structured[["a"]], True),
+        (np.array(["ä", "bc"] * LARGE), True),
+        (np.array([b"a", b"bc"] * LARGE), True),
+        (np.arange(LARGE).astype("M8[s]"), False),
+        (np.array([{"i": i} for i in range(LARGE // 8)], dtype=object), False),
+        (np.zeros((0, LARGE)), False),
+        (np.array(7), False),
+    ],
+)
+def test_arrays_of_all_kinds(array, in_place):
+    shipment = Shipment([array, array])
+    try:
+        one, other = shipment.cargo.load(forever=False)
+    finally:
+        shipment.close()
+    assert one is other
+    assert_array_equal(one, array, strict=True)
+    assert one.flags.f_contiguous == array.flags.f_contiguous or not array.flags.forc
+    assert one.flags.writeable
+    if in_place:
+        assert one.ctypes.data % 64 == 0
+        assert not one.flags.owndata
+
+
+def test_large_buffers_take_their_size_once():
+    """One copy in the file, not one in the stream and one beside it, nor one per reference."""
+    array, blob = np.ones(LARGE), b"x" * (8 * LARGE)
+    shipment = Shipment([array, blob, array[::1], {"again": blob}, array])
+    size = os.fstat(shipment._fd).st_size
+    shipment.close()
+    assert 16 * LARGE < size < 24 * LARGE + 5000  # a view is an array of its own
+
+
+def test_large_bytes_are_bytes(ship):
+    blob = bytes(range(256)) * (LARGE // 256)
+    others = [b"", b"small", blob[:-1], blob + b"tail", bytes(5 * LARGE), b"x" * LARGE]
+    code = """
+import ctypes, gc, sys
+blob = bytes(range(256)) * (LARGE // 256)
+one, other, third, nested, others = obj
+assert type(one) is bytes and one == blob and hash(one) == hash(blob)
+assert one is other is nested["deep"][0] and third == blob
+assert {blob: 1}[one] == 1 and len(one) == LARGE
+assert one[1:4] == b"\\1\\2\\3" and one + b"!" == blob + b"!" and one.find(b"\\xff") == 255
+assert one.decode("latin-1") == blob.decode("latin-1") and bytearray(one) == blob
+assert others == [b"", b"small", blob[:-1], blob + b"tail", bytes(5 * LARGE), b"x" * LARGE]
+assert len(ctypes.string_at(others[-1])) == LARGE  # C code relies on the zero at the end
+assert bytes(memoryview(one)) == blob and one[:] == blob and int(one[-1]) == 255
+sys.kept_until_the_very_end = one, others[4]
+del obj, other, nested, one, third, others
+gc.collect()
+assert sys.kept_until_the_very_end == (blob, bytes(5 * LARGE))
+print("well")
+""".replace("LARGE", str(LARGE))
+    obj = [blob, blob, bytes(bytearray(blob)), {"deep": (blob,)}, others]
+    cargo = ship(obj).cargo
+    for forever in (True, False):
+        assert elsewhere(cargo, code, forever=forever) == "well\n"
+
+
+@pytest.mark.skipif(not transport._CAN_MAP_BYTES, reason="bytes are copied on this interpreter")
+def test_large_bytes_are_mapped_only_for_good():
+    """In a process of its own, because what is mapped for good stays."""
+    shipment = Shipment([b"x" * LARGE, b"y" * (LARGE - 1), b"z" * (2 * LARGE)])
+    code = """
+import numpy as np
+def inside(data):
+    address = np.frombuffer(data, np.uint8).ctypes.data
+    with open("/proc/self/maps") as maps:
+        ends = [line.split()[0].split("-") for line in maps if MARK in line]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ends)
+print(*map(inside, obj))
+""".replace("MARK", repr("memfd:minloader" if not shipment.cargo.named else shipment.cargo.path))
+    try:
+        assert elsewhere(shipment.cargo, code) == "True False True\n"
+        assert elsewhere(shipment.cargo, code, forever=False) == "False False False\n"
+    finally:
+        shipment.close()
+
+
+def test_many_small_objects(ship):
+    obj = {"rows": [{"id": i, "name": f"n{i}", "x": (i, None)} for i in range(20_000)]}
+    obj["arrays"] = [np.arange(i % 5) for i in range(1000)]
+    loaded = ship(obj).cargo.load(forever=False)
+    assert loaded["rows"] == obj["rows"]
+    assert all(map(np.array_equal, loaded["arrays"], obj["arrays"]))
+
+
+def test_many_large_buffers(ship):
+    obj = [(np.full(LARGE, i, np.uint8), bytes([i]) * LARGE) for i in range(100)]
+    for i, (array, blob) in enumerate(ship(obj).cargo.load(forever=False)):
+        assert (array == i).all()
+        assert blob == bytes([i]) * LARGE
+
+
+def test_identities_inside_survive(ship):
+    shared = [1]
+    obj = {"a": shared, "b": shared}
+    obj["self"] = obj
+    loaded = ship(obj).cargo.load(forever=False)
+    assert loaded["a"] is loaded["b"]
+    assert loaded["self"] is loaded
+
+
+def test_a_shipment_is_of_now(ship):
+    obj = [np.zeros(LARGE)]
+    cargo = ship(obj).cargo
+    obj[0][:] = 1
+    obj.append(2)
+    (loaded,) = cargo.load(forever=False)
+    assert not loaded.any()
+
+
+# --- and nothing is left -----------------------------------------------------------------------
+
+
+def test_close_lets_go(ship):
+    before = descriptors()
+    shipment = ship(np.arange(LARGE))
+    cargo = pickle.loads(pickle.dumps(shipment.cargo))
+    assert cargo == shipment.cargo
+    assert cargo.exists()
+    loaded = cargo.load(forever=False)
+    assert len(descriptors()) == len(before) + 2  # the shipment's, and the mapping's own
+    shipment.close()
+    assert not cargo.exists()
+    with pytest.raises(FileNotFoundError):
+        cargo.load(forever=False)
+    shipment.close()  # a second time is harmless
+    assert_array_equal(loaded, np.arange(LARGE))  # what is mapped stays usable
+    del loaded
+    assert descriptors() == before
+
+
+def test_a_descriptor_used_again_is_not_mistaken_for_the_shipment():
+    first = Shipment(1)
+    cargo = first.cargo
+    first.close()
+    second = Shipment(2)
+    try:
+        if not cargo.named:
+            assert second.cargo.path == cargo.path
+        assert not cargo.exists()
+        with pytest.raises(FileNotFoundError):
+            cargo.load(forever=False)
+    finally:
+        second.close()
+
+
+def test_a_failed_shipment_leaves_nothing(ship):
+    before = descriptors()
+    with pytest.raises(TypeError, match="lock"):
+        ship([np.ones(LARGE), threading.Lock()])
+    assert descriptors() == before  # and no file: the fixture looks
+
+
+@linux
+def test_unnamed_files_have_no_name_to_forget(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shipment = Shipment(1)
+    cargo = shipment.cargo
+    assert not cargo.named
+    assert list(tmp_path.iterdir()) == []
+    cargo.unlink()
+    assert cargo.load(forever=False) == 1
+    shipment.close()
+
+
+def test_named_files_are_used_without_memfd(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    shipment = Shipment("here")
+    assert [str(path) for path in tmp_path.iterdir()] == [shipment.cargo.path]
+    assert elsewhere(shipment.cargo, "print(obj)") == "here\n"
+    shipment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@linux
+def test_named_files_are_used_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = descriptors()
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/proc") and exists(p))
+    shipment = Shipment("here")
+    assert shipment.cargo.named
+    assert len(descriptors()) == len(before) + 1
+    shipment.close()
+    assert descriptors() == before
+
+
+def test_unlinking_twice_is_harmless(monkeypatch, tmp_path):
+    """Parent and workers each do it when all end at once."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    shipment = Shipment("here")
+    cargo = shipment.cargo
+    cargo.unlink()
+    assert list(tmp_path.iterdir()) == []
+    assert not cargo.exists()
+    cargo.unlink()
+    shipment.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_does_not_take_the_file_with_it():
+    program = """
+import os
+if NAMED:
+    del os.memfd_create
+from minloader.transport import Shipment
+shipment = Shipment(7)
+cargo = shipment.cargo
+child = os.fork()
+if not child:
+    mine = shipment.cargo
+    ok = mine.load(forever=False) == 7 and (NAMED or str(os.getpid()) in mine.path)
+    shipment.close()
+    os._exit(0 if ok else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert cargo.load(forever=False) == 7
+shipment.close()
+assert not cargo.exists()
+"""
+    for named in ("True", "False"):
+        python(program.replace("NAMED", named))
+
+
+# --- what is to blame --------------------------------------------------------------------------
+
+
+def method_of(obj):
+    return types.MethodType(lambda self: None, obj)
+
+
+def closure_over(lock):
+    return lambda: lock
+
+
+def deep(n, obj):
+    return [deep(n - 1, obj)] if n else obj
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda bad: bad, "dataset"),
+        (lambda bad: Holder(files=[1, 2, 3, Holder(lock=bad)]), "dataset.files[3].lock"),
+        (lambda bad: Holder(a=Holder(b=Holder(c=(0, bad)))), "dataset.a.b.c[1]"),
+        (lambda bad: {"ok": 1, "bad": {("k", 2): bad}}, "dataset['bad'][('k', 2)]"),
+        (lambda bad: closure_over(bad), "dataset (closure variable 'lock')"),
+        (
+            lambda bad: Holder(f=closure_over({"x": [bad]})),
+            "dataset.f (closure variable 'lock')['x'][0]",
+        ),
+        (lambda bad: method_of(Holder(lock=bad)), "dataset.__self__.lock"),
+        (lambda bad: Holder(d=[Slotted()]), "dataset.d[0].lock"),
+        (lambda bad: Holder(good=np.ones(3), bad=Unpicklable()), "dataset.bad"),
+        (lambda bad: deep(20, bad), "dataset" + "[0]" * 20),
+    ],
+)
+def test_the_culprit_is_named(make, path):
+    found_path, part, error = find_culprit(make(threading.Lock()), "dataset")
+    assert found_path == path
+    assert isinstance(error, (TypeError, ValueError))
+    if not path.endswith("[0]" * 20):
+        assert isinstance(part, (Unpicklable, type(threading.Lock())))
+
+
+def test_the_culprit_among_global_variables():
+    module = types.ModuleType("__main__")  # a function that travels by value
+    exec("import threading\nlock = threading.Lock()\ndef f(): return lock", vars(module))
+    path, _, error = find_culprit(module.f, "transform")
+    assert path == "transform (global variable 'lock')"
+    assert "lock" in str(error)
+
+
+def test_the_culprit_in_an_object_that_knows_itself():
+    holder = Holder()
+    holder.child = Holder(parent=holder)
+    holder.lock = threading.Lock()
+    assert find_culprit(holder, "dataset")[0] == "dataset.lock"
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [1, lambda: 0, Holder(a=[np.ones(3)], f=closure_over(5)), functools.partial(len, "x"), int],
+)
+def test_no_culprit_where_all_is_well(obj):
+    assert find_culprit(obj, "dataset") is None
+
+
+# --- exceptions --------------------------------------------------------------------------------
+
+
+class TwoArguments(Exception):
+    def __init__(self, code, detail):
+        super().__init__(f"{code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+class KeywordOnly(ValueError):
+    def __init__(self, *, reason):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class DiskError(OSError):
+    def __init__(self, errno, path):
+        super().__init__(errno, "disk on fire", path)
+
+
+class Frozen(Exception):
+    def __init__(self, code, detail):
+        super().__init__(code)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class Hopeless(Exception):
+    def __new__(cls, *args):
+        if len(args) != 3:
+            raise TypeError("three, or nothing")
+        return super().__new__(cls)
+
+    def __init__(self, *args):
+        super().__init__("one")
+
+
+def there_and_back(error):
+    """As the parent gets it. The traceback does not travel, and must not stand in the way."""
+    try:
+        raise error
+    except BaseException as caught:
+        payload = pack_error(caught)
+    assert isinstance(payload, bytes)
+    back = unpack(payload)
+    assert type(back) is type(error)
+    assert back is not error
+    return back
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a", 1), KeyError("k"), StopIteration(3), SystemExit(2), KeyboardInterrupt()],
+)
+def test_ordinary_exceptions_travel(error):
+    assert there_and_back(error).args == error.args
+
+
+def test_exceptions_with_other_arguments_travel():
+    back = there_and_back(TwoArguments(404, "gone"))
+    assert (str(back), back.code, back.detail) == ("404: gone", 404, "gone")
+    assert there_and_back(Frozen(3, "x")).args == (3,)
+    back = there_and_back(KeywordOnly(reason="tired"))
+    assert (str(back), back.reason) == ("tired", "tired")
+
+
+def test_attributes_that_cannot_travel_stay_behind():
+    error = ValueError("oops")
+    error.lock, error.row = threading.Lock(), 7
+    back = there_and_back(error)
+    assert back.args == ("oops",)
+    assert vars(back) == {"row": 7}
+    assert hasattr(error, "lock")
+
+
+def test_arguments_that_cannot_travel_are_described():
+    lock = threading.Lock()
+    assert there_and_back(RuntimeError("held", lock)).args == ("held", repr(lock))
+
+
+def test_notes_travel():
+    for error in (ValueError("oops"), TwoArguments(1, "x"), RuntimeError(threading.Lock())):
+        error.add_note("in file 7")
+        assert there_and_back(error).__notes__ == ["in file 7"]
+
+
+def test_os_errors_keep_what_they_know():
+    back = there_and_back(FileNotFoundError(2, "No such file", "a.wav"))
+    assert (back.errno, back.strerror, back.filename) == (2, "No such file", "a.wav")
+    assert "a.wav" in str(back)
+
+
+def test_os_errors_keep_what_they_know_without_their_attributes():
+    error = PermissionError(13, "Permission denied", "a.wav")
+    error.lock = threading.Lock()
+    back = there_and_back(error)
+    assert (back.errno, back.strerror, back.filename) == (13, "Permission denied", "a.wav")
+
+
+def test_os_errors_keep_what_they_know_without_their_init():
+    back = there_and_back(DiskError(5, "a.wav"))
+    assert (back.errno, back.strerror, back.filename) == (5, "disk on fire", "a.wav")
+
+
+def test_groups_travel():
+    error = ExceptionGroup("many", [ValueError(1), TwoArguments(2, "x")])
+    plain = ExceptionGroup("many", [ValueError(1), ExceptionGroup("more", [OSError(5, "io")])])
+    back = there_and_back(plain)
+    assert back.message == "many"
+    assert [type(e) for e in back.exceptions] == [ValueError, ExceptionGroup]
+    assert back.exceptions[1].exceptions[0].errno == 5
+    # One that holds what cannot travel as it is may stay behind, but must not raise.
+    assert pack_error(error) is None or type(unpack(pack_error(error))) is ExceptionGroup
+
+
+def test_local_exceptions_travel():
+    class LocalError(Exception):
+        pass
+
+    assert there_and_back(LocalError("here")).args == ("here",)
+
+
+def test_a_hopeless_exception_is_none():
+    assert pack_error(Hopeless(1, 2, 3)) is None
+
+
+def test_what_pickling_raises_does_not_escape():
+    """Nor does an attribute whose pickling raises take the exception with it."""
+    error = ValueError("oops")
+    error.bad = Unpicklable()
+    back = there_and_back(error)
+    assert back.args == ("oops",)
+    assert not hasattr(back, "bad")
