@@ -210,7 +210,7 @@ class DynamicBatchSampler(_Sampler):
         self._padded = max_padded is not None
         self._budget_name = "max_padded" if self._padded else "max_total"
         budget: Any = max_padded if self._padded else max_total  # numpy numbers too
-        if isinstance(budget, bool) or not isinstance(budget, Real) or not budget > 0:
+        if isinstance(budget, bool) or not isinstance(budget, Real) or not float(budget) > 0:
             raise ValueError(f"{self._budget_name} must be a number above 0, got {budget!r}")
         self._budget = float(budget)
         self._max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
