@@ -355,7 +355,9 @@ class _Epoch:
         """Does with a failed batch what ``on_error`` says."""
         pid = reply.pid if reply.pid >= 0 else None
         worker = reply.worker if reply.worker >= 0 else None
-        where = "the parent" if pid is None else f"worker {worker} (pid {pid})"
+        where = "in the parent"
+        if pid is not None:
+            where = f"process {pid}" if worker is None else f"worker {worker} (pid {pid})"
         what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
         what += failure.stage and f", {failure.stage}"
         place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.item}

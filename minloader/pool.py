@@ -281,9 +281,18 @@ class ProcessPool(Pool):
     def _live(self) -> _Executor:
         if self._closed:
             raise RuntimeError("the pool is closed")
+        self._bury_broken()
         if self._executor is None:
             self._executor = _Executor(self._shipment.cargo, self.num_workers, self._context)
         return self._executor
+
+    def _bury_broken(self) -> None:
+        """Puts a broken executor aside, when all its processes are gone."""
+        if self._executor is not None and self._executor._broken:
+            broken = self._executor
+            _retire(broken)
+            _end(broken, time.monotonic() + GRACE)
+            self._last, self._executor = broken, None
 
     def pack(self, task: Task) -> Task:
         return _packed(task)
@@ -291,8 +300,7 @@ class ProcessPool(Pool):
     def submit(self, task: Task) -> Future[Reply]:
         try:
             return self._live().submit(worker.run, task)
-        except BrokenExecutor:
-            self._bury()
+        except BrokenExecutor:  # just now: the task was not under way, so it is not lost
             return self._live().submit(worker.run, task)
 
     def start(self) -> None:
@@ -301,17 +309,8 @@ class ProcessPool(Pool):
         for _ in range(self.num_workers - len(executor.workers)):
             executor.submit(worker.warm_up)
 
-    def _bury(self) -> None:
-        """Puts a broken executor aside, when all its processes are gone."""
-        broken, self._executor = self._executor, None
-        if broken is not None:
-            self._last = broken
-            _retire(broken)
-            _end(broken, time.monotonic() + GRACE)
-
     def obituary(self) -> tuple[int | None, int | None]:
-        if self._executor is not None and self._executor._broken:
-            self._bury()
+        self._bury_broken()
         if self._last is None:
             return None, None
         # Once one has died the executor terminates the others: that one died of it last.
@@ -336,13 +335,14 @@ class ProcessPool(Pool):
 
     def end(self, deadline: float) -> None:
         """Waits until ``deadline`` (monotonic clock), then kills; second half."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            _end(executor, deadline)
+        if self._executor is not None:
+            _end(self._executor, deadline)
+            self._executor = None  # only now: Ctrl-C meanwhile leaves the rest to the exit
 
 
 def _retire(executor: _Executor) -> None:
-    executor.manager = cast(threading.Thread | None, executor._executor_manager_thread)
+    manager = cast(threading.Thread | None, executor._executor_manager_thread)
+    executor.manager = manager or executor.manager
     executor.shutdown(wait=False, cancel_futures=True)
 
 

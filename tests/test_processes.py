@@ -224,6 +224,20 @@ def test_ctrl_c(tmp_path, hang):
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+def test_impatient_ctrl_c(tmp_path):
+    """Pressed again and again, while the loader is being closed and while the program exits."""
+    end = "with loader:\n    next(batches)"
+    program, pids = run_program(tmp_path, end)
+
+    def ended() -> bool:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGINT)
+        return program.poll() is not None
+
+    eventually(ended, PROMISE)
+    assert_gone(program, pids)
+
+
 def test_ctrl_c_while_workers_start():
     """They are hit by the terminal's signal before they have a process group of their own."""
     code = """
