@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -130,7 +130,9 @@ class Loader:
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
         self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
-        self.seed = secrets.randbits(63) if seed is None else check_int("seed", seed, 0)
+        self.seed = (
+            random.SystemRandom().getrandbits(63) if seed is None else check_int("seed", seed, 0)
+        )
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
         for name, function in (
@@ -355,9 +357,8 @@ class _Epoch:
         """Does with a failed batch what ``on_error`` says."""
         pid = reply.pid if reply.pid >= 0 else None
         worker = reply.worker if reply.worker >= 0 else None
-        where = "in the parent"
-        if pid is not None:
-            where = f"process {pid}" if worker is None else f"worker {worker} (pid {pid})"
+        who = "a worker" if worker is None else f"worker {worker}"
+        where = "in the parent" if pid is None else f"{who} (pid {pid})"
         what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
         what += failure.stage and f", {failure.stage}"
         place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.item}

@@ -8,7 +8,6 @@ the same batches. Torch only where something else imported it.
 from __future__ import annotations
 
 import hashlib
-import importlib.abc
 import importlib.machinery
 import random
 import sys
@@ -39,7 +38,7 @@ def _seed_module(name: str, value: int) -> None:
 _SEEDED_MODULES = ("random", "numpy.random", "torch")
 
 
-class _Seeds(importlib.abc.MetaPathFinder):
+class _Seeds:
     """Seeds the global generators for each batch.
 
     It also sits in the import path of a worker process, because a batch may be the first to

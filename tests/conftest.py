@@ -63,6 +63,12 @@ def _target(fd: str) -> str:
         return ""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What other runs on this machine leave is theirs."""
+    tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """After each test: no process, thread, descriptor or file more than before."""

@@ -416,7 +416,7 @@ def test_named_files_are_used_without_proc(monkeypatch, tmp_path):
 
 
 def test_unlinking_twice_is_harmless(monkeypatch, tmp_path):
-    """Parent and workers each do it when all end at once."""
+    """The workers all do it when their parent dies."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delattr(os, "memfd_create", raising=False)
     shipment = Shipment("here")
@@ -425,6 +425,17 @@ def test_unlinking_twice_is_harmless(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
     assert not cargo.exists()
     cargo.unlink()
+    Path(cargo.path).touch()  # for close() to find
+    shipment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_after_somebody_else_unlinked(monkeypatch, tmp_path):
+    """A cleaner of /tmp, for one."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    shipment = Shipment("here")
+    shipment.cargo.unlink()
     shipment.close()
 
 
@@ -505,6 +516,34 @@ def test_the_culprit_in_an_object_that_knows_itself():
     holder.child = Holder(parent=holder)
     holder.lock = threading.Lock()
     assert find_culprit(holder, "dataset")[0] == "dataset.lock"
+
+
+class Endless:
+    def __getstate__(self):
+        return {"child": Endless()}
+
+
+def siblings(n):
+    dataset = Holder()
+    dataset.items = [Holder(parent=dataset) for _ in range(n)]
+    dataset.lock = threading.Lock()
+    return dataset
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"), [(siblings(2000), "dataset.lock"), (Endless(), "dataset")]
+)
+def test_the_search_for_the_culprit_ends(monkeypatch, obj, path):
+    """Each attempt pickles all that is below: one per object would be quadratic, or endless."""
+    attempts, attempt = [], transport._pickling_error
+
+    def counted(part):
+        attempts.append(part)
+        assert len(attempts) < 1000
+        return attempt(part)
+
+    monkeypatch.setattr(transport, "_pickling_error", counted)
+    assert find_culprit(obj, "dataset")[0].startswith(path)
 
 
 @pytest.mark.parametrize(
