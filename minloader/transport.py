@@ -18,7 +18,6 @@ import os
 import pickle
 import struct
 import sys
-import sysconfig
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -32,6 +31,10 @@ __all__ = ["Cargo", "Shipment", "find_culprit", "pack", "pack_error", "unpack"]
 LARGE = 16 * 1024
 """Bytes from which a buffer is mapped rather than copied into each worker: four pages, where
 sharing starts to outweigh a view object and the padding to a cache line."""
+
+MOST_FAILURES = 200
+"""How many parts that cannot be pickled are looked into for the one at fault: enough for any
+real path, few enough for an object that knows itself, or makes its parts anew, to take a second."""
 
 ALIGN = 64
 """Bytes; the alignment numpy gives its own arrays, a cache line."""
@@ -210,17 +213,23 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
         return None
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
+    failures = (
+        0  # each has pickled all that is below: an endless object must not get endlessly many
+    )
     for path, obj, error in found:
         innermost = True
-        for suffix, part in _parts(obj):
+        for suffix, part in _parts(obj) if failures < MOST_FAILURES else ():
             part_error = _pickling_error(part)
             if part_error is None:
                 continue
             innermost = False
+            failures += 1
+            if failures >= MOST_FAILURES:
+                break
             if id(part) not in seen:
                 seen.add(id(part))
                 found.append((path + suffix, part, part_error))
-        if innermost:
+        if innermost and (failures < MOST_FAILURES or not any(_parts(obj))):
             return path, obj, error
     return found[0]
 
@@ -251,21 +260,38 @@ class _ShipPickler(_Pickler):
         return self._blob_index[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
-        # Only contiguous arrays leave the stream by themselves.
-        if type(obj).__name__ == "ndarray" and type(obj).__module__ == "numpy":
-            if obj.nbytes >= LARGE and not obj.flags.forc and not obj.dtype.hasobject:
-                return obj.copy().__reduce_ex__(5)
-            return NotImplemented
+        if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
+            return _reduce_array(obj)
         return super().reducer_override(obj)
 
 
+def _reduce_array(array: Any) -> Any:
+    """How an array travels, where numpy's own way would read a whole file or copy the data."""
+    if not array.flags.forc:
+        # Only contiguous arrays leave the stream by themselves.
+        if array.nbytes < LARGE or array.dtype.hasobject:
+            return NotImplemented
+        block = array.copy()
+        block.flags.writeable = array.flags.writeable
+        return block.__reduce_ex__(5)
+    if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
+        import numpy as np
+
+        # A slice keeps the offset of what it is a slice of: find its own from the addresses.
+        first = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]
+        start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+        offset = start + array.__array_interface__["data"][0] - first
+        order = "C" if array.flags.c_contiguous else "F"
+        mode = "r" if array.mode == "r" else "r+"
+        return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+    return NotImplemented
+
+
 # A bytes object keeps its data behind its own header, so it can only be mapped together with
-# one. The layout is CPython's with a global lock; elsewhere bytes are copied.
+# one. The layout is CPython's with a global lock; elsewhere, known by the size, bytes are copied.
 _BYTES_HEADER = struct.Struct("nPnn")  # reference count, type, length, hash
 _CAN_MAP_BYTES = (
-    sys.implementation.name == "cpython"
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")
-    and bytes.__basicsize__ == _BYTES_HEADER.size + 1
+    sys.implementation.name == "cpython" and bytes.__basicsize__ == _BYTES_HEADER.size + 1
 )
 _ENDLESS = 1 << 30
 """Reference count of a mapped bytes object: it is never freed, since no allocator owns it."""

@@ -688,3 +688,37 @@ def test_what_pickling_raises_does_not_escape():
     back = there_and_back(error)
     assert back.args == ("oops",)
     assert not hasattr(back, "bad")
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "w+"])
+def test_a_memmap_is_opened_again_rather_than_read(tmp_path, mode):
+    """A dataset may be a file far larger than memory."""
+    path = tmp_path / "array"
+    np.arange(200_000, dtype=np.int32).tofile(path)
+    if mode == "w+":
+        array = np.memmap(path, np.int32, mode, offset=4, shape=(100, 1000))
+        array[:] = np.arange(100_000).reshape(100, 1000)
+    else:
+        array = np.memmap(path, np.int32, mode, offset=4, shape=(100, 1000), order="F")
+    forms = [array, array[:, 7:20], array.T, array[50:], array[::3]]
+    shipment = Shipment(forms)
+    copied = sum(form.nbytes for form in forms if not form.flags.forc)  # no block of the file
+    assert os.fstat(shipment._fd).st_size < copied + 10_000
+    back = shipment.cargo.load(forever=False)
+    shipment.close()
+    for got, sent in zip(back, forms, strict=True):
+        assert np.array_equal(got, sent)
+        assert got.flags.writeable == sent.flags.writeable
+    if mode != "r":
+        back[0][3, 4] = -5
+        assert array[3, 4] == -5
+
+
+def test_a_private_memmap_travels_with_its_changes(tmp_path):
+    path = tmp_path / "array"
+    np.zeros(10_000).tofile(path)
+    array = np.memmap(path, np.float64, "c")
+    array[5] = 1
+    shipment = Shipment(array)
+    assert np.array_equal(shipment.cargo.load(forever=False), array)
+    shipment.close()
