@@ -267,16 +267,16 @@ class _ShipPickler(_Pickler):
 
 def _reduce_array(array: Any) -> Any:
     """How an array travels, where numpy's own way would read a whole file or copy the data."""
+    import numpy as np
+
     if not array.flags.forc:
         # Only contiguous arrays leave the stream by themselves.
         if array.nbytes < LARGE or array.dtype.hasobject:
             return NotImplemented
-        block = array.copy()
+        block = np.array(array)  # a plain array: of a memmap, the copy is none
         block.flags.writeable = array.flags.writeable
         return block.__reduce_ex__(5)
     if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
-        import numpy as np
-
         # A slice keeps the offset of what it is a slice of: find its own from the addresses.
         first = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]
         start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
