@@ -97,7 +97,7 @@ class Loader:
         in_order: yield batches in the sampler's order; False: as they get ready.
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after goes on with the next batch), "skip" the batch with a warning in the
-            log, or a callable that is given a :class:`BatchError` and returns a batch in its
+            log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises.
 
     Attributes:

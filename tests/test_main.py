@@ -83,16 +83,19 @@ print(values)
 EXPECTED = "main runs\n[100, 101, 102, 'Refused(1)', 101, 105]\n"
 
 
-@pytest.mark.parametrize("way", ["script", "-c", "-m", "stdin"])
+@pytest.mark.parametrize("way", ["script", "-c", "-m", "stdin", "fork", "forkserver"])
 def test_plain_programs(way, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "module.py").write_text(PROGRAM)
+    context = "num_workers=2, mp_context="
     arguments, given = {
         "script": (["package/module.py"], None),
         "-c": (["-c", PROGRAM], None),
         "-m": (["-m", "package.module"], None),
         "stdin": (["-"], PROGRAM),
+        "fork": (["-c", PROGRAM.replace("num_workers=2", context + "'fork'")], None),
+        "forkserver": (["-c", PROGRAM.replace("num_workers=2", context + "'forkserver'")], None),
     }[way]
     result = subprocess.run(
         [sys.executable, *arguments],
