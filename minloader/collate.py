@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minloader.errors import check_int
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -66,10 +68,7 @@ class pad_collate:  # noqa: N801  # used like the function it stands beside
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.multiple_of, int) or self.multiple_of < 1:
-            raise ValueError(
-                f"multiple_of must be an integer of at least 1, but got {self.multiple_of!r}"
-            )
+        check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         return _walk([_numbers_to_array(sample) for sample in samples], self._pad, "sample")
@@ -87,10 +86,28 @@ class pad_collate:  # noqa: N801  # used like the function it stands beside
         lengths = np.array([len(array) for array in arrays], dtype=np.int64)
         longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
         shape = (len(arrays), longest, *arrays[0].shape[1:])
-        values = np.full(shape, self.value, dtype=np.result_type(*arrays))
+        dtype = np.result_type(*arrays)
+        if not _fits(self.value, dtype):
+            raise ValueError(
+                f"pad_collate: value={self.value!r} cannot pad {path}, which has dtype {dtype}; "
+                "give a value of that type, or convert the arrays in transform"
+            )
+        values = np.full(shape, self.value, dtype)
         for row, array in zip(values, arrays, strict=True):
             row[: len(array)] = array
         return Padded(values, lengths)
+
+
+def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of this type can hold the value as it is, or as near as floats come."""
+    import numpy as np
+
+    try:
+        kept = np.full((), value, dtype)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    # NaN differs from itself.
+    return dtype.kind in "fcO" or bool(kept == value)
 
 
 def _numbers_to_array(sample: Any) -> Any:

@@ -274,7 +274,26 @@ def test_what_cannot_be_padded(samples, message):
         pad_collate()(samples)
 
 
-@pytest.mark.parametrize("multiple_of", [0, -8, 1.5, None, "8"])
-def test_impossible_multiples(multiple_of):
-    with pytest.raises(ValueError, match="multiple_of must be an integer of at least 1"):
+@pytest.mark.parametrize(
+    ("multiple_of", "error"),
+    [(0, ValueError), (-8, ValueError), (1.5, TypeError), (None, TypeError), (True, TypeError)],
+)
+def test_impossible_multiples(multiple_of, error):
+    with pytest.raises(error, match="multiple_of must be"):
         pad_collate(multiple_of=multiple_of)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(0.5, np.int64), (-1, np.uint8), (300, np.uint8), (0, "U3"), ("x", float)]
+)
+def test_a_value_that_the_arrays_cannot_hold(value, dtype):
+    """Casting it silently would pad with something else."""
+    with pytest.raises(ValueError, match=r"value=.* cannot pad sample\['x'\]"):
+        pad_collate(value=value)([{"x": np.zeros(2, dtype)}, {"x": np.zeros(1, dtype)}])
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, np.float32), (-100, np.int8), ("", "U3")])
+def test_a_value_that_they_can(value, dtype):
+    values, _ = pad_collate(value=value)([np.zeros(2, dtype), np.zeros(1, dtype)])
+    assert values.dtype == dtype
+    assert np.array_equal(values[1, 1], np.array(value, dtype), equal_nan=dtype == np.float32)

@@ -23,7 +23,7 @@ from conftest import alive, eventually
 from helpers import Squares, Whereabouts
 
 import minloader
-from minloader import Loader
+from minloader import Loader, processes
 
 PROMISE = 2.0
 """Seconds within which everything must be gone."""
@@ -212,6 +212,41 @@ def test_the_parent_is_killed(tmp_path, number, hang):
     # The standard library's tracker clears the executor's semaphores away, and says so.
     assert "Traceback" not in errors
     assert "leaked semaphore" in errors or not errors
+
+
+def test_the_parent_is_killed_while_a_fork_of_it_lives(tmp_path):
+    """The fork holds every pipe of the parent open, so that no end of file tells of its death."""
+    end = """
+if os.fork() == 0:
+    os.close(1), os.close(2)
+    signal.alarm(5)
+    signal.pause()
+next(batches)"""
+    program, pids = run_program(tmp_path, end)
+    assert eventually(lambda: len(psutil.Process(program.pid).children()) == 4)  # and a tracker
+    program.kill()
+    try:
+        assert eventually(lambda: not any(map(alive, pids)), PROMISE)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        program.communicate()  # until the fork's alarm
+
+
+def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatch):
+    seen = []
+    look = processes._descendants
+
+    def stopped(pid: int) -> list[int]:
+        stop = eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        seen.append((pid, stop))
+        return look(pid)
+
+    monkeypatch.setattr(processes, "_descendants", stopped)
+    sleeps = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    processes.kill_trees(sleep.pid for sleep in sleeps)
+    assert [sleep.wait() for sleep in sleeps] == [-signal.SIGKILL] * 2
+    assert seen == [(sleep.pid, True) for sleep in sleeps]
 
 
 @pytest.mark.parametrize("hang", HANGS)
