@@ -29,6 +29,7 @@ from concurrent.futures import (
 from concurrent.futures import ProcessPoolExecutor as _ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as _ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
@@ -245,17 +246,31 @@ class _Executor(_ProcessPoolExecutor):
         self._cargo = cargo
         self.workers: list[Any] = []  # the processes, kept when the executor forgets them
         self.manager: threading.Thread | None = None  # likewise
+        self.ended: set[int] = set()  # pids that were ended because another had died
 
     def _spawn_process(self) -> None:
         self._initargs = (self._cargo, len(self._processes))
         with _worker_start():
             super()._spawn_process()  # type: ignore[misc]  # not public
         self.workers = list(self._processes.values())
+        process = self.workers[-1]
+        process.terminate = partial(_end_survivor, process.pid, process.sentinel, self.ended)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(fn, *args, **kwargs)
         future.__class__ = _CancellableFuture
         return future
+
+
+def _end_survivor(pid: int, sentinel: Any, ended: set[int]) -> None:
+    """What the executor does to every worker when one has died, in place of ``terminate()``.
+
+    SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
+    executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
+    """
+    if not multiprocessing.connection.wait([sentinel], 0):
+        ended.add(pid)
+        kill_trees([pid])
 
 
 class ProcessPool(Pool):
@@ -313,10 +328,10 @@ class ProcessPool(Pool):
         self._bury_broken()
         if self._last is None:
             return None, None
-        # Once one has died the executor terminates the others: that one died of it last.
-        dead = [(process.pid, process.exitcode) for process in self._last.workers]
-        first = [each for each in dead if each[1] not in (0, None, -signal.SIGTERM)]
-        return (first or dead or [(None, None)])[0]
+        for process in self._last.workers:
+            if process.pid not in self._last.ended:
+                return process.pid, process.exitcode
+        return None, None
 
     def close(self) -> None:
         deadline = time.monotonic() + GRACE

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import subprocess
 import threading
 import traceback
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -13,11 +14,12 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import alive, eventually
 from helpers import Squares, TwoArguments
 
-from minloader import BatchError, Loader, TransportError, WorkerDied
+from minloader import BatchError, Loader, TransportError, WorkerDied, WorkerInfo
 
 
 def loader_of(function: Any, items: Any = range(3), **options: Any) -> Loader:
@@ -316,6 +318,34 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
         assert list(other) == [0, 1, 4]
         other.close()
         assert next(iter(loader)) == 0
+
+
+def ignore_sigterm(info: WorkerInfo) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+@pytest.mark.parametrize("end", ["go on", "close"])
+def test_a_death_beside_a_worker_that_ignores_sigterm(end):
+    """From CPython 3.12 the executor waits for it, and holds the lock that shutdown() needs."""
+    options = {"num_workers": 2, "worker_init_fn": ignore_sigterm}
+    with Loader(Squares(200, delay=0.01), **options) as loader:
+        batches = iter(loader)
+        got = [next(batches) for _ in range(20)]
+        victim, other = loader._pools[0]._executor.workers
+        (child,) = psutil.Process(other.pid).children()
+        (orphan,) = psutil.Process(victim.pid).children()
+        os.kill(victim.pid, signal.SIGKILL)
+        if end == "close":
+            assert eventually(lambda: loader._pools[0]._executor._broken)
+            loader.close()
+        else:
+            with pytest.raises(WorkerDied):
+                got += list(batches)
+            assert len(got) + len(list(batches)) <= 199
+        assert eventually(lambda: not alive(other.pid))
+        assert eventually(lambda: not alive(child.pid))
+        orphan.kill()  # a session of its own, and nobody left to find it by
 
 
 def test_foreign_executor_that_breaks_is_named():
