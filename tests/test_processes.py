@@ -24,6 +24,7 @@ from helpers import Squares, Whereabouts
 
 import minloader
 from minloader import Loader, processes
+from minloader.worker import Task
 
 PROMISE = 2.0
 """Seconds within which everything must be gone."""
@@ -273,6 +274,21 @@ def test_impatient_ctrl_c(tmp_path):
     assert_gone(program, pids)
 
 
+def test_ctrl_c_just_when_the_loader_is_closed(tmp_path):
+    """What is left must be ended at the exit, which would wait for the batches otherwise."""
+    end = """
+from minloader import pool
+kill = pool.kill_trees
+def interrupted(pids):
+    pool.kill_trees = kill
+    raise KeyboardInterrupt
+pool.kill_trees = interrupted
+loader.close()"""
+    code, errors = assert_gone(*run_program(tmp_path, end))
+    assert code == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+
+
 def test_ctrl_c_while_workers_start():
     """They are hit by the terminal's signal before they have a process group of their own."""
     code = """
@@ -400,6 +416,9 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
         loader.close()
         with pytest.raises(RuntimeError, match="this Loader is closed"):
             waiting.result(PROMISE)
+    if executor == "process":  # a consumer that was just past the check
+        with pytest.raises(RuntimeError, match="closed"):
+            loader._pools[0].submit(Task(0, 0, b""))
     RELEASE.set()
     RELEASE.clear()
 
