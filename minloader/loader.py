@@ -130,9 +130,8 @@ class Loader:
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
         self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
-        self.seed = (
-            random.SystemRandom().getrandbits(63) if seed is None else check_int("seed", seed, 0)
-        )
+        seed = random.SystemRandom().getrandbits(63) if seed is None else seed
+        self.seed = check_int("seed", seed, 0)
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
         for name, function in (

@@ -33,14 +33,14 @@ LARGE = 16 * 1024
 sharing starts to outweigh a view object and the padding to a cache line."""
 
 MOST_FAILURES = 200
-"""How many parts that cannot be pickled are looked into for the one at fault: enough for any
-real path, few enough for an object that knows itself, or makes its parts anew, to take a second."""
+"""How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
+with all that is below it: an object that makes its parts anew would have endlessly many."""
 
 ALIGN = 64
 """Bytes; the alignment numpy gives its own arrays, a cache line."""
 
-# The objects below live on the hot path of tiny batches: look them up once.
-_dumps, unpack = pickle.dumps, pickle.loads
+unpack = pickle.loads
+"""Undoes :func:`pack`; what cloudpickle wrote needs plain pickle only to be read."""
 
 
 def _is_main_global(obj: Any) -> bool:
@@ -87,7 +87,7 @@ def pack(obj: Any, *, down: bool) -> bytes:
     """
     plain_error: Exception | None = None
     try:
-        payload = _dumps(obj, 5)
+        payload = pickle.dumps(obj, 5)
         # Plain pickle refers to __main__ by name, which only the way back may do. A mere
         # string "__main__" in the data costs the slower pickler, nothing else.
         if not down or b"__main__" not in payload:
@@ -213,23 +213,22 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
         return None
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
-    failures = (
-        0  # each has pickled all that is below: an endless object must not get endlessly many
-    )
+    failures = 0
     for path, obj, error in found:
         innermost = True
-        for suffix, part in _parts(obj) if failures < MOST_FAILURES else ():
+        for suffix, part in _parts(obj):
+            if failures == MOST_FAILURES:
+                innermost = False  # for all we know
+                break
             part_error = _pickling_error(part)
             if part_error is None:
                 continue
             innermost = False
             failures += 1
-            if failures >= MOST_FAILURES:
-                break
             if id(part) not in seen:
                 seen.add(id(part))
                 found.append((path + suffix, part, part_error))
-        if innermost and (failures < MOST_FAILURES or not any(_parts(obj))):
+        if innermost:
             return path, obj, error
     return found[0]
 

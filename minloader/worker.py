@@ -331,7 +331,7 @@ class Attachment:
             raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
         return _attach, (self._shipment.cargo,)
 
-    def worker(self) -> Worker:
+    def __call__(self) -> Worker:
         """The worker of the calling thread."""
         worker: Worker | None = getattr(self._threads, "worker", None)
         if worker is None:
@@ -354,11 +354,10 @@ def _attach(cargo: transport.Cargo) -> Callable[[], Worker]:
     return worker
 
 
-def run_attached(attachment: Any, task: Task) -> Reply:
+def run_attached(attachment: Callable[[], Worker], task: Task) -> Reply:
     """Makes one batch in a worker of somebody else's executor."""
-    make = attachment.worker if isinstance(attachment, Attachment) else attachment
     try:
-        worker: Worker = make()
+        worker = attachment()
     except Exception as error:
         stage = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
