@@ -330,11 +330,12 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
     """From CPython 3.12 the executor waits for it, and holds the lock that shutdown() needs."""
     options = {"num_workers": 2, "worker_init_fn": ignore_sigterm}
     with Loader(Squares(200, delay=0.01), **options) as loader:
+        loader.start()
+        victim, other = loader._pools[0]._executor.workers
+        (orphan,) = eventually(psutil.Process(victim.pid).children)
+        (child,) = eventually(psutil.Process(other.pid).children)
         batches = iter(loader)
         got = [next(batches) for _ in range(20)]
-        victim, other = loader._pools[0]._executor.workers
-        (child,) = psutil.Process(other.pid).children()
-        (orphan,) = psutil.Process(victim.pid).children()
         os.kill(victim.pid, signal.SIGKILL)
         if end == "close":
             assert eventually(lambda: loader._pools[0]._executor._broken)
