@@ -11,6 +11,8 @@ from minloader.collate import Padded, collate, pad_collate
 from minloader.errors import SKIP, BatchError, MinloaderError, TransportError, WorkerDied
 from minloader.loader import Loader
 from minloader.samplers import BatchSampler, DynamicBatchSampler
+from minloader.slots import empty
+from minloader.stats import Stats
 from minloader.worker import WorkerInfo, get_worker_info
 
 __all__ = [
@@ -21,10 +23,12 @@ __all__ = [
     "Loader",
     "MinloaderError",
     "Padded",
+    "Stats",
     "TransportError",
     "WorkerDied",
     "WorkerInfo",
     "collate",
+    "empty",
     "get_worker_info",
     "pad_collate",
 ]

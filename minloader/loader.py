@@ -3,27 +3,31 @@
 ::
 
     |============= parent =============|              |======== worker (1 of N) ========|
-     sampler -- item --> Task(ordinal, epoch, item)
-                           | submit                        seeds of this ordinal
-                           v                               dataset[item]
-       pending  [ f7 ][ f8 ][ f9 ] ----> call queue ---->  transform, collate_fn
-                  | popleft, wait                            |
-                  v                                          v
-       Reply(batch or failure) <------- result queue <---- pack
-                  | unpack
+     sampler -- item --> Task(ordinal, epoch, items, slot)
+                           | submit                        for each item:
+                           v                               seeds of its ordinal
+       pending  [ f7 ][ f8 ][ f9 ] ----> call queue ---->  dataset[item], transform,
+                  | popleft, wait                          collate_fn, born in the slot
+                  v                                          | pack, into the slot
+       Reply(batches or failures) <---- result queue <-------+
+                  | unpack: views of the slot
                   v
-       batch --> the consumer
+       batch --> the consumer; when its last view dies the slot is free again
 
-The *sampler* is read in the consumer's thread, one item for each batch that is taken, so that
-``prefetch_factor x num_workers`` tasks are under way and no more.
+The *sampler* is read in the consumer's thread, as batches are taken, so that
+``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a chunk
+of several while batches are so quick that handing them over takes longer than making them.
 
 The *epoch* (:class:`_Epoch`, what ``iter(loader)`` returns) owns the deque of pending tasks. It
-waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into a
-batch or an error. Several epochs may be under way at once: they share nothing but the pool.
+waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into
+batches or errors. Several epochs may be under way at once: they share nothing but the pool.
+
+The *slots* (``slots.py``) are shared memory that travels with the tasks, so that the parent never
+copies a batch.
 
 The *pool* (``pool.py``) knows where tasks run; the *worker* (``worker.py``) what a task is. The
 job (dataset, transform, collate_fn) is shipped to the workers once, when the loader is made
-(``transport.py``).
+(``shipping.py``).
 """
 
 from __future__ import annotations
@@ -31,17 +35,20 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, NamedTuple
 
 from minloader import pool as pools
-from minloader import transport
+from minloader import shipping, transport
 from minloader.collate import collate
 from minloader.errors import (
     SKIP,
@@ -53,11 +60,20 @@ from minloader.errors import (
     shown,
 )
 from minloader.samplers import BatchSampler, Repeatable
-from minloader.worker import Failure, Job, Reply, Task, WorkerInfo
+from minloader.slots import Slot, Slots
+from minloader.stats import Stats
+from minloader.worker import CHUNK_SECONDS, Failure, Job, Reply, Task, WorkerInfo
 
 __all__ = ["Loader"]
 
 logger = logging.getLogger("minloader")
+
+CHUNK_MOST = 128
+"""Most batches in a task: an executor's 150 µs are some 1 µs a batch then, less than seeding."""
+
+CHUNK_BYTES = 512 * 1024
+"""Most bytes that the batches of a task of several should have: who keeps one of them keeps the
+memory of all."""
 
 CLOSED = "this Loader is closed; make a new one"
 
@@ -99,6 +115,8 @@ class Loader:
             (the one after goes on with the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises.
+        shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
+            there. True: half of what is free. Past that, batches come through a pipe, slower.
 
     Attributes:
         epoch: number that the next ``iter(loader)`` will have.
@@ -127,11 +145,15 @@ class Loader:
         seed: int | None = 0,
         in_order: bool = True,
         on_error: OnError = "raise",
+        shared_memory: bool | int = True,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
-        self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
+        depth = self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
+        budget = None
+        if not isinstance(shared_memory, bool):
+            budget = check_int("shared_memory", shared_memory, 0)
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
         for name, function in (
@@ -158,7 +180,12 @@ class Loader:
         self._on_error = on_error
         self._latest: Callable[[], _Epoch | None] = lambda: None  # a weak reference
         self._closed = False
-        self._make_pool, shipment = _plan_pool(job, executor, mp_context)
+        self._stats = Stats()
+
+        def make_slots() -> Slots | None:  # it must not know self, or nobody would end the loader
+            return Slots(budget, depth) if shared_memory else None
+
+        self._make_pool, shipment = _plan_pool(job, executor, mp_context, make_slots)
         self._pools = [self._make_pool()]  # more than one only in a fork
         self._end = weakref.finalize(self, _end, self._pools, shipment)
 
@@ -166,6 +193,13 @@ class Loader:
     def num_workers(self) -> int:
         """Number of workers."""
         return self._pools[-1].num_workers
+
+    @property
+    def stats(self) -> Stats:
+        """How it went so far; see :class:`Stats`. A copy, as of now."""
+        slots = self._pools[-1].slots
+        count, size = slots.used if slots is not None else (0, 0)
+        return replace(self._stats, slots=count, slot_bytes=size)
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -237,10 +271,19 @@ class Loader:
 
 
 class _Pending(NamedTuple):
-    """A task under way; one without an item stands for the sampler's own error."""
+    """A task under way, as the sampler gave it; one without items is the sampler's own error."""
 
-    task: Task | None
+    task: Task
     future: Future[Reply]
+    slot: Slot | None = None
+
+
+class _Opened(NamedTuple):
+    """A reply whose batches are being delivered, and the memory that they may lie in."""
+
+    task: Task
+    reply: Reply
+    memory: Any
 
 
 class _Epoch:
@@ -252,13 +295,16 @@ class _Epoch:
         self.epoch = epoch
         self._items: Iterator[Any] | None = items
         self._ordinal = 0
+        self._chunk = 1  # items a task
         self._pending: deque[_Pending] = deque()
+        self._opened: _Opened | None = None
+        self._next = 0  # of its outcomes
         self._fill(loader._depth)
 
     @property
     def under_way(self) -> bool:
         """Whether there may be batches to come."""
-        return self._items is not None or bool(self._pending)
+        return self._items is not None or bool(self._pending or self._opened)
 
     def __iter__(self) -> _Epoch:
         return self
@@ -268,89 +314,185 @@ class _Epoch:
         while True:
             if self._loader._closed:
                 raise RuntimeError(CLOSED)
-            self._fill(max(depth, 1))
-            if not self._pending:
-                raise StopIteration
-            pending = self._wait()
-            self._fill(depth)  # before the consumer gets to work
-            batch = self._result(pending)
-            if batch is not SKIP:
-                return batch
+            if self._opened is None:
+                self._fill(max(depth, 1))
+                if not self._pending:
+                    raise StopIteration
+                self._open(self._wait())
+                self._fill(depth)  # before the consumer gets to work
+            if self._opened is not None:
+                batch = self._result(self._opened)
+                if batch is not SKIP:
+                    self._loader._stats.batches += 1
+                    return batch
 
     def __del__(self) -> None:
         # Left early: what is queued need not run. What runs, runs to its end, unseen.
         for pending in getattr(self, "_pending", ()):
             pending.future.cancel()
+            if pending.slot is not None and self._pool.slots is not None:
+                pending.future.add_done_callback(partial(_abandon, self._pool.slots, pending.slot))
+
+    # --- down
 
     def _fill(self, depth: int) -> None:
         """Draws items and submits them until ``depth`` tasks are under way."""
         while self._items is not None and len(self._pending) < depth:
-            try:
-                item = next(self._items)
-            except StopIteration:
-                self._items = None
-                return
-            except Exception as error:
+            items, error = self._draw(self._items)
+            if items:
+                task = Task(self._ordinal, self.epoch, items)
+                self._ordinal += len(items)
+                self._pending.append(self._submit(task))
+            if error is not None:
                 # In its turn: the batches before it come first.
                 failed: Future[Reply] = Future()
                 failed.set_exception(error)
-                self._pending.append(_Pending(None, failed))
-                continue
-            task = Task(self._ordinal, self.epoch, item)
-            self._ordinal += 1
-            self._pending.append(_Pending(task, self._submit(task)))
+                self._pending.append(_Pending(Task(self._ordinal, self.epoch, []), failed))
 
-    def _submit(self, task: Task) -> Future[Reply]:
+    def _draw(self, source: Iterator[Any]) -> tuple[list[Any], Exception | None]:
+        """Items for a task, and the sampler's error if that is what it gave next."""
+        items: list[Any] = []
+        deadline = time.perf_counter() + CHUNK_SECONDS  # a slow sampler must not hold them up
+        try:
+            while not items or (len(items) < self._chunk and time.perf_counter() < deadline):
+                items.append(next(source))
+        except StopIteration:
+            self._items = None
+        except Exception as error:
+            return items, error
+        return items, None
+
+    def _submit(self, task: Task) -> _Pending:
         """Sends a task off. What goes wrong with that is found in the future, in its turn."""
-        future: Future[Reply] = Future()
+        slots = self._pool.slots
+        slot = None
+        failed: Future[Reply] = Future()
         packed = None
         try:
             packed = self._pool.pack(task)
-            return self._pool.submit(packed)
+            if slots is not None:
+                slot = slots.lend()
+                packed = packed._replace(slot=slots.address(slot))
+            return _Pending(task, self._pool.submit(packed), slot)
         except BrokenExecutor as error:
-            future.set_exception(error)
+            failed.set_exception(error)
         except Exception as error:
-            # An item that cannot be pickled is one batch lost; workers that cannot start, all.
-            stage, fatal = "when it was sent to a worker", packed is not None
-            failure = Failure.of(error, packed=False, stage=stage, fatal=fatal)
-            future.set_result(Reply(-1, -1, False, failure=failure))
-        return future
+            if len(task.items) > 1:
+                failed.set_result(Reply(-1, -1, False, []))  # one by one, then
+            else:
+                # An item that cannot be pickled is one batch lost; no workers to be had, all.
+                stage, fatal = "when it was sent to a worker", packed is not None
+                failure = Failure.of(error, packed=False, stage=stage, fatal=fatal)
+                failed.set_result(Reply(-1, -1, False, [failure]))
+        if slots is not None and slot is not None:
+            slots.discard(slot)
+        return _Pending(task, failed)
+
+    # --- up
 
     def _wait(self) -> _Pending:
         """Takes the next finished task out, only then: Ctrl-C while waiting loses nothing."""
         waiting = [self._pending[0]] if self._loader._in_order else list(self._pending)
         if not any(pending.future.done() for pending in waiting):
+            if self._pool.num_workers:
+                # The consumer is faster than we are: let it wait for larger pieces.
+                self._chunk = min(2 * self._chunk, CHUNK_MOST)
             wait_for([pending.future for pending in waiting], return_when=FIRST_COMPLETED)
         index = next(i for i, pending in enumerate(waiting) if pending.future.done())
         del self._pending[index]
         return waiting[index]
 
-    def _result(self, pending: _Pending) -> Any:
-        """The batch of a finished task, what stands in for it, or SKIP."""
+    def _open(self, pending: _Pending) -> None:
+        """Unfolds the reply to a task; what it left undone is under way again, one by one."""
         task = pending.task
-        if task is None:
+        if not task.items:
             error = pending.future.exception()
             assert error is not None
             _add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
             raise error
+        memory = None
         try:
             reply = pending.future.result()
+            memory = self._settle(pending, reply)
         except (CancelledError, BrokenExecutor) as error:
+            self._reclaim(pending)
             if self._loader._closed:
                 raise RuntimeError(CLOSED) from None
-            raise self._died(task, error) from error
+            reply = self._died(task, error)
         except Exception as error:  # of an executor that the user brought
+            self._reclaim(pending)
             failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
-            reply = Reply(-1, -1, False, failure=failure)
-        if reply.failure is not None:
-            return self._failed(task, reply, reply.failure)
-        if not reply.packed:
-            return reply.batch
+            reply = Reply(-1, -1, False, [failure] * len(task.items))
+        self._note(task, reply)
+        done = len(reply.outcomes)
+        self._opened = _Opened(task, reply, memory) if done else None
+        self._next = 0
+        # The rest goes back to where the task was; after a failure to send it, one by one.
+        step = self._chunk if done else 1
+        rest = [
+            Task(task.ordinal + n, task.epoch, task.items[n : n + step])
+            for n in range(done, len(task.items), step)
+        ]
+        self._pending.extendleft([self._submit(part) for part in rest][::-1])
+
+    def _settle(self, pending: _Pending, reply: Reply) -> Any:
+        """Memory of the slot, if the reply's batches lie there."""
+        slots, slot = self._pool.slots, pending.slot
+        if slots is None or slot is None:
+            return None
+        slots.settle(slot, reply.slot_size, reply.size)
+        if any(type(outcome) is transport.Parcel for outcome in reply.outcomes):
+            return slots.lease(slot, retire=reply.slot_retired)
+        slots.free(slot, retire=reply.slot_retired)
+        return None
+
+    def _reclaim(self, pending: _Pending) -> None:
+        """Takes back the slot of a task whose reply does not come."""
+        if self._pool.slots is not None and pending.slot is not None:
+            self._pool.slots.discard(pending.slot)
+
+    def _note(self, task: Task, reply: Reply) -> None:
+        """Learns from a reply how many batches the next task should hold, and how it goes."""
+        made = len(reply.outcomes)
+        if made:
+            quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
+            small = CHUNK_BYTES * made / (reply.size or 1)
+            # What was cut short was slow. Otherwise it may just have had no processor for a while.
+            least = self._chunk // 2 if made == len(task.items) else 1
+            self._chunk = min(self._chunk, max(1, least, int(min(quick, small))))
+        stats, slots = self._loader._stats, self._pool.slots
+        stats.chunk_size = self._chunk
+        if reply.overflowed and not stats.overflowed and slots is not None:
+            count, total = slots.used
+            logger.warning(
+                "no room in shared memory for a batch: it comes through a pipe, which is slower "
+                "(%d slots hold or may take %d of %d bytes); let go of batches sooner, or set "
+                "shared_memory to more bytes; said once",
+                *(count, total, slots.budget),
+            )
+        stats.overflowed += reply.overflowed
+
+    def _result(self, opened: _Opened) -> Any:
+        """The next batch of a reply, what stands for it, or SKIP."""
+        reply, n = opened.reply, self._next
+        outcome, reply.outcomes[n] = reply.outcomes[n], None  # the consumer's alone from here
+        self._next += 1
+        if self._next == len(reply.outcomes):
+            self._opened = None
         try:
-            return transport.unpack(reply.batch)
+            if type(outcome) is bytes and reply.packed:
+                return transport.unpack(outcome)
+            if type(outcome) is transport.Parcel:
+                return transport.unpack_batch(outcome, opened.memory)
         except Exception as error:
-            failure = Failure.of(error, packed=False, stage="when the batch was unpickled")
-            return self._failed(task, reply._replace(packed=False), failure)
+            stage = "when the batch was unpickled"
+            outcome = Failure.of(error, packed=False, stage=stage)
+            reply = reply._replace(packed=False)
+        if type(outcome) is Failure:
+            task = opened.task
+            place = Task(task.ordinal + n, task.epoch, [task.items[n]])
+            return self._failed(place, reply, outcome)
+        return outcome
 
     def _failed(self, task: Task, reply: Reply, failure: Failure) -> Any:
         """Does with a failed batch what ``on_error`` says."""
@@ -358,9 +500,9 @@ class _Epoch:
         worker = reply.worker if reply.worker >= 0 else None
         who = "a worker" if worker is None else f"worker {worker}"
         where = "in the parent" if pid is None else f"{who} (pid {pid})"
-        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.item)}, {where}"
+        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.items[0])}, {where}"
         what += failure.stage and f", {failure.stage}"
-        place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.item}
+        place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.items[0]}
         place |= {"worker": worker, "pid": pid}
         remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
@@ -392,22 +534,36 @@ class _Epoch:
         assert callable(self._loader._on_error)
         return self._loader._on_error(report)
 
-    def _died(self, task: Task, error: Exception) -> WorkerDied:
-        """The error for a batch whose pool broke; all others under way are submitted again."""
+    def _died(self, task: Task, error: Exception) -> Reply:
+        """What stands for the reply to a task whose pool broke. All others are sent again."""
         pid, exitcode = self._pool.obituary()
         for index, other in enumerate(self._pending):
-            if other.task is not None and _is_lost(other.future):
-                self._pending[index] = _Pending(other.task, self._submit(other.task))
+            if other.task.items and _is_lost(other.future):
+                self._reclaim(other)
+                self._pending[index] = self._submit(other.task)
+        if len(task.items) > 1:
+            return Reply(-1, -1, False, [])  # one by one, to see which of them it was
         who = "a worker" if exitcode is None else f"a worker (pid {pid}, {_exit_text(exitcode)})"
-        return WorkerDied(
+        item = task.items[0]
+        raise WorkerDied(
             f"{who} died while batch {task.ordinal} of epoch {task.epoch} was under way, item "
-            f"{shown(task.item)}; that batch is lost ({error})",
+            f"{shown(item)}; that batch is lost ({error})",
             ordinal=task.ordinal,
             epoch=task.epoch,
-            item=task.item,
+            item=item,
             pid=pid,
             exitcode=exitcode,
-        )
+        ) from error
+
+
+def _abandon(slots: Slots, slot: Slot, future: Future[Reply]) -> None:
+    """Takes back the slot of a task that ended when nobody wanted it any more."""
+    if _is_lost(future):
+        slots.discard(slot)
+    else:
+        reply = future.result()
+        slots.settle(slot, reply.slot_size, reply.size)
+        slots.free(slot, retire=reply.slot_retired)
 
 
 def _is_lost(future: Future[Reply]) -> bool:
@@ -478,8 +634,11 @@ def _make_sampler(
 
 
 def _plan_pool(
-    job: Job, executor: Any, mp_context: BaseContext | str | None
-) -> tuple[Callable[[], pools.Pool], transport.Shipment | None]:
+    job: Job,
+    executor: Any,
+    mp_context: BaseContext | str | None,
+    make_slots: Callable[[], Slots | None],
+) -> tuple[Callable[[], pools.Pool], shipping.Shipment | None]:
     """How to make the pool, and the job shipped, if it must leave this process."""
     if executor not in ("process", "thread") and not isinstance(executor, Executor):
         raise ValueError(
@@ -507,16 +666,16 @@ def _plan_pool(
     if executor == "thread":
         return (lambda: pools.ThreadPool(job, job.num_workers)), None
     if isinstance(executor, Executor) and pools.is_in_process(executor):
-        return (lambda: pools.ForeignPool(job, None, executor, owner)), None
+        return (lambda: pools.ForeignPool(job, None, executor, owner, None)), None
     shipment = _ship(job)
     if isinstance(executor, Executor):
-        return (lambda: pools.ForeignPool(job, shipment, executor, owner)), shipment
-    return (lambda: pools.ProcessPool(shipment, job.num_workers, context)), shipment
+        return (lambda: pools.ForeignPool(job, shipment, executor, owner, make_slots())), shipment
+    return (lambda: pools.ProcessPool(shipment, job.num_workers, context, make_slots())), shipment
 
 
-def _ship(job: Job) -> transport.Shipment:
+def _ship(job: Job) -> shipping.Shipment:
     try:
-        return transport.Shipment(job)
+        return shipping.Shipment(job)
     except Exception as error:
         for name in ("dataset", "transform", "collate_fn", "worker_init_fn"):
             found = transport.find_culprit(getattr(job, name), name)
@@ -530,7 +689,7 @@ def _ship(job: Job) -> transport.Shipment:
         raise
 
 
-def _end(live: list[pools.Pool], shipment: transport.Shipment | None) -> None:
+def _end(live: list[pools.Pool], shipment: shipping.Shipment | None) -> None:
     """What is left to do when a loader goes, by close(), garbage collection or exit."""
     for pool in live:
         pool.close()

@@ -33,8 +33,9 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
-from minloader import transport, worker
+from minloader import shipping, transport, worker
 from minloader.processes import kill_group, kill_trees
+from minloader.slots import Slots
 from minloader.worker import Job, Reply, Task
 
 __all__ = ["ForeignPool", "InlinePool", "Pool", "ProcessPool", "ThreadPool"]
@@ -50,11 +51,13 @@ class Pool(ABC):
     Attributes:
         num_workers: how many tasks can run at once; 0 if submitting runs the task.
         pid: process the pool belongs to. A fork of it must make one of its own.
+        slots: shared memory for the batches; None where they need or want none.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, slots: Slots | None = None) -> None:
         self.num_workers = num_workers
         self.pid = os.getpid()
+        self.slots = slots
 
     def pack(self, task: Task) -> Task:
         """Makes a task fit to leave this process, where it has to."""
@@ -84,7 +87,7 @@ class Pool(ABC):
 
 
 def _packed(task: Task) -> Task:
-    return task._replace(item=transport.pack(task.item, down=True))
+    return task._replace(items=[transport.pack(item, down=True) for item in task.items])
 
 
 class InlinePool(Pool):
@@ -239,17 +242,23 @@ class _CancellableFuture(Future[Any]):
 class _Executor(_ProcessPoolExecutor):
     """A ProcessPoolExecutor whose workers have numbers and start as we need it."""
 
-    def __init__(self, cargo: transport.Cargo, num_workers: int, context: BaseContext) -> None:
+    def __init__(
+        self,
+        cargo: shipping.Cargo,
+        num_workers: int,
+        context: BaseContext,
+        folder: str | None,
+    ) -> None:
         # Its arguments are set for each worker, when it is spawned.
         super().__init__(num_workers, mp_context=context)
         self._initializer = worker.start
-        self._cargo = cargo
+        self._start = cargo, folder
         self.workers: list[Any] = []  # the processes, kept when the executor forgets them
         self.manager: threading.Thread | None = None  # likewise
         self.ended: set[int] = set()  # pids that were ended because another had died
 
     def _spawn_process(self) -> None:
-        self._initargs = (self._cargo, len(self._processes))
+        self._initargs = (*self._start, len(self._processes))
         with _worker_start():
             super()._spawn_process()  # type: ignore[misc]  # not public
         self.workers = list(self._processes.values())
@@ -280,12 +289,17 @@ class ProcessPool(Pool):
         shipment: the job, serialized once for all workers there will ever be.
         num_workers: how many processes, at most.
         context: how to start them.
+        slots: shared memory for their batches.
     """
 
     def __init__(
-        self, shipment: transport.Shipment, num_workers: int, context: BaseContext
+        self,
+        shipment: shipping.Shipment,
+        num_workers: int,
+        context: BaseContext,
+        slots: Slots | None,
     ) -> None:
-        super().__init__(num_workers)
+        super().__init__(num_workers, slots)
         self._shipment = shipment
         self._context = context
         self._executor: _Executor | None = None
@@ -298,7 +312,9 @@ class ProcessPool(Pool):
             raise RuntimeError("the pool is closed")
         self._bury_broken()
         if self._executor is None:
-            self._executor = _Executor(self._shipment.cargo, self.num_workers, self._context)
+            folder = self.slots.folder if self.slots is not None else None
+            cargo = self._shipment.cargo
+            self._executor = _Executor(cargo, self.num_workers, self._context, folder)
         return self._executor
 
     def _bury_broken(self) -> None:
@@ -339,13 +355,12 @@ class ProcessPool(Pool):
             self.end(deadline)
 
     def retire(self) -> bool:
-        """Asks the workers to leave; first half of :meth:`close`. False: nothing to do."""
+        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
         if os.getpid() != self.pid:
             return False
         self._closed = True
-        if self._executor is None:
-            return False
-        _retire(self._executor)
+        if self._executor is not None:
+            _retire(self._executor)
         return True
 
     def end(self, deadline: float) -> None:
@@ -353,6 +368,8 @@ class ProcessPool(Pool):
         if self._executor is not None:
             _end(self._executor, deadline)
             self._executor = None  # only now: Ctrl-C meanwhile leaves the rest to the exit
+        if self.slots is not None:
+            self.slots.close()
 
 
 def _retire(executor: _Executor) -> None:
@@ -402,12 +419,18 @@ class ForeignPool(Pool):
         shipment: what others load; None if the executor has no others.
         executor: runs the tasks.
         owner: process that made the executor; in a fork of it nothing would ever run.
+        slots: shared memory for batches of workers on this machine.
     """
 
     def __init__(
-        self, job: Job, shipment: transport.Shipment | None, executor: Executor, owner: int
+        self,
+        job: Job,
+        shipment: shipping.Shipment | None,
+        executor: Executor,
+        owner: int,
+        slots: Slots | None,
     ) -> None:
-        super().__init__(job.num_workers)
+        super().__init__(job.num_workers, slots)
         self._owner = owner
         self._attachment = worker.Attachment(job, shipment)
         self._executor = executor
@@ -422,6 +445,10 @@ class ForeignPool(Pool):
                 "the Loader and its executor here"
             )
         return self._executor.submit(worker.run_attached, self._attachment, task)
+
+    def close(self) -> None:
+        if self.slots is not None and os.getpid() == self.pid:
+            self.slots.close()
 
 
 def is_in_process(executor: Executor) -> bool:

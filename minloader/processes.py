@@ -1,7 +1,8 @@
 """Process groups and trees: a worker leads a group, follows its parent, takes its children along.
 
 Three ways out are covered: the parent ends a worker (:func:`kill_trees`), the worker leaves by
-itself (:func:`kill_descendants`), and the parent vanishes (:func:`follow_parent`).
+itself (:func:`kill_descendants`), and the parent vanishes (:func:`follow_parent`). What the
+system lets a process have is asked here too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["follow_parent", "kill_descendants", "kill_group", "kill_trees", "lead_group"]
+__all__ = [
+    "follow_parent",
+    "free_memory",
+    "kill_descendants",
+    "kill_group",
+    "kill_trees",
+    "lead_group",
+    "most_files",
+]
 
 
 def lead_group() -> None:
@@ -119,3 +128,54 @@ def _descendants(pid: int) -> list[int]:
     for each in found:  # grows while we walk
         found += children[each]
     return found[1:]
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process and its children may still take, as far as known."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            fields = dict(line.split(b":", 1) for line in file)
+        free = int(fields[b"MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 2 << 30  # no way to ask: what any machine for machine learning can spare
+    return min([free, *(limit - used for limit, used in _cgroup_memory())])
+
+
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """Limit and usage in bytes of each control group this process is in, versions 1 and 2."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.strip().split(":", 2) for line in file]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers == "":
+            base, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base = "/sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts) + 1):
+            folder = "/".join([base, *parts[:depth]])
+            try:
+                limit, used = (_number_in(f"{folder}/{name}") for name in names)
+            except (OSError, ValueError):  # not mounted, not seen from here, or "max"
+                continue
+            yield limit, used
+
+
+def _number_in(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
+
+
+def most_files() -> int:
+    """How many descriptors this process may have."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 512
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -7,6 +7,7 @@ the same batches. Torch only where something else imported it.
 
 from __future__ import annotations
 
+import _random
 import hashlib
 import importlib.machinery
 import random
@@ -23,10 +24,16 @@ def batch_seed(seed: int, epoch: int, ordinal: int) -> int:
     return int.from_bytes(hashlib.blake2b(place, digest_size=16).digest(), "little")
 
 
+_generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own
+_seed_generator: Any = _random.Random.seed
+
+
 def _seed_module(name: str, value: int) -> None:
     module = sys.modules.get(name)
     if name == "random":
-        random.seed(value)
+        # What random.seed does with an int, without its checks: 3 µs rather than 4.
+        _seed_generator(_generator, value)
+        _generator.gauss_next = None
     elif name == "numpy.random" and hasattr(module, "seed"):
         # One word: 2 µs; the whole 128 bits would take 8.
         module.seed(value & 0xFFFF_FFFF)  # type: ignore[union-attr]

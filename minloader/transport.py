@@ -1,43 +1,45 @@
-"""What crosses between parent and workers: the job shipped once, items down, batches back.
+"""What crosses between parent and workers as a message: items down, batches and errors back.
 
-*Shipping*: an object is serialized once into a file without a name (Linux: ``memfd``), however
-many processes load it, now or later. Its large buffers lie in that file outside the pickle
-stream and are mapped copy-on-write: processes share the pages until one writes to its own.
-
-*Packing*: a small message becomes bytes by plain pickle where that works and cloudpickle where
-it does not. Classes and functions of ``__main__`` travel down by value, because workers never
-import the parent's main module, and back by name, because the parent has the originals: so
+*Items and errors* become bytes by plain pickle where that works and cloudpickle where it does not.
+Classes and functions of ``__main__`` travel down by value, because workers never import the
+parent's main module, and back by name, because the parent has the originals: so
 ``isinstance`` holds in both places and the parent's classes are never rebuilt.
+
+*Batches* are pickled in the same way, but for their large buffers, which are put into the slot
+of the task (``slots.py``), and which the parent's arrays are then views of.
 """
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import io
-import mmap
-import os
 import pickle
-import struct
 import sys
-import tempfile
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-__all__ = ["Cargo", "Shipment", "find_culprit", "pack", "pack_error", "unpack"]
+from minloader.slots import LARGE, SlotWriter, empty
 
-LARGE = 16 * 1024
-"""Bytes from which a buffer is mapped rather than copied into each worker: four pages, where
-sharing starts to outweigh a view object and the padding to a cache line."""
+__all__ = [
+    "Parcel",
+    "Pickler",
+    "find_culprit",
+    "pack",
+    "pack_batch",
+    "pack_error",
+    "unpack",
+    "unpack_batch",
+]
 
 MOST_FAILURES = 200
 """How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
 with all that is below it: an object that makes its parts anew would have endlessly many."""
-
-ALIGN = 64
-"""Bytes; the alignment numpy gives its own arrays, a cache line."""
 
 unpack = pickle.loads
 """Undoes :func:`pack`; what cloudpickle wrote needs plain pickle only to be read."""
@@ -53,17 +55,18 @@ def _is_main_global(obj: Any) -> bool:
     )
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Cloudpickle that knows in which of the two directions it writes."""
 
     def __init__(
         self,
         file: Any,
+        protocol: int = 5,
         *,
         down: bool,
         buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        super().__init__(file, protocol, buffer_callback=buffer_callback)
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
@@ -96,10 +99,152 @@ def pack(obj: Any, *, down: bool) -> bytes:
         plain_error = error
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, down=down).dump(obj)
+        Pickler(buffer, down=down).dump(obj)
     except Exception as error:
         raise error from plain_error
     return buffer.getvalue()
+
+
+# --- batches
+
+
+class Parcel(NamedTuple):
+    """A packed batch.
+
+    Attributes:
+        stream: its pickle; empty if that is the last buffer.
+        buffers: of its large arrays: start and stop in the slot, or the data.
+    """
+
+    stream: bytes
+    buffers: list[Any]
+
+
+def pack_batch(batch: Any, writer: SlotWriter) -> bytes | Parcel:
+    """Serializes a batch, into its slot as far as there is room; bytes if all of it is small.
+
+    Raises:
+        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    """
+    try:
+        return _pack_batch(pickle.Pickler, _dispatch_table(), batch, writer)
+    except Exception as plain_error:
+        table = ChainMap(_dispatch_table(), Pickler.dispatch_table)
+        try:
+            return _pack_batch(partial(Pickler, down=False), table, batch, writer)
+        except Exception as error:
+            raise error from plain_error
+
+
+def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: SlotWriter) -> bytes | Parcel:
+    buffers: list[Any] = []
+
+    def put(buffer: pickle.PickleBuffer) -> bool:
+        data = buffer.raw()
+        span = writer.put(data) if data.nbytes >= LARGE else None
+        if span is not None:
+            buffers.append(span)
+        return span is None  # whether it stays in the stream
+
+    file = io.BytesIO()
+    pickler = make_pickler(file, protocol=5, buffer_callback=put)
+    pickler.dispatch_table = table
+    pickler.dump(batch)
+    stream = file.getvalue()
+    if len(stream) >= LARGE:  # many strings, say
+        span = writer.put(memoryview(stream))
+        if span is not None:
+            return Parcel(b"", [*buffers, span])
+    return Parcel(stream, buffers) if buffers else stream
+
+
+def size_in_band(outcome: Any) -> int:
+    """Bytes of a packed batch that are not in its slot; 0 of anything else."""
+    if isinstance(outcome, bytes):
+        return len(outcome)
+    return len(outcome.stream) if isinstance(outcome, Parcel) else 0
+
+
+def unpack_batch(parcel: Parcel, memory: Any) -> Any:
+    """Undoes :func:`pack_batch`, without copying what lies in the slot.
+
+    Args:
+        parcel: the packed batch.
+        memory: of its slot, leased.
+    """
+    view = memoryview(memory).cast("B")
+    buffers = [view[slice(*data)] if type(data) is tuple else data for data in parcel.buffers]
+    stream = parcel.stream or buffers.pop()
+    return pickle.loads(stream, buffers=buffers)
+
+
+_known: tuple[Any, dict[type, Any]] = (None, {})
+
+
+def _dispatch_table() -> dict[type, Any]:
+    """How objects are pickled here: as registered, but arrays as is best for slots.
+
+    Made anew when somebody registers more, or imports more. A plain dict is what the pickler
+    looks up fastest.
+    """
+    global _known
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    basis: Any = len(copyreg.dispatch_table), numpy, torch
+    if _known[0] != basis:
+        table = dict(copyreg.dispatch_table)
+        if hasattr(numpy, "ndarray"):
+            table[numpy.ndarray] = table[numpy.memmap] = _reduce_array
+        if hasattr(torch, "Tensor"):
+            table[torch.Tensor] = _reduce_tensor
+        elif torch is not None:  # it is just being imported
+            basis = None
+        _known = basis, table
+    return _known[1]
+
+
+def _reduce_array(array: Any) -> Any:
+    """An array such that its data is one writable buffer: the user's array is theirs to change.
+
+    numpy itself leaves only contiguous arrays out of the stream, and never a memmap.
+    """
+    flags = array.flags
+    if array.dtype.hasobject or (
+        flags.forc and flags.writeable and type(array).__name__ == "ndarray"
+    ):
+        return array.__reduce_ex__(5)
+    block = empty(array.shape, array.dtype)
+    block[...] = array
+    return block.__reduce_ex__(5)
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """A tensor as an array. Torch's own way would write it into the stream as a file."""
+    torch = sys.modules["torch"]
+    if (
+        tensor.device.type != "cpu"
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.requires_grad
+        or tensor.__dict__
+    ):
+        return tensor.__reduce_ex__(5)
+    if tensor.dtype in (torch.bfloat16,):  # numpy has none
+        return _tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
+    try:
+        return _tensor, (tensor.numpy(), None)
+    except TypeError:  # some newer kind of number
+        return tensor.__reduce_ex__(5)
+
+
+def _tensor(array: Any, dtype: Any) -> Any:
+    tensor = importlib.import_module("torch").from_numpy(array)
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+# --- errors
 
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
@@ -151,6 +296,9 @@ def _pack_as(form: Any, cls: type) -> bytes | None:
         return None
 
 
+# --- what cannot be packed
+
+
 class _Nowhere(io.RawIOBase):
     """A file that forgets: pickling into it tells whether pickling works."""
 
@@ -164,7 +312,7 @@ class _Nowhere(io.RawIOBase):
 def _pickling_error(obj: Any) -> Exception | None:
     try:
         # Out-of-band buffers are dropped: trying 400 MB must not take 400 MB.
-        _Pickler(_Nowhere(), down=True, buffer_callback=lambda buffer: None).dump(obj)
+        Pickler(_Nowhere(), down=True, buffer_callback=lambda buffer: None).dump(obj)
     except Exception as error:
         return error
     return None
@@ -231,225 +379,3 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
         if innermost:
             return path, obj, error
     return found[0]
-
-
-class _ShipPickler(_Pickler):
-    """Keeps large buffers out of the stream."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, down=True, buffer_callback=self._keep)
-        self.buffers: list[memoryview] = []
-        self.blobs: list[bytes] = []
-        self._blob_index: dict[int, int] = {}
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < LARGE:
-            return True  # stay in the stream
-        self.buffers.append(view)
-        return False
-
-    # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
-    def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not bytes or len(obj) < LARGE:
-            return None
-        if id(obj) not in self._blob_index:
-            self._blob_index[id(obj)] = len(self.blobs)
-            self.blobs.append(obj)
-        return self._blob_index[id(obj)]
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
-            return _reduce_array(obj)
-        return super().reducer_override(obj)
-
-
-def _reduce_array(array: Any) -> Any:
-    """How an array travels, where numpy's own way would read a whole file or copy the data."""
-    import numpy as np
-
-    if not array.flags.forc:
-        # Only contiguous arrays leave the stream by themselves.
-        if array.nbytes < LARGE or array.dtype.hasobject:
-            return NotImplemented
-        block = np.array(array)  # a plain array: of a memmap, the copy is none
-        block.flags.writeable = array.flags.writeable
-        return block.__reduce_ex__(5)
-    if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
-        # A slice keeps the offset of what it is a slice of: find its own from the addresses.
-        first = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]
-        start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-        offset = start + array.__array_interface__["data"][0] - first
-        order = "C" if array.flags.c_contiguous else "F"
-        mode = "r" if array.mode == "r" else "r+"
-        return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
-    return NotImplemented
-
-
-# A bytes object keeps its data behind its own header, so it can only be mapped together with
-# one. The layout is CPython's with a global lock; elsewhere, known by the size, bytes are copied.
-_BYTES_HEADER = struct.Struct("nPnn")  # reference count, type, length, hash
-_CAN_MAP_BYTES = (
-    sys.implementation.name == "cpython" and bytes.__basicsize__ == _BYTES_HEADER.size + 1
-)
-_ENDLESS = 1 << 30
-"""Reference count of a mapped bytes object: it is never freed, since no allocator owns it."""
-
-
-def _map_bytes(mapping: mmap.mmap, start: int, size: int) -> bytes:
-    """Makes the data at ``start`` a bytes object in place. The mapping must never go away."""
-    import ctypes
-
-    header = start - _BYTES_HEADER.size
-    _BYTES_HEADER.pack_into(mapping, header, _ENDLESS, id(bytes), size, -1)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, header))
-    blob: bytes = ctypes.cast(address, ctypes.py_object).value
-    return blob
-
-
-class _ShipUnpickler(pickle.Unpickler):
-    def __init__(self, mapping: mmap.mmap, cargo: Cargo, *, forever: bool) -> None:
-        spans, blobs = pickle.loads(memoryview(mapping)[cargo.index :])
-        view = memoryview(mapping)
-        super().__init__(mapping, buffers=[view[start:stop] for start, stop in spans])
-        if forever and blobs and _CAN_MAP_BYTES:
-            import ctypes
-
-            # Mapped bytes may outlive every other object, even at interpreter exit.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-            self._blobs = [_map_bytes(mapping, start, stop - start) for start, stop in blobs]
-        else:
-            self._blobs = [bytes(view[start:stop]) for start, stop in blobs]
-
-    def persistent_load(self, pid: int) -> bytes:
-        return self._blobs[pid]
-
-
-@dataclass(frozen=True)
-class Cargo:
-    """Where a shipped object lies, for any process of this machine to load. Small, picklable.
-
-    Attributes:
-        path: file to map. Without a name of its own, it is ``/proc/<pid>/fd/<n>``.
-        inode: of that file: paths under ``/proc`` are used again for other files.
-        index: offset in bytes of the table that says where the buffers lie.
-        named: whether the file has a name, which somebody must unlink.
-    """
-
-    path: str
-    inode: int
-    index: int
-    named: bool
-
-    def exists(self) -> bool:
-        """Whether the shipment is still there."""
-        try:
-            return os.stat(self.path).st_ino == self.inode
-        except OSError:
-            return False
-
-    def load(self, *, forever: bool) -> Any:
-        """Maps and unpickles the object.
-
-        Args:
-            forever: True if this process will need the object as long as it lives. Only then
-                can bytes objects be mapped rather than copied.
-
-        Raises:
-            FileNotFoundError: the shipment is gone, or the process is on another machine.
-        """
-        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            if os.fstat(fd).st_ino != self.inode:
-                raise FileNotFoundError(f"{self.path} now holds something else")
-            mapping = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        unpickler = _ShipUnpickler(mapping, self, forever=forever)
-        obj = unpickler.load()
-        # Known under their names here too, these classes and functions go back by name, and
-        # can be the target of a process that the worker itself starts.
-        main = vars(sys.modules["__main__"])
-        for name, value in unpickler.load().items():
-            main.setdefault(name, value)
-        return obj
-
-    def unlink(self) -> None:
-        """Removes the file's name, if it has one."""
-        if self.named:
-            _unlink(self.path)
-
-
-class Shipment:
-    """Owns the file of an object that was serialized for other processes.
-
-    Args:
-        obj: what to serialize, once, here and now.
-
-    Raises:
-        Exception: whatever pickling raised.
-    """
-
-    def __init__(self, obj: Any) -> None:
-        self._pid = os.getpid()
-        self._fd, self._name = _open_anonymous()
-        try:
-            with open(self._fd, "wb", closefd=False) as file:
-                self._index = _write(obj, file)
-            self._inode = os.fstat(self._fd).st_ino
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def cargo(self) -> Cargo:
-        """Its address, valid until :meth:`close`; in a forked child, through the child."""
-        path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        return Cargo(path, self._inode, self._index, self._name is not None)
-
-    def close(self) -> None:
-        """Lets the file go. What is mapped already stays usable."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        os.close(fd)
-        if self._name is not None and os.getpid() == self._pid:
-            _unlink(self._name)
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return  # parent and workers race to it when all end at once
-
-
-def _open_anonymous() -> tuple[int, str | None]:
-    """A new file to map: a descriptor, and a name where there are no files without one."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("minloader")
-        if os.path.exists(f"/proc/self/fd/{fd}"):
-            return fd, None
-        os.close(fd)  # /proc is not mounted: nobody could open it
-    return tempfile.mkstemp(prefix="minloader-")
-
-
-def _write(obj: Any, file: io.BufferedWriter) -> int:
-    """Writes stream, buffers and table, and returns where the table begins."""
-    pickler = _ShipPickler(file)
-    pickler.dump(obj)
-    # A second load() of the same stream: what the object needs of __main__, by name.
-    pickler.dump(pickler.main_globals)
-
-    def place(data: memoryview | bytes, room_before: int, end: bytes) -> tuple[int, int]:
-        file.write(bytes(-(file.tell() + room_before) % ALIGN + room_before))
-        start = file.tell()
-        file.write(data)
-        file.write(end)
-        return start, start + len(data)
-
-    spans = [place(view.cast("B"), 0, b"") for view in pickler.buffers]
-    blobs = [place(blob, _BYTES_HEADER.size, b"\0") for blob in pickler.blobs]
-    index = file.tell()
-    pickle.dump((spans, blobs), file, protocol=5)
-    return index

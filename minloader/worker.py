@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minloader import processes, transport
+from minloader import processes, shipping, slots, transport
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
 
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["Attachment", "Failure", "Job", "Reply", "Task", "Worker", "WorkerInfo"]
+
+
+CHUNK_SECONDS = 2e-3
+"""Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
+which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
 # --- what a batch is made from
@@ -82,21 +89,46 @@ class Job:
 
 
 class Task(NamedTuple):
-    """One batch to make. ``item`` is packed when the task goes to another process."""
+    """A chunk of batches to make, mostly one. Items are packed when they leave the process.
+
+    Attributes:
+        ordinal: place of the first batch in its epoch, from 0.
+        epoch: their epoch.
+        items: what to make them from.
+        slot: where to put them; None for the reply itself.
+    """
 
     ordinal: int
     epoch: int
-    item: Any
+    items: list[Any]
+    slot: slots.Address | None = None
 
 
 class Reply(NamedTuple):
-    """What became of a task: a batch or a failure. ``batch`` is packed if ``packed``."""
+    """What became of a task.
+
+    Attributes:
+        worker: id of the worker.
+        pid: its process.
+        packed: whether batches and errors are packed.
+        outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
+            slow is cut short.
+        seconds: what they took.
+        size: bytes they have, packed, more or less.
+        slot_size: bytes that the slot has now.
+        slot_retired: whether the worker still uses memory of it.
+        overflowed: how many batches found no room in shared memory.
+    """
 
     worker: int
     pid: int
     packed: bool
-    batch: Any = None
-    failure: Failure | None = None
+    outcomes: list[Any]
+    seconds: float = 0.0
+    size: int = 0
+    slot_size: int = 0
+    slot_retired: bool = False
+    overflowed: int = 0
 
 
 class Failure(NamedTuple):
@@ -165,8 +197,8 @@ class WorkerInfo:
             self._rng = np.random.default_rng(entropy)
         return self._rng
 
-    def _begin(self, task: Task) -> None:
-        self.epoch, self._ordinal, self._rng = task.epoch, task.ordinal, None
+    def _begin(self, epoch: int, ordinal: int) -> None:
+        self.epoch, self._ordinal, self._rng = epoch, ordinal, None
 
 
 # --- the worker
@@ -224,41 +256,85 @@ class Worker:
                 give_back()
 
     def run(self, task: Task) -> Reply:
-        """Makes one batch. Whatever the user's code raises is in the reply, never raised."""
+        """Makes the batches of a task, until they take too long for one task.
+
+        Whatever the user's code raises is in the reply, never raised; but for what ends a
+        program (Ctrl-C) in the process that the program is.
+        """
         info = self.info
         if self._broken is not None:
-            return Reply(info.id, info.pid, self._remote, failure=self._broken)
-        info._begin(task)
+            failures = [self._broken] * len(task.items)
+            return Reply(info.id, info.pid, self._remote, failures)
+        writer = slots.SlotWriter(task.slot) if task.slot is not None else None
+        if writer is not None:
+            slots.use(writer)
+        outcomes: list[Any] = []
+        overflowed = 0
+        begin = time.perf_counter()
         try:
-            item = transport.unpack(task.item) if self._remote else task.item
-            seed = batch_seed(info.seed, task.epoch, task.ordinal)
-            batch = self._call(self._job.fetch, item, seed)
+            for ordinal, item in enumerate(task.items, task.ordinal):
+                outcomes.append(self._make(task.epoch, ordinal, item, writer))
+                overflowed += writer is not None and writer.overflowed
+                seconds = time.perf_counter() - begin
+                if seconds > 2 * CHUNK_SECONDS:
+                    break
+        except BaseException:
+            # Of a chunk in a thread, the rest is to be tried one by one.
+            if len(task.items) == 1:
+                raise
+            seconds = time.perf_counter() - begin
+        finally:
+            if writer is not None:
+                slots.use(None)
+        if writer is None:
+            return Reply(info.id, info.pid, self._remote, outcomes, seconds)
+        writer.close()
+        size = sum(map(transport.size_in_band, outcomes)) + writer.used
+        return Reply(
+            *(info.id, info.pid, self._remote, outcomes, seconds, size),
+            *(writer.size, writer.retired, overflowed),
+        )
+
+    def _make(self, epoch: int, ordinal: int, item: Any, writer: slots.SlotWriter | None) -> Any:
+        """One batch, or its failure."""
+        self.info._begin(epoch, ordinal)
+        if writer is not None:
+            writer.begin()
+        try:
+            if self._remote:
+                item = transport.unpack(item)
+            batch = self._call(self._job.fetch, item, batch_seed(self.info.seed, epoch, ordinal))
         except BaseException as error:
             # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
             # the executor would try to pickle it.
             if not self._remote and not isinstance(error, Exception):
                 raise
-            failure = Failure.of(error, packed=self._remote)
-            return Reply(info.id, info.pid, self._remote, failure=failure)
+            return Failure.of(error, packed=self._remote)
         if not self._remote:
-            return Reply(info.id, info.pid, False, batch)
-        return self._packed(batch)
-
-    def _packed(self, batch: Any) -> Reply:
-        info = self.info
+            return batch
         try:
-            return Reply(info.id, info.pid, True, transport.pack(batch, down=False))
+            if writer is None:
+                return transport.pack(batch, down=False)
+            parcel = transport.pack_batch(batch, writer)
         except BaseException as error:
-            path, part, cause = transport.find_culprit(batch, "batch") or ("batch", batch, error)
-            failure = Failure.of(
-                TransportError(
-                    f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
-                    f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "
-                    "strings or containers of them, or use executor='thread'"
-                ),
-                packed=True,
-            )
-            return Reply(info.id, info.pid, True, failure=failure)
+            return _unpackable(batch, error)
+        del batch
+        if isinstance(parcel, bytes):
+            writer.end([])
+            return parcel
+        return parcel._replace(buffers=writer.end(parcel.buffers))
+
+
+def _unpackable(batch: Any, error: BaseException) -> Failure:
+    path, part, cause = transport.find_culprit(batch, "batch") or ("batch", batch, error)
+    return Failure.of(
+        TransportError(
+            f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
+            f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "
+            "strings or containers of them, or use executor='thread'"
+        ),
+        packed=True,
+    )
 
 
 _thread = threading.local()  # .info: set while this thread makes a batch
@@ -281,11 +357,27 @@ def get_worker_info() -> WorkerInfo | None:
 # --- a worker process of our own
 
 
-def start(cargo: transport.Cargo, worker_id: int) -> None:
-    """First thing that runs in a worker process. Never raises: that would break the pool."""
+def start(cargo: shipping.Cargo, folder: str | None, worker_id: int) -> None:
+    """First thing that runs in a worker process. Never raises: that would break the pool.
+
+    Args:
+        cargo: the job.
+        folder: where slots have names, which somebody must remove when the parent is killed.
+        worker_id: number of the worker.
+    """
+
+    def clean_up() -> None:
+        cargo.unlink()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
     global _process_worker, _start_reply
+    # Workers share the processors among themselves; these are read when the libraries are
+    # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     processes.lead_group()
-    processes.follow_parent(last_act=cargo.unlink)
+    processes.follow_parent(last_act=clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, processes.kill_descendants, exitpriority=100)
     try:
@@ -293,14 +385,14 @@ def start(cargo: transport.Cargo, worker_id: int) -> None:
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        _start_reply = Reply(worker_id, os.getpid(), True, failure=failure)
+        _start_reply = Reply(worker_id, os.getpid(), True, [failure])
 
 
 def run(task: Task) -> Reply:
-    """Makes one batch in a worker process."""
+    """Makes the batches of a task in a worker process."""
     if _process_worker is None:
         assert _start_reply is not None
-        return _start_reply
+        return _start_reply._replace(outcomes=_start_reply.outcomes * len(task.items))
     return _process_worker.run(task)
 
 
@@ -310,7 +402,7 @@ def warm_up() -> None:
 
 # --- a worker of somebody else's executor
 
-_attached: dict[transport.Cargo, Worker] = {}
+_attached: dict[shipping.Cargo, Worker] = {}
 _attach_lock = threading.Lock()
 
 
@@ -321,7 +413,7 @@ class Attachment:
     the address of the shipped job, which each process loads once.
     """
 
-    def __init__(self, job: Job, shipment: transport.Shipment | None) -> None:
+    def __init__(self, job: Job, shipment: shipping.Shipment | None) -> None:
         self._job = job
         self._shipment = shipment
         self._threads = threading.local()
@@ -339,7 +431,7 @@ class Attachment:
         return worker
 
 
-def _attach(cargo: transport.Cargo) -> Callable[[], Worker]:
+def _attach(cargo: shipping.Cargo) -> Callable[[], Worker]:
     """What an attachment unpickles to. Loading waits for the call: an error here would be
     raised while the executor reads its queue, which kills the worker."""
 
@@ -355,13 +447,13 @@ def _attach(cargo: transport.Cargo) -> Callable[[], Worker]:
 
 
 def run_attached(attachment: Callable[[], Worker], task: Task) -> Reply:
-    """Makes one batch in a worker of somebody else's executor."""
+    """Makes the batches of a task in a worker of somebody else's executor."""
     try:
         worker = attachment()
     except Exception as error:
         stage = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        return Reply(-1, os.getpid(), True, failure=failure)
+        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
     if not worker._remote:
-        task = task._replace(item=transport.unpack(task.item))
+        task = task._replace(items=[transport.unpack(item) for item in task.items])
     return worker.run(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from helpers import Echo, Faulty, Gate, GlobalNoise, Many, Noise, Squares, Torch
 
 import minloader
 from minloader import SKIP, BatchError, Loader, get_worker_info
+from minloader.worker import CHUNK_SECONDS
 
 # --- order and content -----------------------------------------------------------------------
 
@@ -88,9 +90,17 @@ class Counted:
             yield i
 
 
+class Steady:
+    """Batches that take too long to be sent several at a time."""
+
+    def __getitem__(self, index: int) -> int:
+        threading.Event().wait(2 * CHUNK_SECONDS)
+        return index
+
+
 def test_never_further_ahead_than_the_deque(make):
     sampler = Counted()
-    loader = make(Squares(), sampler, prefetch_factor=3)
+    loader = make(Steady(), sampler, prefetch_factor=3)
     batches = iter(loader)
     depth = 3 * loader.num_workers
     assert sampler.drawn == depth

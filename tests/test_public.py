@@ -16,11 +16,14 @@ ORDER = [
     "errors",
     "seeds",
     "processes",
+    "slots",
     "transport",
+    "shipping",
     "collate",
     "worker",
     "pool",
     "samplers",
+    "stats",
     "loader",
 ]
 

@@ -15,8 +15,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import minloader
-from minloader import transport
-from minloader.transport import LARGE, Cargo, Shipment, find_culprit, pack, pack_error, unpack
+from minloader import shipping, transport
+from minloader.shipping import LARGE, Cargo, Shipment
+from minloader.transport import find_culprit, pack, pack_error, unpack
 
 linux = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="without memfd the file has a name"
@@ -40,7 +41,7 @@ def python(code: str) -> str:
 
 def elsewhere(cargo: Cargo, code: str, *, forever: bool = True) -> str:
     """Loads the cargo as ``obj`` in a process of its own and runs the code there."""
-    load = f"from minloader.transport import Cargo\nobj = {cargo!r}.load(forever={forever})\n"
+    load = f"from minloader.shipping import Cargo\nobj = {cargo!r}.load(forever={forever})\n"
     return python(load + code)
 
 
@@ -119,7 +120,8 @@ def test_main_goes_down_by_value_and_up_by_name():
     """Workers have another __main__, and the parent's isinstance must hold for what returns."""
     program = """
 import pickle, subprocess, sys
-from minloader.transport import Shipment, pack, unpack
+from minloader.shipping import Shipment
+from minloader.transport import pack, unpack
 class Point:
     def __init__(self, x): self.x = x
     def next(self): return type(self)(self.x + 1)
@@ -131,7 +133,8 @@ down = pack((Point(5), double), down=True)
 shipment = Shipment((Point(8), double))
 child = '''
 import pickle, sys
-from minloader.transport import Cargo, pack, unpack
+from minloader.shipping import Cargo
+from minloader.transport import pack, unpack
 point, function = unpack(bytes.fromhex(sys.argv[1]))
 assert (point.next().x, function(4)) == (6, 8)
 shipped, function = pickle.loads(bytes.fromhex(sys.argv[2])).load(forever=True)
@@ -284,7 +287,7 @@ print("well")
         assert elsewhere(cargo, code, forever=forever) == "well\n"
 
 
-@pytest.mark.skipif(not transport._CAN_MAP_BYTES, reason="bytes are copied on this interpreter")
+@pytest.mark.skipif(not shipping._CAN_MAP_BYTES, reason="bytes are copied on this interpreter")
 def test_large_bytes_are_mapped_only_for_good():
     """In a process of its own, because what is mapped for good stays."""
     shipment = Shipment([b"x" * LARGE, b"y" * (LARGE - 1), b"z" * (2 * LARGE)])
@@ -445,7 +448,7 @@ def test_a_forked_child_does_not_take_the_file_with_it():
 import os
 if NAMED:
     del os.memfd_create
-from minloader.transport import Shipment
+from minloader.shipping import Shipment
 shipment = Shipment(7)
 cargo = shipment.cargo
 child = os.fork()

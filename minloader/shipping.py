@@ -1,0 +1,234 @@
+"""The job shipped once: how a dataset reaches any number of workers.
+
+An object is serialized once into a file without a name (Linux: ``memfd``), however many
+processes load it, now or later. Its large buffers lie in that file outside the pickle stream
+and are mapped copy-on-write: processes share the pages until one writes to its own.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from minloader.slots import ALIGN, LARGE, open_anonymous
+from minloader.transport import Pickler
+
+__all__ = ["Cargo", "Shipment"]
+
+
+class _ShipPickler(Pickler):
+    """Keeps large buffers out of the stream."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, down=True, buffer_callback=self._keep)
+        self.buffers: list[memoryview] = []
+        self.blobs: list[bytes] = []
+        self._blob_index: dict[int, int] = {}
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < LARGE:
+            return True  # stay in the stream
+        self.buffers.append(view)
+        return False
+
+    # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not bytes or len(obj) < LARGE:
+            return None
+        if id(obj) not in self._blob_index:
+            self._blob_index[id(obj)] = len(self.blobs)
+            self.blobs.append(obj)
+        return self._blob_index[id(obj)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
+            return _reduce_array(obj)
+        return super().reducer_override(obj)
+
+
+def _reduce_array(array: Any) -> Any:
+    """How an array travels, where numpy's own way would read a whole file or copy the data."""
+    import numpy as np
+
+    if not array.flags.forc:
+        # Only contiguous arrays leave the stream by themselves.
+        if array.nbytes < LARGE or array.dtype.hasobject:
+            return NotImplemented
+        block = np.array(array)  # a plain array: of a memmap, the copy is none
+        block.flags.writeable = array.flags.writeable
+        return block.__reduce_ex__(5)
+    if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
+        # A slice keeps the offset of what it is a slice of: find its own from the addresses.
+        first = np.frombuffer(array._mmap, np.uint8).__array_interface__["data"][0]
+        start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+        offset = start + array.__array_interface__["data"][0] - first
+        order = "C" if array.flags.c_contiguous else "F"
+        mode = "r" if array.mode == "r" else "r+"
+        return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+    return NotImplemented
+
+
+# A bytes object keeps its data behind its own header, so it can only be mapped together with
+# one. The layout is CPython's with a global lock; elsewhere, known by the size, bytes are copied.
+_BYTES_HEADER = struct.Struct("nPnn")  # reference count, type, length, hash
+_CAN_MAP_BYTES = (
+    sys.implementation.name == "cpython" and bytes.__basicsize__ == _BYTES_HEADER.size + 1
+)
+_ENDLESS = 1 << 30
+"""Reference count of a mapped bytes object: it is never freed, since no allocator owns it."""
+
+
+def _map_bytes(mapping: mmap.mmap, start: int, size: int) -> bytes:
+    """Makes the data at ``start`` a bytes object in place. The mapping must never go away."""
+    import ctypes
+
+    header = start - _BYTES_HEADER.size
+    _BYTES_HEADER.pack_into(mapping, header, _ENDLESS, id(bytes), size, -1)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, header))
+    blob: bytes = ctypes.cast(address, ctypes.py_object).value
+    return blob
+
+
+class _ShipUnpickler(pickle.Unpickler):
+    def __init__(self, mapping: mmap.mmap, cargo: Cargo, *, forever: bool) -> None:
+        spans, blobs = pickle.loads(memoryview(mapping)[cargo.index :])
+        view = memoryview(mapping)
+        super().__init__(mapping, buffers=[view[start:stop] for start, stop in spans])
+        if forever and blobs and _CAN_MAP_BYTES:
+            import ctypes
+
+            # Mapped bytes may outlive every other object, even at interpreter exit.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+            self._blobs = [_map_bytes(mapping, start, stop - start) for start, stop in blobs]
+        else:
+            self._blobs = [bytes(view[start:stop]) for start, stop in blobs]
+
+    def persistent_load(self, pid: int) -> bytes:
+        return self._blobs[pid]
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """Where a shipped object lies, for any process of this machine to load. Small, picklable.
+
+    Attributes:
+        path: file to map. Without a name of its own, it is ``/proc/<pid>/fd/<n>``.
+        inode: of that file: paths under ``/proc`` are used again for other files.
+        index: offset in bytes of the table that says where the buffers lie.
+        named: whether the file has a name, which somebody must unlink.
+    """
+
+    path: str
+    inode: int
+    index: int
+    named: bool
+
+    def exists(self) -> bool:
+        """Whether the shipment is still there."""
+        try:
+            return os.stat(self.path).st_ino == self.inode
+        except OSError:
+            return False
+
+    def load(self, *, forever: bool) -> Any:
+        """Maps and unpickles the object.
+
+        Args:
+            forever: True if this process will need the object as long as it lives. Only then
+                can bytes objects be mapped rather than copied.
+
+        Raises:
+            FileNotFoundError: the shipment is gone, or the process is on another machine.
+        """
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            if os.fstat(fd).st_ino != self.inode:
+                raise FileNotFoundError(f"{self.path} now holds something else")
+            mapping = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        unpickler = _ShipUnpickler(mapping, self, forever=forever)
+        obj = unpickler.load()
+        # Known under their names here too, these classes and functions go back by name, and
+        # can be the target of a process that the worker itself starts.
+        main = vars(sys.modules["__main__"])
+        for name, value in unpickler.load().items():
+            main.setdefault(name, value)
+        return obj
+
+    def unlink(self) -> None:
+        """Removes the file's name, if it has one."""
+        if self.named:
+            _unlink(self.path)
+
+
+class Shipment:
+    """Owns the file of an object that was serialized for other processes.
+
+    Args:
+        obj: what to serialize, once, here and now.
+
+    Raises:
+        Exception: whatever pickling raised.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._pid = os.getpid()
+        self._fd, self._name = open_anonymous()
+        try:
+            with open(self._fd, "wb", closefd=False) as file:
+                self._index = _write(obj, file)
+            self._inode = os.fstat(self._fd).st_ino
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def cargo(self) -> Cargo:
+        """Its address, valid until :meth:`close`; in a forked child, through the child."""
+        path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
+        return Cargo(path, self._inode, self._index, self._name is not None)
+
+    def close(self) -> None:
+        """Lets the file go. What is mapped already stays usable."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        os.close(fd)
+        if self._name is not None and os.getpid() == self._pid:
+            _unlink(self._name)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return  # parent and workers race to it when all end at once
+
+
+def _write(obj: Any, file: io.BufferedWriter) -> int:
+    """Writes stream, buffers and table, and returns where the table begins."""
+    pickler = _ShipPickler(file)
+    pickler.dump(obj)
+    # A second load() of the same stream: what the object needs of __main__, by name.
+    pickler.dump(pickler.main_globals)
+
+    def place(data: memoryview | bytes, room_before: int, end: bytes) -> tuple[int, int]:
+        file.write(bytes(-(file.tell() + room_before) % ALIGN + room_before))
+        start = file.tell()
+        file.write(data)
+        file.write(end)
+        return start, start + len(data)
+
+    spans = [place(view.cast("B"), 0, b"") for view in pickler.buffers]
+    blobs = [place(blob, _BYTES_HEADER.size, b"\0") for blob in pickler.blobs]
+    index = file.tell()
+    pickle.dump((spans, blobs), file, protocol=5)
+    return index
