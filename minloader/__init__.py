@@ -8,7 +8,14 @@ processes, in order, the same ones for every number of workers.
 # imported inside the functions that need it, never at the top of a module.
 
 from minloader.collate import Padded, collate, pad_collate
-from minloader.errors import SKIP, BatchError, MinloaderError, TransportError, WorkerDied
+from minloader.errors import (
+    SKIP,
+    BatchError,
+    BatchTimeout,
+    MinloaderError,
+    TransportError,
+    WorkerDied,
+)
 from minloader.loader import Loader
 from minloader.samplers import BatchSampler, DynamicBatchSampler
 from minloader.slots import empty
@@ -19,6 +26,7 @@ __all__ = [
     "SKIP",
     "BatchError",
     "BatchSampler",
+    "BatchTimeout",
     "DynamicBatchSampler",
     "Loader",
     "MinloaderError",

@@ -10,7 +10,7 @@ import operator
 import reprlib
 from typing import Any, Final
 
-__all__ = ["SKIP", "BatchError", "MinloaderError", "TransportError", "WorkerDied"]
+__all__ = ["SKIP", "BatchError", "BatchTimeout", "MinloaderError", "TransportError", "WorkerDied"]
 
 
 class _Skip:
@@ -76,6 +76,18 @@ class WorkerDied(BatchError):
     def __init__(self, message: str, *, exitcode: int | None = None, **batch: Any) -> None:
         super().__init__(message, **batch)
         self.exitcode = exitcode
+
+
+class BatchTimeout(BatchError):
+    """A batch ran longer than ``timeout``.
+
+    Attributes:
+        stack: Python stack of the worker when its time was up; "" if it could not be had.
+    """
+
+    def __init__(self, message: str, *, stack: str = "", **batch: Any) -> None:
+        super().__init__(message, **batch)
+        self.stack = stack
 
 
 class WorkerTraceback(Exception):

@@ -53,7 +53,7 @@ from minloader.collate import collate
 from minloader.errors import (
     SKIP,
     BatchError,
-    TransportError,
+    BatchTimeout,
     WorkerDied,
     WorkerTraceback,
     check_int,
@@ -67,6 +67,9 @@ from minloader.worker import CHUNK_SECONDS, Failure, Job, Reply, Task, WorkerInf
 __all__ = ["Loader"]
 
 logger = logging.getLogger("minloader")
+
+PATIENCE = 0.5
+"""Seconds that the consumer waits before it looks whether a worker is stuck."""
 
 CHUNK_MOST = 128
 """Most batches in a task: an executor's 150 µs are some 1 µs a batch then, less than seeding."""
@@ -111,12 +114,20 @@ class Loader:
         seed: non-negative int that all randomness derives from, together with epoch and
             ordinal of a batch. None: draw one, kept in ``loader.seed``.
         in_order: yield batches in the sampler's order; False: as they get ready.
+        timeout: seconds that a batch may run, from when a worker begins with it. Then its worker
+            is killed with all it started, and the batch is tried again; past ``retries`` it
+            fails with :class:`BatchTimeout`. A thread cannot be killed: the batch fails at
+            once, and the thread is left alone. With ``num_workers=0`` nobody is there to look.
+        retries: how often a batch is tried again whose worker process died while making it,
+            before it fails with :class:`WorkerDied`.
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after goes on with the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
+        worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
+            between batches (all workers are, together). None: no limit.
 
     Attributes:
         epoch: number that the next ``iter(loader)`` will have.
@@ -144,13 +155,25 @@ class Loader:
         worker_init_fn: Callable[[WorkerInfo], Any] | None = None,
         seed: int | None = 0,
         in_order: bool = True,
+        timeout: float | None = None,
+        retries: int = 1,
         on_error: OnError = "raise",
         shared_memory: bool | int = True,
+        worker_memory_limit: int | None = None,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
         depth = self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
+        timeout = _check_timeout(timeout, executor)
+        self._retries = check_int("retries", retries, 0)
+        if worker_memory_limit is not None:
+            check_int("worker_memory_limit", worker_memory_limit, 1)
+            if executor != "process":
+                raise ValueError(
+                    "worker_memory_limit is for executor='process' alone, but executor is "
+                    f"{shown(executor)}; drop worker_memory_limit"
+                )
         budget = None
         if not isinstance(shared_memory, bool):
             budget = check_int("shared_memory", shared_memory, 0)
@@ -174,7 +197,10 @@ class Loader:
         self._items = Repeatable("sampler", self.sampler)
         if batch_size is not None and collate_fn is None:
             collate_fn = collate
-        job = Job(dataset, transform, collate_fn, worker_init_fn, self.seed, num_workers)
+        job = Job(
+            *(dataset, transform, collate_fn, worker_init_fn, self.seed, num_workers),
+            memory_limit=worker_memory_limit,
+        )
         self.epoch = 0
         self._in_order = bool(in_order)
         self._on_error = on_error
@@ -185,7 +211,9 @@ class Loader:
         def make_slots() -> Slots | None:  # it must not know self, or nobody would end the loader
             return Slots(budget, depth) if shared_memory else None
 
-        self._make_pool, shipment = _plan_pool(job, executor, mp_context, make_slots)
+        self._memory_limit = worker_memory_limit
+        self._patience = PATIENCE if timeout is None else min(PATIENCE, timeout / 2)
+        self._make_pool, shipment = _plan_pool(job, executor, mp_context, make_slots, timeout)
         self._pools = [self._make_pool()]  # more than one only in a fork
         self._end = weakref.finalize(self, _end, self._pools, shipment)
 
@@ -199,7 +227,8 @@ class Loader:
         """How it went so far; see :class:`Stats`. A copy, as of now."""
         slots = self._pools[-1].slots
         count, size = slots.used if slots is not None else (0, 0)
-        return replace(self._stats, slots=count, slot_bytes=size)
+        replaced = self._pools[-1].replaced
+        return replace(self._stats, slots=count, slot_bytes=size, replaced=replaced)
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -299,6 +328,10 @@ class _Epoch:
         self._pending: deque[_Pending] = deque()
         self._opened: _Opened | None = None
         self._next = 0  # of its outcomes
+        self._tries: dict[int, int] = {}  # by ordinal: workers that died making it
+        self._losses = self._pool.losses()
+        self._pool.failed_starts.clear()  # the machine may have recovered
+        self._look = 0.0  # when to look after the workers next
         self._fill(loader._depth)
 
     @property
@@ -368,6 +401,7 @@ class _Epoch:
         slot = None
         failed: Future[Reply] = Future()
         packed = None
+        task = task._replace(id=next(self._pool.task_ids))
         try:
             packed = self._pool.pack(task)
             if slots is not None:
@@ -392,18 +426,26 @@ class _Epoch:
 
     def _wait(self) -> _Pending:
         """Takes the next finished task out, only then: Ctrl-C while waiting loses nothing."""
-        waiting = [self._pending[0]] if self._loader._in_order else list(self._pending)
-        if not any(pending.future.done() for pending in waiting):
-            if self._pool.num_workers:
+        waited = False
+        while True:
+            self._recover()
+            waiting = [self._pending[0]] if self._loader._in_order else list(self._pending)
+            for index, pending in enumerate(waiting):
+                if pending.future.done():
+                    del self._pending[index]
+                    return pending
+            if not waited and self._pool.num_workers:
                 # The consumer is faster than we are: let it wait for larger pieces.
                 self._chunk = min(2 * self._chunk, CHUNK_MOST)
-            wait_for([pending.future for pending in waiting], return_when=FIRST_COMPLETED)
-        index = next(i for i, pending in enumerate(waiting) if pending.future.done())
-        del self._pending[index]
-        return waiting[index]
+                waited = True
+            futures = [pending.future for pending in waiting]
+            wait_for(futures, self._loader._patience, return_when=FIRST_COMPLETED)
+            if time.monotonic() > self._look:
+                self._pool.watch()
+                self._look = time.monotonic() + self._loader._patience
 
     def _open(self, pending: _Pending) -> None:
-        """Unfolds the reply to a task; what it left undone is under way again, one by one."""
+        """Unfolds the reply to a task; what it left undone is under way again."""
         task = pending.task
         if not task.items:
             error = pending.future.exception()
@@ -415,10 +457,15 @@ class _Epoch:
             reply = pending.future.result()
             memory = self._settle(pending, reply)
         except (CancelledError, BrokenExecutor) as error:
-            self._reclaim(pending)
             if self._loader._closed:
                 raise RuntimeError(CLOSED) from None
-            reply = self._died(task, error)
+            if self._pool.replaces:  # it broke just now
+                self._pending.appendleft(pending)
+                return
+            self._reclaim(pending)
+            died = WorkerDied(f"a worker of the executor died, which is broken since: {error}")
+            failure = Failure.of(died, packed=False, fatal=True)
+            reply = Reply(-1, -1, False, [failure] * len(task.items))
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
             failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
@@ -429,11 +476,44 @@ class _Epoch:
         self._next = 0
         # The rest goes back to where the task was; after a failure to send it, one by one.
         step = self._chunk if done else 1
-        rest = [
-            Task(task.ordinal + n, task.epoch, task.items[n : n + step])
-            for n in range(done, len(task.items), step)
-        ]
-        self._pending.extendleft([self._submit(part) for part in rest][::-1])
+        starts = range(done, len(task.items), step)
+        rest = [self._submit(_part(task, n, n + step)) for n in starts]
+        self._pending.extendleft(reversed(rest))
+
+    def _recover(self) -> None:
+        """Sends what was lost with its workers again, each task in its place."""
+        while (losses := self._pool.losses()) != self._losses:
+            self._losses = losses
+            pending: deque[_Pending] = deque()
+            for each in self._pending:
+                lost = each.task.items and _is_lost(each.future)
+                pending.extend(self._again(each) if lost else (each,))
+            self._pending = pending
+
+    def _again(self, lost: _Pending) -> Iterator[_Pending]:
+        """Sends a lost task again. Only what its own worker was making counts as a try."""
+        self._reclaim(lost)
+        task = lost.task
+        fate = self._pool.fates.pop(task.id, None)
+        if fate is None:
+            yield self._submit(task)
+            return
+        n = fate.place
+        ordinal = task.ordinal + n
+        if n > 0:
+            yield self._submit(_part(task, 0, n))
+        tries = self._tries[ordinal] = self._tries.get(ordinal, 0) + 1
+        if fate.final or tries > self._loader._retries:
+            failed: Future[Reply] = Future()
+            error = _fatal_error(fate, ordinal, task.epoch, task.items[n], tries)
+            failure = Failure.of(error, packed=False)
+            failed.set_result(Reply(fate.worker, fate.pid, False, [failure]))
+            yield _Pending(_part(task, n, n + 1), failed)
+        else:
+            self._loader._stats.retries += 1
+            yield self._submit(_part(task, n, n + 1))
+        if n + 1 < len(task.items):
+            yield self._submit(_part(task, n + 1, len(task.items)))
 
     def _settle(self, pending: _Pending, reply: Reply) -> Any:
         """Memory of the slot, if the reply's batches lie there."""
@@ -471,6 +551,8 @@ class _Epoch:
                 *(count, total, slots.budget),
             )
         stats.overflowed += reply.overflowed
+        if self._loader._memory_limit is not None and reply.memory > self._loader._memory_limit:
+            self._pool.renew(reply.pid)
 
     def _result(self, opened: _Opened) -> Any:
         """The next batch of a reply, what stands for it, or SKIP."""
@@ -507,7 +589,7 @@ class _Epoch:
         remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
         error = _load_error(failure, packed=reply.packed)
-        if isinstance(error, TransportError):  # our own, which does not know its place yet
+        if isinstance(error, BatchError):  # our own, which does not know its place yet
             vars(error).update(place)
             report: BatchError = error
         else:
@@ -534,26 +616,27 @@ class _Epoch:
         assert callable(self._loader._on_error)
         return self._loader._on_error(report)
 
-    def _died(self, task: Task, error: Exception) -> Reply:
-        """What stands for the reply to a task whose pool broke. All others are sent again."""
-        pid, exitcode = self._pool.obituary()
-        for index, other in enumerate(self._pending):
-            if other.task.items and _is_lost(other.future):
-                self._reclaim(other)
-                self._pending[index] = self._submit(other.task)
-        if len(task.items) > 1:
-            return Reply(-1, -1, False, [])  # one by one, to see which of them it was
-        who = "a worker" if exitcode is None else f"a worker (pid {pid}, {_exit_text(exitcode)})"
-        item = task.items[0]
-        raise WorkerDied(
-            f"{who} died while batch {task.ordinal} of epoch {task.epoch} was under way, item "
-            f"{shown(item)}; that batch is lost ({error})",
-            ordinal=task.ordinal,
-            epoch=task.epoch,
-            item=item,
-            pid=pid,
-            exitcode=exitcode,
-        ) from error
+
+def _part(task: Task, start: int, stop: int) -> Task:
+    """A task for some of the items."""
+    return Task(task.ordinal + start, task.epoch, task.items[start:stop])
+
+
+def _fatal_error(fate: pools.Fate, ordinal: int, epoch: int, item: Any, tries: int) -> BatchError:
+    """The error for a batch that no worker survives."""
+    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}"
+    times = f" (tried {tries} times)" if tries > 1 else ""
+    if fate.stack is None:
+        return WorkerDied(
+            f"a worker (pid {fate.pid}) died while it made {what}: {fate.cause}{times}",
+            exitcode=fate.exitcode,
+        )
+    stack = fate.stack or "(the worker did not answer)\n"
+    return BatchTimeout(
+        f"{what}, took longer than timeout allows{times}; worker {fate.worker} (pid {fate.pid}) "
+        f"was at\n{stack}",
+        stack=fate.stack,
+    )
 
 
 def _abandon(slots: Slots, slot: Slot, future: Future[Reply]) -> None:
@@ -587,13 +670,6 @@ def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
     except Exception:  # its class exists in the worker only: the text must do
         return None
     return error
-
-
-def _exit_text(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exit code {exitcode}"
-    memory = ": the machine may be out of memory" * (exitcode == -9)
-    return f"killed by signal {-exitcode}{memory}"
 
 
 # --- arguments
@@ -638,6 +714,7 @@ def _plan_pool(
     executor: Any,
     mp_context: BaseContext | str | None,
     make_slots: Callable[[], Slots | None],
+    timeout: float | None,
 ) -> tuple[Callable[[], pools.Pool], shipping.Shipment | None]:
     """How to make the pool, and the job shipped, if it must leave this process."""
     if executor not in ("process", "thread") and not isinstance(executor, Executor):
@@ -664,13 +741,30 @@ def _plan_pool(
     if job.num_workers == 0:
         return (lambda: pools.InlinePool(job)), None
     if executor == "thread":
-        return (lambda: pools.ThreadPool(job, job.num_workers)), None
+        return (lambda: pools.ThreadPool(job, job.num_workers, timeout)), None
     if isinstance(executor, Executor) and pools.is_in_process(executor):
         return (lambda: pools.ForeignPool(job, None, executor, owner, None)), None
     shipment = _ship(job)
     if isinstance(executor, Executor):
         return (lambda: pools.ForeignPool(job, shipment, executor, owner, make_slots())), shipment
-    return (lambda: pools.ProcessPool(shipment, job.num_workers, context, make_slots())), shipment
+    return (
+        lambda: pools.ProcessPool(shipment, job.num_workers, context, make_slots(), timeout)
+    ), shipment
+
+
+def _check_timeout(timeout: Any, executor: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {shown(timeout)}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
+    if isinstance(executor, Executor):
+        raise ValueError(
+            "timeout needs workers that can be watched, but those of an executor of your own "
+            "cannot; drop timeout, or use executor='process' or 'thread'"
+        )
+    return float(timeout)
 
 
 def _ship(job: Job) -> shipping.Shipment:

@@ -8,17 +8,22 @@ asked to leave, then killed together with all they started.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.spawn
 import os
 import queue
+import secrets
 import signal
+import sys
 import threading
 import time
+import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -28,17 +33,28 @@ from concurrent.futures import (
 )
 from concurrent.futures import ProcessPoolExecutor as _ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as _ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from minloader import shipping, transport, worker
-from minloader.processes import kill_group, kill_trees
+from minloader.board import Board, Line
+from minloader.errors import WorkerDied
+from minloader.processes import kill_group, kill_marked, kill_trees, memory_limit, oom_kills
 from minloader.slots import Slots
 from minloader.worker import Job, Reply, Task
 
 __all__ = ["ForeignPool", "InlinePool", "Pool", "ProcessPool", "ThreadPool"]
+
+logger = logging.getLogger("minloader")
+
+MOST_FAILED_STARTS = 8
+"""How many workers in a row may die before they are ready. Fewer might be bad luck."""
+
+STUCK = 1.0
+"""Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
 GRACE = 0.5
 """Seconds that workers get to finish and leave by themselves, with their exit handlers, before
@@ -52,12 +68,23 @@ class Pool(ABC):
         num_workers: how many tasks can run at once; 0 if submitting runs the task.
         pid: process the pool belongs to. A fork of it must make one of its own.
         slots: shared memory for the batches; None where they need or want none.
+        replaces: whether lost workers are replaced, so that lost tasks can be sent again.
+        fates: what became of the worker, for each lost task that was being run by it.
+        replaced: how many workers were replaced so far.
+        failed_starts: how workers ended that never got ready, since a batch was made last, or an
+            epoch begun.
     """
+
+    replaces = False
 
     def __init__(self, num_workers: int, slots: Slots | None = None) -> None:
         self.num_workers = num_workers
         self.pid = os.getpid()
         self.slots = slots
+        self.task_ids = itertools.count(1)
+        self.fates: dict[int, Fate] = {}
+        self.replaced = 0
+        self.failed_starts: list[str] = []
 
     def pack(self, task: Task) -> Task:
         """Makes a task fit to leave this process, where it has to."""
@@ -81,9 +108,40 @@ class Pool(ABC):
         """Ends the workers, whatever they are doing. Harmless when repeated, or in a fork."""
         return
 
-    def obituary(self) -> tuple[int | None, int | None]:
-        """Pid and exit code of the worker that broke the pool, as far as known."""
-        return None, None
+    def watch(self) -> None:
+        """Looks after workers that are stuck. Called now and then while somebody waits."""
+        return
+
+    def losses(self) -> int:
+        """How often tasks have been lost so far. Those not done when this grows are to be sent
+        again; their futures have an error by now."""
+        return 0
+
+    def renew(self, pid: int) -> None:
+        """Replaces a worker that takes too much memory, when it has done what it was given."""
+        return
+
+
+class Fate(NamedTuple):
+    """How a worker ended that was running a task.
+
+    Attributes:
+        place: which item of the task it was making.
+        worker: its id.
+        pid: its process.
+        exitcode: of the process; None if it is not known, or lives.
+        cause: the same in words.
+        stack: Python stack if it was killed because the batch took too long; else None.
+        final: whether there is no point in trying again.
+    """
+
+    place: int
+    worker: int
+    pid: int
+    exitcode: int | None
+    cause: str
+    stack: str | None
+    final: bool = False
 
 
 def _packed(task: Task) -> Task:
@@ -113,23 +171,21 @@ class ThreadPool(Pool):
     however long their batches take.
     """
 
-    def __init__(self, job: Job, num_workers: int) -> None:
+    replaces = True
+
+    def __init__(self, job: Job, num_workers: int, timeout: float | None) -> None:
         super().__init__(num_workers)
         self._job = job
+        self._timeout = timeout
         self._tasks: queue.SimpleQueue[tuple[Future[Reply], Task] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Thread] = []
         self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         for worker_id in range(len(self._threads), self.num_workers):
-            thread = threading.Thread(
-                target=_serve,
-                args=(self._job, worker_id, self._tasks),
-                name=f"minloader-{worker_id}",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(_Thread(self._job, worker_id, self._tasks))
+            self._threads[-1].start()
 
     def submit(self, task: Task) -> Future[Reply]:
         self.start()
@@ -137,6 +193,30 @@ class ThreadPool(Pool):
         self._futures.add(future)
         self._tasks.put((future, task))
         return future
+
+    def watch(self) -> None:
+        with self._lock:
+            for n, thread in enumerate(self._threads):
+                entry, index, began = thread.entry, thread.index, thread.began
+                late = self._timeout is not None and time.monotonic() - began > self._timeout
+                if entry is None or not late or thread.ident is None:
+                    continue
+                stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident)))
+                if thread.entry is not entry or thread.index != index:
+                    continue  # it has just finished
+                # It cannot be ended: it is left alone, and ends when its batch does.
+                thread.abandoned = True
+                future, task = entry
+                cause = f"thread {thread.name} took too long"
+                self.fates[task.id] = Fate(index, n, os.getpid(), None, cause, stack, final=True)
+                self.replaced += 1
+                _settle(future, error=BrokenExecutor(cause))
+                logger.warning("%s with batch %d; another takes its place", cause, task.ordinal)
+                self._threads[n] = _Thread(self._job, n, self._tasks)
+                self._threads[n].start()
+
+    def losses(self) -> int:
+        return self.replaced
 
     def close(self) -> None:
         if os.getpid() != self.pid:
@@ -154,20 +234,45 @@ class ThreadPool(Pool):
         self._threads = []
 
 
-def _serve(job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
-    """Life of a worker thread. It knows the queue, not the pool, which may be collected."""
-    maker: worker.Worker | None = None
-    while (entry := tasks.get()) is not None:
-        future, task = entry
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            if maker is None:
-                maker = worker.Worker(job, worker_id, remote=False)
-            _settle(future, reply=maker.run(task))
-        except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
-            _settle(future, error=error)
-        del entry, future, task  # while it waits, a thread must not keep the last batch alive
+class _Thread(threading.Thread):
+    """A worker thread. It knows the queue, not the pool, which may be collected.
+
+    Attributes:
+        entry: what it is working on.
+        index: which item of that.
+        began: when it began with that, in seconds of the monotonic clock.
+        abandoned: whether it was given up.
+    """
+
+    def __init__(self, job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
+        super().__init__(name=f"minloader-{worker_id}", daemon=True)
+        self._job = job
+        self._worker_id = worker_id
+        self._tasks = tasks
+        self.entry: tuple[Future[Reply], Task] | None = None
+        self.index = 0
+        self.began = 0.0
+        self.abandoned = False
+
+    def _mark(self, task: int, index: int) -> None:
+        self.index, self.began = index, time.monotonic()
+
+    def run(self) -> None:
+        maker: worker.Worker | None = None
+        while not self.abandoned and (entry := self._tasks.get()) is not None:
+            future, task = entry
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._mark(task.id, 0)
+            self.entry = entry
+            try:
+                if maker is None:
+                    maker = worker.Worker(self._job, self._worker_id, remote=False, mark=self._mark)
+                _settle(future, reply=maker.run(task))
+            except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
+                _settle(future, error=error)
+            self.entry = None
+            del entry, future, task  # while it waits, it must not keep the last batch alive
 
 
 def _settle(
@@ -179,7 +284,7 @@ def _settle(
         else:
             future.set_exception(error)
     except InvalidStateError:
-        return  # the other side was first: the thread with its batch, or close()
+        return  # the other side was first: the thread with its batch, close() or watch()
 
 
 # --- processes
@@ -224,8 +329,8 @@ def _worker_start() -> Iterator[None]:
         _starting.ours = False
 
 
-class _CancellableFuture(Future[Any]):
-    """A future that may be cancelled while its executor breaks.
+class _TolerantFuture(Future[Any]):
+    """A future that may be cancelled, or told its error, while its executor breaks.
 
     CPython 3.11 sets the error of a broken pool on cancelled futures too; the InvalidStateError
     ended its manager thread, and with it every other future would wait for ever.
@@ -235,40 +340,177 @@ class _CancellableFuture(Future[Any]):
         try:
             super().set_exception(exception)
         except InvalidStateError:
-            if not self.cancelled():
+            if not self.done():
                 raise
 
 
+class _WorkItems(dict[int, Any]):
+    """The tasks of an executor. CPython 3.11 walks over them while others may add to them."""
+
+    def items(self) -> Any:
+        return list(super().items())
+
+
 class _Executor(_ProcessPoolExecutor):
-    """A ProcessPoolExecutor whose workers have numbers and start as we need it."""
+    """A ProcessPoolExecutor whose workers have numbers, start as we need it, and are watched.
+
+    Attributes:
+        workers: the processes in the order of their numbers; kept when the executor forgets them.
+        ended: pids of workers that were ended because another had died.
+        stacks: Python stacks of workers that were ended because they took too long, by pid.
+        unfinished: ids of tasks under way.
+        lost: ids of tasks that were when the executor broke.
+        worked: whether any task was finished.
+        leaving: whether it takes no more tasks.
+    """
 
     def __init__(
-        self,
-        cargo: shipping.Cargo,
-        num_workers: int,
-        context: BaseContext,
-        folder: str | None,
+        self, station: worker.Station, board: Board, num_workers: int, context: BaseContext
     ) -> None:
         # Its arguments are set for each worker, when it is spawned.
         super().__init__(num_workers, mp_context=context)
         self._initializer = worker.start
-        self._start = cargo, folder
-        self.workers: list[Any] = []  # the processes, kept when the executor forgets them
-        self.manager: threading.Thread | None = None  # likewise
-        self.ended: set[int] = set()  # pids that were ended because another had died
+        self._station = station
+        self._pending_work_items = _WorkItems()
+        cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
+        self._results = cast(Any, self._result_queue)
+        self._dead_since: float | None = None
+        self._oom_kills = oom_kills()
+        self.board = board
+        self.manager: threading.Thread | None = None
+        self.workers: list[Any] = []
+        self.ended: set[int] = set()
+        self.stacks: dict[int, str] = {}
+        self.unfinished: set[int] = set()
+        self.lost: set[int] = set()
+        self.worked = False
+        self.leaving = False
 
     def _spawn_process(self) -> None:
-        self._initargs = (*self._start, len(self._processes))
+        self._initargs = (self._station, len(self._processes))
         with _worker_start():
             super()._spawn_process()  # type: ignore[misc]  # not public
         self.workers = list(self._processes.values())
         process = self.workers[-1]
         process.terminate = partial(_end_survivor, process.pid, process.sentinel, self.ended)
 
+    def _start_executor_manager_thread(self) -> None:
+        super()._start_executor_manager_thread()
+        self.manager = cast(Any, self._executor_manager_thread)
+
+    def send(self, task: Task) -> Future[Reply]:
+        """Submits a task to the workers."""
+        self.unfinished.add(task.id)
+        try:
+            future = self.submit(worker.run, task)
+        except BaseException:
+            self.unfinished.discard(task.id)
+            raise
+        future.add_done_callback(partial(self._done, task.id))
+        return future
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(fn, *args, **kwargs)
-        future.__class__ = _CancellableFuture
+        future.__class__ = _TolerantFuture
+        if self._broken:
+            # CPython 3.11 breaks without a lock: it may have looked for tasks just before this.
+            future.set_exception(BrokenProcessPool(self._broken))
         return future
+
+    def _done(self, task_id: int, future: Future[Reply]) -> None:
+        self.unfinished.discard(task_id)
+        if not future.cancelled() and future.exception() is not None:
+            self.lost.add(task_id)
+        else:
+            self.worked = True
+
+    def retire(self) -> None:
+        """Takes no more tasks; what is queued is dropped."""
+        self.leaving = True
+        self.shutdown(wait=False, cancel_futures=True)
+
+    def end(self, deadline: float) -> None:
+        """Waits for the workers to leave until ``deadline`` (monotonic clock), then kills."""
+        alive = {process.sentinel: process for process in self.workers}
+        while alive and (left := deadline - time.monotonic()) > 0:
+            for sentinel in multiprocessing.connection.wait(list(alive), left):
+                del alive[sentinel]
+        self._kill(process.pid for process in alive.values())
+        for process in self.workers:
+            # One that left by itself may have left others. Its pid may be taken again by now, but
+            # not as a group while there is anybody in its own.
+            kill_group(process.pid)
+        # It reaps the processes and closes the pipes; it ends at once now, unless it is this
+        # thread itself, come here by garbage collection.
+        if self.manager is not None and self.manager is not threading.current_thread():
+            self.manager.join(GRACE)
+            if self.manager.is_alive():
+                self._unblock("the workers have ended")
+                self.manager.join(GRACE)
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        pids = list(pids)
+        self.ended.update(pids)
+        kill_trees(pids)
+
+    def watch(self, timeout: float | None) -> None:
+        """Kills workers whose batch takes longer than ``timeout``, and finds what is stuck."""
+        if self._broken:
+            return
+        for worker_id, process in enumerate(self.workers if timeout is not None else ()):
+            line = self.board.line(worker_id)
+            late = time.monotonic_ns() - line.began > cast(float, timeout) * 1e9
+            if late and line.task in self.unfinished and process.pid not in self.stacks:
+                stack = self.board.stack(process.pid, GRACE)
+                if self.board.line(worker_id) == line and line.task in self.unfinished:
+                    self.stacks[process.pid] = stack
+                    kill_trees([process.pid])
+        # The manager thread notices a death at once, unless it is in the middle of a message that
+        # the dead did not finish: then it waits for the rest for ever.
+        if not multiprocessing.connection.wait([process.sentinel for process in self.workers], 0):
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = time.monotonic()
+        elif time.monotonic() - self._dead_since > STUCK and not self.leaving:
+            dead = set(multiprocessing.connection.wait([p.sentinel for p in self.workers], 0))
+            why = self._broken = "a worker died while it sent a reply"  # type: ignore[assignment]
+            self._kill(p.pid for p in self.workers if p.sentinel not in dead)
+            self._unblock(why)
+
+    def _unblock(self, why: str) -> None:
+        """Does what a manager thread would do that reads an unfinished message, and ends that."""
+        for item in list(self._pending_work_items.values()):
+            item.future.set_exception(BrokenProcessPool(why))
+        self._results._writer.close()  # the last one: the message ends here
+
+    def deaths(self) -> Iterator[tuple[Line, Fate]]:
+        """Those workers that died by themselves, or by us for taking too long."""
+        out_of_memory = oom_kills() > self._oom_kills
+        for worker_id, process in enumerate(self.workers):
+            pid, exitcode = process.pid, process.exitcode
+            stack = self.stacks.get(pid)
+            if pid in self.ended and stack is None:
+                continue
+            cause = _exit_text(exitcode, out_of_memory)
+            if stack is not None:
+                cause = "killed, since a batch took too long"
+            line = self.board.line(worker_id)
+            yield line, Fate(line.place, worker_id, pid, exitcode, cause, stack)
+
+
+def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        name = f" ({signal.Signals(-exitcode).name})"
+    except ValueError:
+        name = ""
+    text = f"killed by signal {-exitcode}{name}"
+    if exitcode != -getattr(signal, "SIGKILL", 9):
+        return text
+    if out_of_memory:
+        return f"{text}: out of memory, by the limit of {memory_limit()} bytes of a control group"
+    return f"{text}: the machine may be out of memory"
 
 
 def _end_survivor(pid: int, sentinel: Any, ended: set[int]) -> None:
@@ -285,12 +527,18 @@ def _end_survivor(pid: int, sentinel: Any, ended: set[int]) -> None:
 class ProcessPool(Pool):
     """Makes batches in worker processes, started when there is work for them.
 
+    An executor that broke is replaced by another; one whose workers have grown too large
+    finishes what it was given beside another.
+
     Args:
         shipment: the job, serialized once for all workers there will ever be.
         num_workers: how many processes, at most.
         context: how to start them.
         slots: shared memory for their batches.
+        timeout: seconds that a batch may take.
     """
+
+    replaces = True
 
     def __init__(
         self,
@@ -298,56 +546,115 @@ class ProcessPool(Pool):
         num_workers: int,
         context: BaseContext,
         slots: Slots | None,
+        timeout: float | None,
     ) -> None:
         super().__init__(num_workers, slots)
         self._shipment = shipment
         self._context = context
-        self._executor: _Executor | None = None
-        self._last: _Executor | None = None  # the one that broke
+        self._timeout = timeout
+        self._token = secrets.token_hex(8)
+        self._lock = threading.RLock()
+        self._executors: list[_Executor] = []  # the last one takes tasks
+        self._losses = 0
         self._closed = False
         _pools.add(self)
 
     def _live(self) -> _Executor:
         if self._closed:
             raise RuntimeError("the pool is closed")
-        self._bury_broken()
-        if self._executor is None:
+        self._bury()
+        if len(self.failed_starts) >= MOST_FAILED_STARTS:
+            raise WorkerDied(
+                f"workers cannot be started: {len(self.failed_starts)} in a row died before "
+                f"they were ready ({self.failed_starts[-1]}); look at what the dataset does when "
+                "it is unpickled, at worker_init_fn, and at the machine's memory"
+            )
+        if not self._executors or self._executors[-1].leaving:
+            board = Board(self.num_workers)
             folder = self.slots.folder if self.slots is not None else None
-            cargo = self._shipment.cargo
-            self._executor = _Executor(cargo, self.num_workers, self._context, folder)
-        return self._executor
+            station = worker.Station(self._shipment.cargo, folder, board.path, self._token)
+            executor = _Executor(station, board, self.num_workers, self._context)
+            self._executors.append(executor)
+        return self._executors[-1]
 
-    def _bury_broken(self) -> None:
-        """Puts a broken executor aside, when all its processes are gone."""
-        if self._executor is not None and self._executor._broken:
-            broken = self._executor
-            _retire(broken)
-            _end(broken, time.monotonic() + GRACE)
-            self._last, self._executor = broken, None
+    def _bury(self) -> None:
+        """Puts away executors that broke, when all their processes are gone, and spent ones."""
+        if self._closed:
+            return  # that is close()'s now
+        for executor in list(self._executors):
+            spent = executor.leaving and executor.manager and not executor.manager.is_alive()
+            if not executor._broken and not spent:
+                continue
+            executor.retire()
+            executor.end(time.monotonic() + GRACE)
+            self._executors.remove(executor)
+            if executor._broken:
+                self._losses += 1
+                self._hold_inquest(executor)
+            self._sweep_up(executor)
+
+    def _sweep_up(self, executor: _Executor) -> None:
+        """Removes what the workers of an ended executor may have left."""
+        executor.board.close()
+        if executor._broken:
+            kill_marked(worker.POOL_VARIABLE, self._token)
+
+    def _hold_inquest(self, executor: _Executor) -> None:
+        if executor.worked:
+            self.failed_starts.clear()
+        for line, fate in executor.deaths():
+            self.replaced += 1
+            if line.task == 0:
+                self.failed_starts.append(fate.cause)
+            if line.task in executor.lost:
+                self.fates[line.task] = fate
+            logger.warning(
+                "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
+                "is done again",
+                *(fate.worker, fate.pid, fate.cause),
+            )
 
     def pack(self, task: Task) -> Task:
         return _packed(task)
 
     def submit(self, task: Task) -> Future[Reply]:
-        try:
-            return self._live().submit(worker.run, task)
-        except BrokenExecutor:  # just now: the task was not under way, so it is not lost
-            return self._live().submit(worker.run, task)
+        with self._lock:
+            while True:
+                try:
+                    return self._live().send(task)
+                except BrokenExecutor:  # just now: the task was not under way, so it is not lost
+                    continue
 
     def start(self) -> None:
-        executor = self._live()
-        # An executor starts a process with a task for which none is idle.
-        for _ in range(self.num_workers - len(executor.workers)):
-            executor.submit(worker.warm_up)
+        with self._lock:
+            executor = self._live()
+            # An executor starts a process with a task for which none is idle.
+            for _ in range(self.num_workers - len(executor.workers)):
+                executor.submit(worker.warm_up)
 
-    def obituary(self) -> tuple[int | None, int | None]:
-        self._bury_broken()
-        if self._last is None:
-            return None, None
-        for process in self._last.workers:
-            if process.pid not in self._last.ended:
-                return process.pid, process.exitcode
-        return None, None
+    def watch(self) -> None:
+        with self._lock:
+            for executor in self._executors:
+                executor.watch(self._timeout)
+
+    def losses(self) -> int:
+        with self._lock:
+            self._bury()
+            return self._losses
+
+    def renew(self, pid: int) -> None:
+        with self._lock:
+            current = self._executors[-1] if self._executors else None
+            if current is None or pid not in [process.pid for process in current.workers]:
+                return
+            logger.warning(
+                "worker (pid %d) takes more than worker_memory_limit: all workers are replaced, as "
+                "soon as they have done what they were given",
+                pid,
+            )
+            self.replaced += len(current.workers)
+            current.leaving = True
+            current.shutdown(wait=False)
 
     def close(self) -> None:
         deadline = time.monotonic() + GRACE
@@ -359,39 +666,19 @@ class ProcessPool(Pool):
         if os.getpid() != self.pid:
             return False
         self._closed = True
-        if self._executor is not None:
-            _retire(self._executor)
+        for executor in list(self._executors):
+            executor.retire()
         return True
 
     def end(self, deadline: float) -> None:
         """Waits until ``deadline`` (monotonic clock), then kills; second half."""
-        if self._executor is not None:
-            _end(self._executor, deadline)
-            self._executor = None  # only now: Ctrl-C meanwhile leaves the rest to the exit
+        with self._lock:
+            while self._executors:
+                self._executors[-1].end(deadline)
+                self._sweep_up(self._executors[-1])
+                self._executors.pop()  # only now: Ctrl-C meanwhile leaves the rest to the exit
         if self.slots is not None:
             self.slots.close()
-
-
-def _retire(executor: _Executor) -> None:
-    manager = cast(threading.Thread | None, executor._executor_manager_thread)
-    executor.manager = manager or executor.manager
-    executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _end(executor: _Executor, deadline: float) -> None:
-    alive = {process.sentinel: process for process in executor.workers}
-    while alive and (left := deadline - time.monotonic()) > 0:
-        for sentinel in multiprocessing.connection.wait(list(alive), left):
-            del alive[sentinel]
-    kill_trees(process.pid for process in alive.values())
-    for process in executor.workers:
-        # One that left by itself may have left others. Its pid may be taken again by now, but
-        # not as a group while there is anybody in its own.
-        kill_group(process.pid)
-    # It reaps the processes and closes the pipes; it ends at once now, unless it is this thread
-    # itself, come here by garbage collection.
-    if executor.manager is not None and executor.manager is not threading.current_thread():
-        executor.manager.join(GRACE)
 
 
 _pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()

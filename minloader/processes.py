@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = [
@@ -21,9 +21,13 @@ __all__ = [
     "free_memory",
     "kill_descendants",
     "kill_group",
+    "kill_marked",
     "kill_trees",
     "lead_group",
+    "memory_limit",
     "most_files",
+    "oom_kills",
+    "private_memory",
 ]
 
 
@@ -109,14 +113,17 @@ def _send(pid: int, name: str, send: Callable[[int, int], None] = os.kill) -> No
         return  # gone already; or no longer ours: it changed user
 
 
+def _all_pids() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
 def _descendants(pid: int) -> list[int]:
     """The processes that a process started, and those that they did; [] where there is no /proc."""
     children = defaultdict(list)
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
-    for each in pids:
+    for each in _all_pids():
         try:
             with open(f"/proc/{each}/stat", "rb") as file:
                 stat = file.read()
@@ -130,6 +137,22 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def kill_marked(name: str, value: str) -> None:
+    """Kills every process that was started with this environment variable, wherever it went."""
+    mark = f"{name}={value}".encode()
+    for pid in _all_pids():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                marked = mark in file.read().split(b"\0")
+        except OSError:
+            continue  # it ended meanwhile, or is somebody else's
+        if marked:
+            _send(pid, "SIGKILL")
+
+
+# --- memory
+
+
 def free_memory() -> int:
     """Bytes of memory that this process and its children may still take, as far as known."""
     try:
@@ -138,37 +161,65 @@ def free_memory() -> int:
         free = int(fields[b"MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 2 << 30  # no way to ask: what any machine for machine learning can spare
-    return min([free, *(limit - used for limit, used in _cgroup_memory())])
+    left = (_read(group, "limit") - _read(group, "usage") for group in _memory_groups())
+    return min([free, *left])
 
 
-def _cgroup_memory() -> Iterator[tuple[int, int]]:
-    """Limit and usage in bytes of each control group this process is in, versions 1 and 2."""
+def memory_limit() -> int:
+    """Bytes that the control groups of this process allow it; very many if there is no limit."""
+    return min([_read(group, "limit") for group in _memory_groups()], default=_NO_LIMIT)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed because a control group of ours was full."""
+    return sum(_read(group, "kills") for group in _memory_groups())
+
+
+def private_memory() -> int:
+    """Bytes of memory that this process has for itself, not counting what it shares."""
+    try:
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+_NO_LIMIT = 1 << 62
+_FILES = {
+    # versions 1 and 2 of control groups: file and, where it holds several, the name of the number
+    "limit": (("memory.limit_in_bytes", None), ("memory.max", None)),
+    "usage": (("memory.usage_in_bytes", None), ("memory.current", None)),
+    "kills": (("memory.oom_control", "oom_kill"), ("memory.events", "oom_kill")),
+}
+
+
+def _memory_groups() -> list[str]:
+    """Folders of the control groups that limit this process's memory, as far as visible."""
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.strip().split(":", 2) for line in file]
     except OSError:
-        return
+        return []
+    folders = []
     for _, controllers, path in groups:
-        if controllers == "":
-            base, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base = "/sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
+        if controllers == "" or "memory" in controllers.split(","):
+            base = "/sys/fs/cgroup" + ("/memory" if controllers else "")
+            parts = path.strip("/").split("/")
+            folders += ["/".join([base, *parts[:depth]]) for depth in range(len(parts) + 1)]
+    return folders
+
+
+def _read(folder: str, what: str) -> int:
+    """A number of a control group; no limit, or 0, where it has none."""
+    for name, key in _FILES[what]:
+        try:
+            with open(f"{folder}/{name}") as file:
+                words = file.read().split()
+            return int(words[words.index(key) + 1] if key else words[0])
+        except (OSError, ValueError):  # not this version, not seen from here, or "max"
             continue
-        parts = path.strip("/").split("/")
-        for depth in range(len(parts) + 1):
-            folder = "/".join([base, *parts[:depth]])
-            try:
-                limit, used = (_number_in(f"{folder}/{name}") for name in names)
-            except (OSError, ValueError):  # not mounted, not seen from here, or "max"
-                continue
-            yield limit, used
-
-
-def _number_in(path: str) -> int:
-    with open(path) as file:
-        return int(file.read())
+    return _NO_LIMIT if what == "limit" else 0
 
 
 def most_files() -> int:

@@ -192,9 +192,10 @@ class Slots:
         path = slot.name or f"/proc/{self._pid}/fd/{slot.fd}"
         return Address(path, slot.inode, slot.size, slot.limit, self._closed)
 
-    def settle(self, slot: Slot, size: int, needed: int) -> None:
+    def settle(self, slot: Slot, size: int | None, needed: int) -> None:
         """Takes note of the size that the worker made the slot, and of the size it needed."""
         with self._lock:
+            size = slot.size if size is None else size
             self._largest = max(self._largest, needed)
             self._committed -= slot.limit - size
             if size != slot.size:

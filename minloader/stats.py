@@ -17,6 +17,8 @@ class Stats:
         slots: how many pieces of shared memory there are now, used and free.
         slot_bytes: most bytes they may take now.
         overflowed: how many batches found no room in shared memory, and came through the pipe.
+        retries: how often a batch was tried again whose worker had died.
+        replaced: how many workers were replaced.
     """
 
     batches: int = 0
@@ -24,3 +26,5 @@ class Stats:
     slots: int = 0
     slot_bytes: int = 0
     overflowed: int = 0
+    retries: int = 0
+    replaced: int = 0

@@ -7,6 +7,7 @@ this: its workers meet a loader's job by an :class:`Attachment`.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import shutil
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
+from minloader.board import Mark, attend
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
 
@@ -47,6 +49,7 @@ class Job:
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
         seed: the loader's seed.
         num_workers: how many workers there are.
+        memory_limit: bytes that a worker process may have for itself.
     """
 
     dataset: Any
@@ -55,6 +58,7 @@ class Job:
     worker_init_fn: Callable[[WorkerInfo], Any] | None
     seed: int
     num_workers: int
+    memory_limit: int | None = None
 
     def fetch(self, item: Any) -> Any:
         """Makes the batch of one item."""
@@ -96,12 +100,14 @@ class Task(NamedTuple):
         epoch: their epoch.
         items: what to make them from.
         slot: where to put them; None for the reply itself.
+        id: of the task, in its pool.
     """
 
     ordinal: int
     epoch: int
     items: list[Any]
     slot: slots.Address | None = None
+    id: int = 0
 
 
 class Reply(NamedTuple):
@@ -115,9 +121,10 @@ class Reply(NamedTuple):
             slow is cut short.
         seconds: what they took.
         size: bytes they have, packed, more or less.
-        slot_size: bytes that the slot has now.
+        slot_size: bytes that the slot has now; None if nobody touched it.
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
+        memory: bytes that the worker has for itself, if there is a limit.
     """
 
     worker: int
@@ -126,9 +133,10 @@ class Reply(NamedTuple):
     outcomes: list[Any]
     seconds: float = 0.0
     size: int = 0
-    slot_size: int = 0
+    slot_size: int | None = None
     slot_retired: bool = False
     overflowed: int = 0
+    memory: int = 0
 
 
 class Failure(NamedTuple):
@@ -214,13 +222,23 @@ class Worker:
             are packed, and the process's global generators are the worker's to seed.
         borrow: seed the global generators of the caller's process around each batch. Threads
             do neither: the global generators are shared by all of them.
+        mark: told of each item before it is begun.
     """
 
-    def __init__(self, job: Job, worker_id: int, *, remote: bool, borrow: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        worker_id: int,
+        *,
+        remote: bool,
+        borrow: bool = False,
+        mark: Mark = lambda task, index: None,
+    ) -> None:
         self.info = WorkerInfo(worker_id, job.num_workers, os.getpid(), job.seed)
         self._job = job
         self._remote = remote
         self._borrow = borrow
+        self._mark = mark
         self._broken: Failure | None = None
         if remote and seeds not in sys.meta_path:
             sys.meta_path.insert(0, seeds)
@@ -272,8 +290,9 @@ class Worker:
         overflowed = 0
         begin = time.perf_counter()
         try:
-            for ordinal, item in enumerate(task.items, task.ordinal):
-                outcomes.append(self._make(task.epoch, ordinal, item, writer))
+            for n, item in enumerate(task.items):
+                self._mark(task.id, n)
+                outcomes.append(self._make(task.epoch, task.ordinal + n, item, writer))
                 overflowed += writer is not None and writer.overflowed
                 seconds = time.perf_counter() - begin
                 if seconds > 2 * CHUNK_SECONDS:
@@ -286,13 +305,17 @@ class Worker:
         finally:
             if writer is not None:
                 slots.use(None)
+        reply = Reply(info.id, info.pid, self._remote, outcomes, seconds)
+        if self._job.memory_limit is not None and self._remote:
+            reply = reply._replace(memory=processes.private_memory())
         if writer is None:
-            return Reply(info.id, info.pid, self._remote, outcomes, seconds)
+            return reply
         writer.close()
-        size = sum(map(transport.size_in_band, outcomes)) + writer.used
-        return Reply(
-            *(info.id, info.pid, self._remote, outcomes, seconds, size),
-            *(writer.size, writer.retired, overflowed),
+        return reply._replace(
+            size=sum(map(transport.size_in_band, outcomes)) + writer.used,
+            slot_size=writer.size,
+            slot_retired=writer.retired,
+            overflowed=overflowed,
         )
 
     def _make(self, epoch: int, ordinal: int, item: Any, writer: slots.SlotWriter | None) -> Any:
@@ -309,9 +332,11 @@ class Worker:
             # the executor would try to pickle it.
             if not self._remote and not isinstance(error, Exception):
                 raise
+            self._end_fork()
             return Failure.of(error, packed=self._remote)
         if not self._remote:
             return batch
+        self._end_fork()
         try:
             if writer is None:
                 return transport.pack(batch, down=False)
@@ -323,6 +348,11 @@ class Worker:
             writer.end([])
             return parcel
         return parcel._replace(buffers=writer.end(parcel.buffers))
+
+    def _end_fork(self) -> None:
+        """Ends a fork of the worker that came back from the dataset, before it answers too."""
+        if self._remote and os.getpid() != self.info.pid:
+            os._exit(1)
 
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:
@@ -357,35 +387,65 @@ def get_worker_info() -> WorkerInfo | None:
 # --- a worker process of our own
 
 
-def start(cargo: shipping.Cargo, folder: str | None, worker_id: int) -> None:
-    """First thing that runs in a worker process. Never raises: that would break the pool.
+class Station(NamedTuple):
+    """Where a worker finds what it needs.
 
-    Args:
+    Attributes:
         cargo: the job.
-        folder: where slots have names, which somebody must remove when the parent is killed.
-        worker_id: number of the worker.
+        folder: where slots have names; None if they have none.
+        board: path of the board.
+        token: what everything is marked with that the worker starts.
     """
 
-    def clean_up() -> None:
-        cargo.unlink()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+    cargo: shipping.Cargo
+    folder: str | None
+    board: str
+    token: str
 
+    def clean_up(self) -> None:
+        """Removes files that have names, when the parent was killed."""
+        self.cargo.unlink()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.board.startswith("/proc/"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.board)
+
+
+POOL_VARIABLE = "MINLOADER_POOL"
+"""Environment variable by which the processes that a worker started are known when it is dead."""
+
+
+def start(station: Station, worker_id: int) -> None:
+    """First thing that runs in a worker process. Never raises: that would break the pool."""
     global _process_worker, _start_reply
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
+    os.environ[POOL_VARIABLE] = station.token
     processes.lead_group()
-    processes.follow_parent(last_act=clean_up)
+    processes.follow_parent(last_act=station.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, processes.kill_descendants, exitpriority=100)
     try:
-        _process_worker = Worker(cargo.load(forever=True), worker_id, remote=True)
+        job = station.cargo.load(forever=True)
+        mark = attend(station.board, worker_id)
+        _process_worker = Worker(job, worker_id, remote=True, mark=mark)
+        _check_memory(job.memory_limit)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
+        _process_worker = None
         _start_reply = Reply(worker_id, os.getpid(), True, [failure])
+
+
+def _check_memory(limit: int | None) -> None:
+    if limit is not None and processes.private_memory() > limit:
+        raise MemoryError(
+            f"worker_memory_limit is {limit} bytes, but a worker takes "
+            f"{processes.private_memory()} before it makes a batch; set more"
+        )
 
 
 def run(task: Task) -> Reply:

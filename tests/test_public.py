@@ -20,6 +20,7 @@ ORDER = [
     "transport",
     "shipping",
     "collate",
+    "board",
     "worker",
     "pool",
     "samplers",
