@@ -59,6 +59,7 @@ from minloader.errors import (
     check_int,
     shown,
 )
+from minloader.processes import memory_limit
 from minloader.samplers import BatchSampler, Repeatable
 from minloader.slots import Slot, Slots
 from minloader.stats import Stats
@@ -745,6 +746,7 @@ def _plan_pool(
     if isinstance(executor, Executor) and pools.is_in_process(executor):
         return (lambda: pools.ForeignPool(job, None, executor, owner, None)), None
     shipment = _ship(job)
+    _check_room(shipment, job)
     if isinstance(executor, Executor):
         return (lambda: pools.ForeignPool(job, shipment, executor, owner, make_slots())), shipment
     return (
@@ -765,6 +767,23 @@ def _check_timeout(timeout: Any, executor: Any) -> float | None:
             "cannot; drop timeout, or use executor='process' or 'thread'"
         )
     return float(timeout)
+
+
+WORKER_BYTES = 50 << 20
+"""Bytes of memory that a worker takes which imports numpy and does little else."""
+
+
+def _check_room(shipment: shipping.Shipment, job: Job) -> None:
+    """Warns if the workers can be expected to be killed for want of memory."""
+    limit = memory_limit()
+    needed = shipment.size + job.num_workers * (job.memory_limit or WORKER_BYTES)
+    if needed > limit:
+        logger.warning(
+            "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the control "
+            "group of this process allows %d: the kernel may kill workers; use fewer, or a "
+            "dataset that reads from files",
+            *(shipment.size, job.num_workers, needed, limit),
+        )
 
 
 def _ship(job: Job) -> shipping.Shipment:

@@ -175,6 +175,9 @@ class Shipment:
     Args:
         obj: what to serialize, once, here and now.
 
+    Attributes:
+        size: bytes it takes.
+
     Raises:
         Exception: whatever pickling raised.
     """
@@ -185,7 +188,7 @@ class Shipment:
         try:
             with open(self._fd, "wb", closefd=False) as file:
                 self._index = _write(obj, file)
-            self._inode = os.fstat(self._fd).st_ino
+            self._inode, self.size = os.fstat(self._fd).st_ino, os.fstat(self._fd).st_size
         except BaseException:
             self.close()
             raise

@@ -203,19 +203,32 @@ def _dispatch_table() -> dict[type, Any]:
     return _known[1]
 
 
+_PLAIN = frozenset("?bBhHiIlLqQefdFD")
+"""Types of numbers, as numpy's one-letter codes, that their name is enough to describe."""
+
+
 def _reduce_array(array: Any) -> Any:
     """An array such that its data is one writable buffer: the user's array is theirs to change.
 
-    numpy itself leaves only contiguous arrays out of the stream, and never a memmap.
+    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what it
+    writes of a type takes longer than small arrays do.
     """
-    flags = array.flags
-    if array.dtype.hasobject or (
-        flags.forc and flags.writeable and type(array).__name__ == "ndarray"
-    ):
+    dtype, flags = array.dtype, array.flags
+    plain = dtype.char in _PLAIN and dtype.isnative
+    if plain and array.nbytes < LARGE:
+        return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
+    if dtype.hasobject or (flags.forc and flags.writeable and type(array).__name__ == "ndarray"):
         return array.__reduce_ex__(5)
-    block = empty(array.shape, array.dtype)
+    block = empty(array.shape, dtype)
     block[...] = array
     return block.__reduce_ex__(5)
+
+
+def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    array = np.frombuffer(data, char)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _reduce_tensor(tensor: Any) -> Any:

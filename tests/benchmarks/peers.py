@@ -1,0 +1,276 @@
+"""The cases' datasets, and one small adapter per peer: given a case, an iterable of its batches.
+
+A peer is imported in its adapter only, so that no worker pays for the others. The first line of
+an adapter tells the settings; where it says nothing, they are the peer's defaults.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from operator import getitem
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+
+class Tiny:
+    """A batch is eight numbers and a label."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(8, index, np.float32), index
+
+
+class Skew(Tiny):
+    """Every 16th batch takes 50 ms, the others 1 ms."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.001 if index % 16 else 0.05)
+        return super().__getitem__(index)
+
+
+class Images(Tiny):
+    """A batch, or a sample, is one of the images that the dataset holds."""
+
+    def __init__(self, size: int, distinct: int, shape: tuple[int, ...]) -> None:
+        super().__init__(size)
+        self.images = np.random.default_rng(0).integers(0, 256, (distinct, *shape), np.uint8)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index % len(self.images)]
+
+
+class Rows(Tiny):
+    """Rows of 1,000 float64, 125 rows a megabyte. A batch: who made it, which, and one row."""
+
+    def __init__(self, at_once: int, slow: int, whole: int, megabytes: int) -> None:
+        super().__init__(at_once + slow + whole)
+        self.at_once, self.slow = at_once, slow
+        self.array: Any = np.ones((megabytes * 125, 1000))
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.at_once + self.slow:
+            self.array.sum()  # touches all memory
+        elif index >= self.at_once:
+            time.sleep(0.01)  # leaves some for the other workers
+        return os.getpid(), index, self.array[index % len(self.array)] * 2
+
+
+class Stacks(Tiny):
+    """A batch is so many samples stacked, for peers that have no collate of their own."""
+
+    def __init__(self, samples: Any, batch_size: int) -> None:
+        super().__init__(len(samples) // batch_size)
+        self.samples, self.batch_size = samples, batch_size
+
+    def __getitem__(self, index: int) -> Any:
+        begin = index * self.batch_size
+        return np.stack([self.samples[i] for i in range(begin, begin + self.batch_size)])
+
+
+class Tensors(Tiny):
+    """The dataset's arrays as tensors, made anew each time.
+
+    A tensor that the dataset itself holds is moved to shared memory once and then sent as a
+    handle: the consumer would be given one and the same memory as every batch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(len(dataset))
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        from torch import from_numpy
+
+        batch = self.dataset[index]
+        if isinstance(batch, tuple):
+            return from_numpy(batch[0]), batch[1]
+        return from_numpy(batch)
+
+
+class Share(Tiny):
+    """What one worker of a MultiLoader makes."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(len(dataset))
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        first, step = int(os.environ["WORKER"]), int(os.environ["NUM_WORKERS"])
+        return (self.dataset[index] for index in range(first, len(self), step))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be loaded, and how."""
+
+    dataset: Any
+    batch_size: int | None = None  # None: dataset[i] is a batch
+    large: int = 0  # bytes of a batch, where they matter
+    workers: int = 2
+    start: str = "spawn"
+    prefetch: int = 2  # per worker
+    in_order: bool = True
+
+    def whole(self) -> Any:
+        """A dataset of batches."""
+        return Stacks(self.dataset, self.batch_size) if self.batch_size else self.dataset
+
+
+def ours(case: Case) -> Iterable[Any]:
+    # With batch_size, its own collate.
+    from minloader import Loader
+
+    return Loader(
+        case.dataset,
+        batch_size=case.batch_size,
+        num_workers=case.workers,
+        prefetch_factor=case.prefetch,
+        in_order=case.in_order,
+        mp_context=case.start,
+    )
+
+
+def torch_tensors(case: Case) -> Iterable[Any]:
+    # Its own collate, which stacks tensors straight into shared memory; persistent workers.
+    return _torch(case, Tensors(case.dataset), None)
+
+
+def torch_numpy(case: Case) -> Iterable[Any]:
+    # np.stack, or batches as they are, so that arrays arrive; persistent workers.
+    return _torch(case, case.dataset, np.stack if case.batch_size else as_is)
+
+
+def torch_table(case: Case) -> Iterable[Any]:
+    # The array of Rows is a tensor, which torch shares among workers; persistent workers.
+    from torch import from_numpy
+
+    case.dataset.array = from_numpy(case.dataset.array)
+    return _torch(case, case.dataset, as_is)
+
+
+def as_is(batch: Any) -> Any:
+    return batch
+
+
+def _torch(case: Case, dataset: Any, collate_fn: Any) -> Iterable[Any]:
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        dataset,
+        batch_size=case.batch_size,
+        sampler=range(len(dataset)),
+        num_workers=case.workers,
+        prefetch_factor=case.prefetch,
+        in_order=case.in_order,
+        collate_fn=collate_fn,
+        persistent_workers=True,
+        multiprocessing_context=case.start,
+    )
+
+
+def seqtools(case: Case) -> Iterable[Any]:
+    # As many buffers as others have, two more that it keeps in reserve; in shared memory if large.
+    from seqtools import batch, prefetch
+
+    multiprocessing.set_start_method(case.start, force=True)
+    size, slots = case.batch_size, case.prefetch * case.workers + 2
+    batches = batch(case.dataset, size, collate_fn=np.stack) if size else case.dataset
+    return prefetch(batches, case.workers, "process", slots, shm_size=slots * case.large)
+
+
+def grain(case: Case) -> Iterable[Any]:
+    # No reading threads, as advised for data in memory; its batch() stacks into shared memory.
+    from grain import MapDataset, MultiprocessingOptions, ReadOptions
+
+    options = ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    dataset = MapDataset.source(case.dataset).to_iter_dataset(options)
+    if case.batch_size:
+        dataset = dataset.batch(case.batch_size)
+    return dataset.mp_prefetch(MultiprocessingOptions(case.workers, case.prefetch))
+
+
+def joblib(case: Case) -> Iterable[Any]:
+    # loky, memory-maps the dataset's arrays; groups tasks as it sees fit, unless batches are large.
+    from joblib import Parallel, delayed
+
+    dataset, group = case.whole(), 1 if case.large else "auto"
+    parallel = Parallel(case.workers, return_as="generator", batch_size=group)
+    return parallel(delayed(getitem)(dataset, index) for index in range(len(dataset)))
+
+
+def mpire(case: Case) -> Iterable[Any]:
+    # The dataset is its shared object; a task is a chunk of 1/128 of the epoch (for 2 workers).
+    from mpire import WorkerPool
+
+    dataset = case.whole()
+    with WorkerPool(case.workers, shared_objects=dataset, start_method=case.start) as pool:
+        yield from pool.imap(getitem, range(len(dataset)))
+
+
+def webdataset(case: Case) -> Iterable[Any]:
+    # Unordered; each worker runs through its share, up to 2,000 batches ahead of the consumer.
+    from webdataset.multi import MultiLoader
+
+    multiprocessing.set_start_method(case.start, force=True)
+    with TemporaryDirectory() as sockets:  # it would leave them
+        prefix = os.path.join(sockets, "")
+        loader = MultiLoader(Share(case.whole()), workers=case.workers, prefix=prefix)
+        try:
+            yield from loader
+        finally:
+            loader.kill()  # or else the program would not end
+
+
+def bare_executor(case: Case) -> Iterable[Any]:
+    # The design that minloader grew from: futures of an executor, first in, first out.
+    dataset, context = case.whole(), multiprocessing.get_context(case.start)
+    indices = iter(range(len(dataset)))
+    with ProcessPoolExecutor(case.workers, context, keep, (dataset,)) as pool:
+        ahead = islice(indices, case.prefetch * case.workers)
+        pending = deque(pool.submit(fetch, index) for index in ahead)
+        while pending:
+            batch = pending.popleft().result()
+            pending.extend(pool.submit(fetch, index) for index in islice(indices, 1))
+            yield batch
+
+
+def in_process(case: Case) -> Iterable[Any]:
+    # No workers: a loop.
+    return map(case.whole().__getitem__, range(len(case.whole())))
+
+
+def memory_copy(case: Case) -> Iterable[Any]:
+    # The limit: one thread copies what a batch takes, between arrays that are warm.
+    source = np.ones(case.large, np.uint8)
+    target = source.copy()
+    while True:
+        np.copyto(target, source)
+        yield target
+
+
+_dataset: Any = None
+
+
+def keep(dataset: Any) -> None:
+    """Initializer of the bare executor."""
+    global _dataset
+    _dataset = dataset
+
+
+def fetch(index: int) -> Any:
+    """Task of the bare executor."""
+    return _dataset[index]
