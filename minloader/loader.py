@@ -18,16 +18,16 @@ The *sampler* is read in the consumer's thread, as batches are taken, so that
 ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a chunk
 of several while batches are so quick that handing them over takes longer than making them.
 
-The *epoch* (:class:`_Epoch`, what ``iter(loader)`` returns) owns the deque of pending tasks. It
+The *epoch* (``epoch.py``, what ``iter(loader)`` returns) owns the deque of pending tasks. It
 waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into
 batches or errors. Several epochs may be under way at once: they share nothing but the pool.
 
 The *slots* (``slots.py``) are shared memory that travels with the tasks, so that the parent never
 copies a batch.
 
-The *pool* (``pool.py``) knows where tasks run; the *worker* (``worker.py``) what a task is. The
-job (dataset, transform, collate_fn) is shipped to the workers once, when the loader is made
-(``shipping.py``).
+The *pool* (``pool.py``, ``spawned.py``) knows where tasks run, and replaces lost workers; the
+*worker* (``worker.py``) what a task is. The job (dataset, transform, collate_fn) is shipped to
+the workers once, when the loader is made (``shipping.py``).
 """
 
 from __future__ import annotations
@@ -35,35 +35,25 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
-from concurrent.futures import wait as wait_for
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from dataclasses import replace
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from minloader import pool as pools
 from minloader import shipping, transport
 from minloader.collate import collate
-from minloader.errors import (
-    SKIP,
-    BatchError,
-    BatchTimeout,
-    WorkerDied,
-    WorkerTraceback,
-    check_int,
-    shown,
-)
+from minloader.epoch import CLOSED, Epoch, OnError, Plan
+from minloader.errors import check_int, shown
 from minloader.processes import memory_limit
 from minloader.samplers import BatchSampler, Repeatable
-from minloader.slots import Slot, Slots
+from minloader.slots import Slots
+from minloader.spawned import ProcessPool
 from minloader.stats import Stats
-from minloader.worker import CHUNK_SECONDS, Failure, Job, Reply, Task, WorkerInfo
+from minloader.worker import Job, WorkerInfo
 
 __all__ = ["Loader"]
 
@@ -71,17 +61,6 @@ logger = logging.getLogger("minloader")
 
 PATIENCE = 0.5
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
-
-CHUNK_MOST = 128
-"""Most batches in a task: an executor's 150 µs are some 1 µs a batch then, less than seeding."""
-
-CHUNK_BYTES = 512 * 1024
-"""Most bytes that the batches of a task of several should have: who keeps one of them keeps the
-memory of all."""
-
-CLOSED = "this Loader is closed; make a new one"
-
-OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
 class Loader:
@@ -163,11 +142,11 @@ class Loader:
         worker_memory_limit: int | None = None,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
-        depth = self._depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
+        depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
         timeout = _check_timeout(timeout, executor)
-        self._retries = check_int("retries", retries, 0)
+        retries = check_int("retries", retries, 0)
         if worker_memory_limit is not None:
             check_int("worker_memory_limit", worker_memory_limit, 1)
             if executor != "process":
@@ -203,17 +182,20 @@ class Loader:
             memory_limit=worker_memory_limit,
         )
         self.epoch = 0
-        self._in_order = bool(in_order)
-        self._on_error = on_error
-        self._latest: Callable[[], _Epoch | None] = lambda: None  # a weak reference
-        self._closed = False
-        self._stats = Stats()
+        self._latest: Callable[[], Epoch | None] = lambda: None  # a weak reference
+        self._plan = Plan(
+            depth=depth,
+            in_order=bool(in_order),
+            retries=retries,
+            patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
+            memory_limit=worker_memory_limit,
+            on_error=on_error,
+            stats=Stats(),
+        )
 
         def make_slots() -> Slots | None:  # it must not know self, or nobody would end the loader
             return Slots(budget, depth) if shared_memory else None
 
-        self._memory_limit = worker_memory_limit
-        self._patience = PATIENCE if timeout is None else min(PATIENCE, timeout / 2)
         self._make_pool, shipment = _plan_pool(job, executor, mp_context, make_slots, timeout)
         self._pools = [self._make_pool()]  # more than one only in a fork
         self._end = weakref.finalize(self, _end, self._pools, shipment)
@@ -229,7 +211,7 @@ class Loader:
         slots = self._pools[-1].slots
         count, size = slots.used if slots is not None else (0, 0)
         replaced = self._pools[-1].replaced
-        return replace(self._stats, slots=count, slot_bytes=size, replaced=replaced)
+        return replace(self._plan.stats, slots=count, slot_bytes=size, replaced=replaced)
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -246,16 +228,16 @@ class Loader:
                 f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
             ) from error
 
-    def __iter__(self) -> _Epoch:
+    def __iter__(self) -> Epoch:
         """Begins a new epoch; with workers, its first batches are under way on return.
 
         Raises:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
         """
-        if self._closed:
+        if self._plan.closed:
             raise RuntimeError(CLOSED)
         self._tell_epoch(self.epoch)
-        epoch = _Epoch(self, self.epoch, iter(self._items))
+        epoch = Epoch(self._plan, self._live_pool(), self.epoch, iter(self._items), self)
         self.epoch += 1
         self._latest = weakref.ref(epoch)
         return epoch
@@ -274,7 +256,7 @@ class Loader:
         Raises:
             RuntimeError: the loader is closed.
         """
-        if self._closed:
+        if self._plan.closed:
             raise RuntimeError(CLOSED)
         self._live_pool().start()
 
@@ -284,7 +266,7 @@ class Loader:
         Runs by itself when the loader is garbage-collected and when the interpreter exits. An
         iterator still in use raises RuntimeError from then on.
         """
-        self._closed = True
+        self._plan.closed = True
         self._end()
 
     def __enter__(self) -> Loader:
@@ -298,379 +280,6 @@ class Loader:
         if self._pools[-1].pid != os.getpid():
             self._pools.append(self._make_pool())
         return self._pools[-1]
-
-
-class _Pending(NamedTuple):
-    """A task under way, as the sampler gave it; one without items is the sampler's own error."""
-
-    task: Task
-    future: Future[Reply]
-    slot: Slot | None = None
-
-
-class _Opened(NamedTuple):
-    """A reply whose batches are being delivered, and the memory that they may lie in."""
-
-    task: Task
-    reply: Reply
-    memory: Any
-
-
-class _Epoch:
-    """Iterator over the batches of one epoch. Goes on after an error."""
-
-    def __init__(self, loader: Loader, epoch: int, items: Iterator[Any]) -> None:
-        self._loader = loader
-        self._pool = loader._live_pool()
-        self.epoch = epoch
-        self._items: Iterator[Any] | None = items
-        self._ordinal = 0
-        self._chunk = 1  # items a task
-        self._pending: deque[_Pending] = deque()
-        self._opened: _Opened | None = None
-        self._next = 0  # of its outcomes
-        self._tries: dict[int, int] = {}  # by ordinal: workers that died making it
-        self._losses = self._pool.losses()
-        self._pool.failed_starts.clear()  # the machine may have recovered
-        self._look = 0.0  # when to look after the workers next
-        self._fill(loader._depth)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether there may be batches to come."""
-        return self._items is not None or bool(self._pending or self._opened)
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        depth = self._loader._depth
-        while True:
-            if self._loader._closed:
-                raise RuntimeError(CLOSED)
-            if self._opened is None:
-                self._fill(max(depth, 1))
-                if not self._pending:
-                    raise StopIteration
-                self._open(self._wait())
-                self._fill(depth)  # before the consumer gets to work
-            if self._opened is not None:
-                batch = self._result(self._opened)
-                if batch is not SKIP:
-                    self._loader._stats.batches += 1
-                    return batch
-
-    def __del__(self) -> None:
-        # Left early: what is queued need not run. What runs, runs to its end, unseen.
-        for pending in getattr(self, "_pending", ()):
-            pending.future.cancel()
-            if pending.slot is not None and self._pool.slots is not None:
-                pending.future.add_done_callback(partial(_abandon, self._pool.slots, pending.slot))
-
-    # --- down
-
-    def _fill(self, depth: int) -> None:
-        """Draws items and submits them until ``depth`` tasks are under way."""
-        while self._items is not None and len(self._pending) < depth:
-            items, error = self._draw(self._items)
-            if items:
-                task = Task(self._ordinal, self.epoch, items)
-                self._ordinal += len(items)
-                self._pending.append(self._submit(task))
-            if error is not None:
-                # In its turn: the batches before it come first.
-                failed: Future[Reply] = Future()
-                failed.set_exception(error)
-                self._pending.append(_Pending(Task(self._ordinal, self.epoch, []), failed))
-
-    def _draw(self, source: Iterator[Any]) -> tuple[list[Any], Exception | None]:
-        """Items for a task, and the sampler's error if that is what it gave next."""
-        items: list[Any] = []
-        deadline = time.perf_counter() + CHUNK_SECONDS  # a slow sampler must not hold them up
-        try:
-            while not items or (len(items) < self._chunk and time.perf_counter() < deadline):
-                items.append(next(source))
-        except StopIteration:
-            self._items = None
-        except Exception as error:
-            return items, error
-        return items, None
-
-    def _submit(self, task: Task) -> _Pending:
-        """Sends a task off. What goes wrong with that is found in the future, in its turn."""
-        slots = self._pool.slots
-        slot = None
-        failed: Future[Reply] = Future()
-        packed = None
-        task = task._replace(id=next(self._pool.task_ids))
-        try:
-            packed = self._pool.pack(task)
-            if slots is not None:
-                slot = slots.lend()
-                packed = packed._replace(slot=slots.address(slot))
-            return _Pending(task, self._pool.submit(packed), slot)
-        except BrokenExecutor as error:
-            failed.set_exception(error)
-        except Exception as error:
-            if len(task.items) > 1:
-                failed.set_result(Reply(-1, -1, False, []))  # one by one, then
-            else:
-                # An item that cannot be pickled is one batch lost; no workers to be had, all.
-                stage, fatal = "when it was sent to a worker", packed is not None
-                failure = Failure.of(error, packed=False, stage=stage, fatal=fatal)
-                failed.set_result(Reply(-1, -1, False, [failure]))
-        if slots is not None and slot is not None:
-            slots.discard(slot)
-        return _Pending(task, failed)
-
-    # --- up
-
-    def _wait(self) -> _Pending:
-        """Takes the next finished task out, only then: Ctrl-C while waiting loses nothing."""
-        waited = False
-        while True:
-            self._recover()
-            waiting = [self._pending[0]] if self._loader._in_order else list(self._pending)
-            for index, pending in enumerate(waiting):
-                if pending.future.done():
-                    del self._pending[index]
-                    return pending
-            if not waited and self._pool.num_workers:
-                # The consumer is faster than we are: let it wait for larger pieces.
-                self._chunk = min(2 * self._chunk, CHUNK_MOST)
-                waited = True
-            futures = [pending.future for pending in waiting]
-            wait_for(futures, self._loader._patience, return_when=FIRST_COMPLETED)
-            if time.monotonic() > self._look:
-                self._pool.watch()
-                self._look = time.monotonic() + self._loader._patience
-
-    def _open(self, pending: _Pending) -> None:
-        """Unfolds the reply to a task; what it left undone is under way again."""
-        task = pending.task
-        if not task.items:
-            error = pending.future.exception()
-            assert error is not None
-            _add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
-            raise error
-        memory = None
-        try:
-            reply = pending.future.result()
-            memory = self._settle(pending, reply)
-        except (CancelledError, BrokenExecutor) as error:
-            if self._loader._closed:
-                raise RuntimeError(CLOSED) from None
-            if self._pool.replaces:  # it broke just now
-                self._pending.appendleft(pending)
-                return
-            self._reclaim(pending)
-            died = WorkerDied(f"a worker of the executor died, which is broken since: {error}")
-            failure = Failure.of(died, packed=False, fatal=True)
-            reply = Reply(-1, -1, False, [failure] * len(task.items))
-        except Exception as error:  # of an executor that the user brought
-            self._reclaim(pending)
-            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
-            reply = Reply(-1, -1, False, [failure] * len(task.items))
-        self._note(task, reply)
-        done = len(reply.outcomes)
-        self._opened = _Opened(task, reply, memory) if done else None
-        self._next = 0
-        # The rest goes back to where the task was; after a failure to send it, one by one.
-        step = self._chunk if done else 1
-        starts = range(done, len(task.items), step)
-        rest = [self._submit(_part(task, n, n + step)) for n in starts]
-        self._pending.extendleft(reversed(rest))
-
-    def _recover(self) -> None:
-        """Sends what was lost with its workers again, each task in its place."""
-        while (losses := self._pool.losses()) != self._losses:
-            self._losses = losses
-            pending: deque[_Pending] = deque()
-            for each in self._pending:
-                lost = each.task.items and _is_lost(each.future)
-                pending.extend(self._again(each) if lost else (each,))
-            self._pending = pending
-
-    def _again(self, lost: _Pending) -> Iterator[_Pending]:
-        """Sends a lost task again. Only what its own worker was making counts as a try."""
-        self._reclaim(lost)
-        task = lost.task
-        fate = self._pool.fates.pop(task.id, None)
-        if fate is None:
-            yield self._submit(task)
-            return
-        n = fate.place
-        ordinal = task.ordinal + n
-        if n > 0:
-            yield self._submit(_part(task, 0, n))
-        tries = self._tries[ordinal] = self._tries.get(ordinal, 0) + 1
-        if fate.final or tries > self._loader._retries:
-            failed: Future[Reply] = Future()
-            error = _fatal_error(fate, ordinal, task.epoch, task.items[n], tries)
-            failure = Failure.of(error, packed=False)
-            failed.set_result(Reply(fate.worker, fate.pid, False, [failure]))
-            yield _Pending(_part(task, n, n + 1), failed)
-        else:
-            self._loader._stats.retries += 1
-            yield self._submit(_part(task, n, n + 1))
-        if n + 1 < len(task.items):
-            yield self._submit(_part(task, n + 1, len(task.items)))
-
-    def _settle(self, pending: _Pending, reply: Reply) -> Any:
-        """Memory of the slot, if the reply's batches lie there."""
-        slots, slot = self._pool.slots, pending.slot
-        if slots is None or slot is None:
-            return None
-        slots.settle(slot, reply.slot_size, reply.size)
-        if any(type(outcome) is transport.Parcel for outcome in reply.outcomes):
-            return slots.lease(slot, retire=reply.slot_retired)
-        slots.free(slot, retire=reply.slot_retired)
-        return None
-
-    def _reclaim(self, pending: _Pending) -> None:
-        """Takes back the slot of a task whose reply does not come."""
-        if self._pool.slots is not None and pending.slot is not None:
-            self._pool.slots.discard(pending.slot)
-
-    def _note(self, task: Task, reply: Reply) -> None:
-        """Learns from a reply how many batches the next task should hold, and how it goes."""
-        made = len(reply.outcomes)
-        if made:
-            quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
-            small = CHUNK_BYTES * made / (reply.size or 1)
-            # What was cut short was slow. Otherwise it may just have had no processor for a while.
-            least = self._chunk // 2 if made == len(task.items) else 1
-            self._chunk = min(self._chunk, max(1, least, int(min(quick, small))))
-        stats, slots = self._loader._stats, self._pool.slots
-        stats.chunk_size = self._chunk
-        if reply.overflowed and not stats.overflowed and slots is not None:
-            count, total = slots.used
-            logger.warning(
-                "no room in shared memory for a batch: it comes through a pipe, which is slower "
-                "(%d slots hold or may take %d of %d bytes); let go of batches sooner, or set "
-                "shared_memory to more bytes; said once",
-                *(count, total, slots.budget),
-            )
-        stats.overflowed += reply.overflowed
-        if self._loader._memory_limit is not None and reply.memory > self._loader._memory_limit:
-            self._pool.renew(reply.pid)
-
-    def _result(self, opened: _Opened) -> Any:
-        """The next batch of a reply, what stands for it, or SKIP."""
-        reply, n = opened.reply, self._next
-        outcome, reply.outcomes[n] = reply.outcomes[n], None  # the consumer's alone from here
-        self._next += 1
-        if self._next == len(reply.outcomes):
-            self._opened = None
-        try:
-            if type(outcome) is bytes and reply.packed:
-                return transport.unpack(outcome)
-            if type(outcome) is transport.Parcel:
-                return transport.unpack_batch(outcome, opened.memory)
-        except Exception as error:
-            stage = "when the batch was unpickled"
-            outcome = Failure.of(error, packed=False, stage=stage)
-            reply = reply._replace(packed=False)
-        if type(outcome) is Failure:
-            task = opened.task
-            place = Task(task.ordinal + n, task.epoch, [task.items[n]])
-            return self._failed(place, reply, outcome)
-        return outcome
-
-    def _failed(self, task: Task, reply: Reply, failure: Failure) -> Any:
-        """Does with a failed batch what ``on_error`` says."""
-        pid = reply.pid if reply.pid >= 0 else None
-        worker = reply.worker if reply.worker >= 0 else None
-        who = "a worker" if worker is None else f"worker {worker}"
-        where = "in the parent" if pid is None else f"{who} (pid {pid})"
-        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(task.items[0])}, {where}"
-        what += failure.stage and f", {failure.stage}"
-        place = {"ordinal": task.ordinal, "epoch": task.epoch, "item": task.items[0]}
-        place |= {"worker": worker, "pid": pid}
-        remote = WorkerTraceback(failure.traceback) if failure.traceback else None
-
-        error = _load_error(failure, packed=reply.packed)
-        if isinstance(error, BatchError):  # our own, which does not know its place yet
-            vars(error).update(place)
-            report: BatchError = error
-        else:
-            report = BatchError(f"{what}: {failure.summary}", **place)
-            report.__cause__ = error or remote
-
-        skippable = isinstance(error, Exception | None) and not failure.fatal
-        if self._loader._on_error == "raise" or not skippable:
-            try:
-                if error is None or isinstance(error, StopIteration):
-                    # It cannot be carried; or it would end the loop as if the epoch were over.
-                    raise report
-                _add_note(error, f"minloader: {what}")
-                if remote is None:
-                    raise error
-                raise error from remote
-            finally:
-                # Its traceback holds this frame: let that not hold the error, or the loader would
-                # live until the cycle is found.
-                del error, report
-        if self._loader._on_error == "skip":
-            logger.warning("skipped %s: %s", what, failure.summary)
-            return SKIP
-        assert callable(self._loader._on_error)
-        return self._loader._on_error(report)
-
-
-def _part(task: Task, start: int, stop: int) -> Task:
-    """A task for some of the items."""
-    return Task(task.ordinal + start, task.epoch, task.items[start:stop])
-
-
-def _fatal_error(fate: pools.Fate, ordinal: int, epoch: int, item: Any, tries: int) -> BatchError:
-    """The error for a batch that no worker survives."""
-    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}"
-    times = f" (tried {tries} times)" if tries > 1 else ""
-    if fate.stack is None:
-        return WorkerDied(
-            f"a worker (pid {fate.pid}) died while it made {what}: {fate.cause}{times}",
-            exitcode=fate.exitcode,
-        )
-    stack = fate.stack or "(the worker did not answer)\n"
-    return BatchTimeout(
-        f"{what}, took longer than timeout allows{times}; worker {fate.worker} (pid {fate.pid}) "
-        f"was at\n{stack}",
-        stack=fate.stack,
-    )
-
-
-def _abandon(slots: Slots, slot: Slot, future: Future[Reply]) -> None:
-    """Takes back the slot of a task that ended when nobody wanted it any more."""
-    if _is_lost(future):
-        slots.discard(slot)
-    else:
-        reply = future.result()
-        slots.settle(slot, reply.slot_size, reply.size)
-        slots.free(slot, retire=reply.slot_retired)
-
-
-def _is_lost(future: Future[Reply]) -> bool:
-    """Whether a future ended without a reply: its executor broke."""
-    return future.cancelled() or (future.done() and future.exception() is not None)
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    try:
-        error.add_note(note)
-    except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
-        logger.debug("%s; the error takes no notes (%s)", note, refusal)
-
-
-def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
-    if not packed or failure.error is None:
-        error: BaseException | None = failure.error
-        return error
-    try:
-        error = transport.unpack(failure.error)
-    except Exception:  # its class exists in the worker only: the text must do
-        return None
-    return error
 
 
 # --- arguments
@@ -750,7 +359,7 @@ def _plan_pool(
     if isinstance(executor, Executor):
         return (lambda: pools.ForeignPool(job, shipment, executor, owner, make_slots())), shipment
     return (
-        lambda: pools.ProcessPool(shipment, job.num_workers, context, make_slots(), timeout)
+        lambda: ProcessPool(shipment, job.num_workers, context, make_slots(), timeout)
     ), shipment
 
 

@@ -277,12 +277,12 @@ def test_impatient_ctrl_c(tmp_path):
 def test_ctrl_c_just_when_the_loader_is_closed(tmp_path):
     """What is left must be ended at the exit, which would wait for the batches otherwise."""
     end = """
-from minloader import pool
-kill = pool.kill_trees
+from minloader import spawned
+kill = spawned.kill_trees
 def interrupted(pids):
-    pool.kill_trees = kill
+    spawned.kill_trees = kill
     raise KeyboardInterrupt
-pool.kill_trees = interrupted
+spawned.kill_trees = interrupted
 loader.close()"""
     code, errors = assert_gone(*run_program(tmp_path, end))
     assert code == -signal.SIGINT

@@ -23,8 +23,10 @@ ORDER = [
     "board",
     "worker",
     "pool",
+    "spawned",
     "samplers",
     "stats",
+    "epoch",
     "loader",
 ]
 

@@ -1,0 +1,453 @@
+"""Worker processes of our own: a pool of them that loses nothing and leaves nothing.
+
+The parent's main module is never imported in a worker, so scripts need no ``__main__`` guard.
+When a worker dies, all workers of its executor go, another executor takes its place, and the
+board tells which batch the dead one was making. At the end workers are asked to leave, then
+killed together with all they started.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.spawn
+import os
+import secrets
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Future, InvalidStateError, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any, cast
+
+from minloader import shipping, worker
+from minloader.board import Board, Line
+from minloader.errors import WorkerDied
+from minloader.pool import GRACE, Fate, Pool, packed
+from minloader.processes import kill_group, kill_marked, kill_trees, memory_limit, oom_kills
+from minloader.slots import Slots
+from minloader.worker import Reply, Task
+
+__all__ = ["ProcessPool"]
+
+logger = logging.getLogger("minloader")
+
+MOST_FAILED_STARTS = 8
+"""How many workers in a row may die before they are ready. Fewer might be bad luck."""
+
+STUCK = 1.0
+"""Seconds after which an executor that has not noticed a death is taken to be stuck."""
+
+_starting = threading.local()  # .ours: this thread is just starting one of our workers
+_stdlib_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """What a child is told at its start, less the main module if it is a worker of ours.
+
+    Without it the child does not import the parent's script again, which would need a guard,
+    may hang (cpython #118981) and costs time. Set once and for all rather than around each
+    start, so that other threads may start processes meanwhile.
+    """
+    data = _stdlib_preparation_data(name)
+    if getattr(_starting, "ours", False):
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+multiprocessing.spawn.get_preparation_data = _preparation_data
+
+
+@contextmanager
+def _worker_start() -> Iterator[None]:
+    """Leaves the main module out, and holds Ctrl-C off the child until it can ignore it.
+
+    The child inherits the blocked SIGINT and unblocks it when it has its handler. In the
+    parent the signal is not lost, only late.
+    """
+    _starting.ours = True
+    masking = hasattr(signal, "pthread_sigmask")
+    if masking:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        if masking:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _starting.ours = False
+
+
+class _TolerantFuture(Future[Any]):
+    """A future that may be cancelled, or told its error, while its executor breaks.
+
+    CPython 3.11 sets the error of a broken pool on cancelled futures too; the InvalidStateError
+    ended its manager thread, and with it every other future would wait for ever.
+    """
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        try:
+            super().set_exception(exception)
+        except InvalidStateError:
+            if not self.done():
+                raise
+
+
+class _WorkItems(dict[int, Any]):
+    """The tasks of an executor. CPython 3.11 walks over them while others may add to them."""
+
+    def items(self) -> Any:
+        return list(super().items())
+
+
+class _Executor(ProcessPoolExecutor):
+    """A ProcessPoolExecutor whose workers have numbers, start as we need it, and are watched.
+
+    Attributes:
+        workers: the processes in the order of their numbers; kept when the executor forgets them.
+        ended: pids of workers that were ended because another had died.
+        stacks: Python stacks of workers that were ended because they took too long, by pid.
+        unfinished: ids of tasks under way.
+        lost: ids of tasks that were when the executor broke.
+        worked: whether any task was finished.
+        leaving: whether it takes no more tasks.
+    """
+
+    def __init__(
+        self, station: worker.Station, board: Board, num_workers: int, context: BaseContext
+    ) -> None:
+        # Its arguments are set for each worker, when it is spawned.
+        super().__init__(num_workers, mp_context=context)
+        self._initializer = worker.start
+        self._station = station
+        self._pending_work_items = _WorkItems()
+        cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
+        self._results = cast(Any, self._result_queue)
+        self._dead_since: float | None = None
+        self._oom_kills = oom_kills()
+        self.board = board
+        self.manager: threading.Thread | None = None
+        self.workers: list[Any] = []
+        self.ended: set[int] = set()
+        self.stacks: dict[int, str] = {}
+        self.unfinished: set[int] = set()
+        self.lost: set[int] = set()
+        self.worked = False
+        self.leaving = False
+
+    def _spawn_process(self) -> None:
+        self._initargs = (self._station, len(self._processes))
+        with _worker_start():
+            super()._spawn_process()  # type: ignore[misc]  # not public
+        self.workers = list(self._processes.values())
+        process = self.workers[-1]
+        process.terminate = partial(_end_survivor, process.pid, process.sentinel, self.ended)
+
+    def _start_executor_manager_thread(self) -> None:
+        super()._start_executor_manager_thread()
+        self.manager = cast(Any, self._executor_manager_thread)
+
+    def send(self, task: Task) -> Future[Reply]:
+        """Submits a task to the workers."""
+        self.unfinished.add(task.id)
+        try:
+            future = self.submit(worker.run, task)
+        except BaseException:
+            self.unfinished.discard(task.id)
+            raise
+        future.add_done_callback(partial(self._done, task.id))
+        return future
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        future.__class__ = _TolerantFuture
+        if self._broken:
+            # CPython 3.11 breaks without a lock: it may have looked for tasks just before this.
+            future.set_exception(BrokenProcessPool(self._broken))
+        return future
+
+    def _done(self, task_id: int, future: Future[Reply]) -> None:
+        self.unfinished.discard(task_id)
+        if not future.cancelled() and future.exception() is not None:
+            self.lost.add(task_id)
+        else:
+            self.worked = True
+
+    def retire(self) -> None:
+        """Takes no more tasks; what is queued is dropped."""
+        self.leaving = True
+        self.shutdown(wait=False, cancel_futures=True)
+
+    def end(self, deadline: float) -> None:
+        """Waits for the workers to leave until ``deadline`` (monotonic clock), then kills."""
+        alive = {process.sentinel: process for process in self.workers}
+        while alive and (left := deadline - time.monotonic()) > 0:
+            for sentinel in multiprocessing.connection.wait(list(alive), left):
+                del alive[sentinel]
+        self._kill(process.pid for process in alive.values())
+        for process in self.workers:
+            # One that left by itself may have left others. Its pid may be taken again by now, but
+            # not as a group while there is anybody in its own.
+            kill_group(process.pid)
+        # It reaps the processes and closes the pipes; it ends at once now, unless it is this
+        # thread itself, come here by garbage collection.
+        if self.manager is not None and self.manager is not threading.current_thread():
+            self.manager.join(GRACE)
+            if self.manager.is_alive():
+                self._unblock("the workers have ended")
+                self.manager.join(GRACE)
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        pids = list(pids)
+        self.ended.update(pids)
+        kill_trees(pids)
+
+    def watch(self, timeout: float | None) -> None:
+        """Kills workers whose batch takes longer than ``timeout``, and finds what is stuck."""
+        if self._broken:
+            return
+        for worker_id, process in enumerate(self.workers if timeout is not None else ()):
+            line = self.board.line(worker_id)
+            late = time.monotonic_ns() - line.began > cast(float, timeout) * 1e9
+            if late and line.task in self.unfinished and process.pid not in self.stacks:
+                stack = self.board.stack(process.pid, GRACE)
+                if self.board.line(worker_id) == line and line.task in self.unfinished:
+                    self.stacks[process.pid] = stack
+                    kill_trees([process.pid])
+        # The manager thread notices a death at once, unless it is in the middle of a message that
+        # the dead did not finish: then it waits for the rest for ever.
+        if not multiprocessing.connection.wait([process.sentinel for process in self.workers], 0):
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = time.monotonic()
+        elif time.monotonic() - self._dead_since > STUCK and not self.leaving:
+            dead = set(multiprocessing.connection.wait([p.sentinel for p in self.workers], 0))
+            why = self._broken = "a worker died while it sent a reply"  # type: ignore[assignment]
+            self._kill(p.pid for p in self.workers if p.sentinel not in dead)
+            self._unblock(why)
+
+    def _unblock(self, why: str) -> None:
+        """Does what a manager thread would do that reads an unfinished message, and ends that."""
+        for item in list(self._pending_work_items.values()):
+            item.future.set_exception(BrokenProcessPool(why))
+        self._results._writer.close()  # the last one: the message ends here
+
+    def deaths(self) -> Iterator[tuple[Line, Fate]]:
+        """Those workers that died by themselves, or by us for taking too long."""
+        out_of_memory = oom_kills() > self._oom_kills
+        for worker_id, process in enumerate(self.workers):
+            pid, exitcode = process.pid, process.exitcode
+            stack = self.stacks.get(pid)
+            if pid in self.ended and stack is None:
+                continue
+            cause = _exit_text(exitcode, out_of_memory)
+            if stack is not None:
+                cause = "killed, since a batch took too long"
+            line = self.board.line(worker_id)
+            yield line, Fate(line.place, worker_id, pid, exitcode, cause, stack)
+
+
+def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        name = f" ({signal.Signals(-exitcode).name})"
+    except ValueError:
+        name = ""
+    text = f"killed by signal {-exitcode}{name}"
+    if exitcode != -getattr(signal, "SIGKILL", 9):
+        return text
+    if out_of_memory:
+        return f"{text}: out of memory, by the limit of {memory_limit()} bytes of a control group"
+    return f"{text}: the machine may be out of memory"
+
+
+def _end_survivor(pid: int, sentinel: Any, ended: set[int]) -> None:
+    """What the executor does to every worker when one has died, in place of ``terminate()``.
+
+    SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
+    executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
+    """
+    if not multiprocessing.connection.wait([sentinel], 0):
+        ended.add(pid)
+        kill_trees([pid])
+
+
+class ProcessPool(Pool):
+    """Makes batches in worker processes, started when there is work for them.
+
+    An executor that broke is replaced by another; one whose workers have grown too large
+    finishes what it was given beside another.
+
+    Args:
+        shipment: the job, serialized once for all workers there will ever be.
+        num_workers: how many processes, at most.
+        context: how to start them.
+        slots: shared memory for their batches.
+        timeout: seconds that a batch may take.
+    """
+
+    replaces = True
+
+    def __init__(
+        self,
+        shipment: shipping.Shipment,
+        num_workers: int,
+        context: BaseContext,
+        slots: Slots | None,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(num_workers, slots)
+        self._shipment = shipment
+        self._context = context
+        self._timeout = timeout
+        self._token = secrets.token_hex(8)
+        self._lock = threading.RLock()
+        self._executors: list[_Executor] = []  # the last one takes tasks
+        self._losses = 0
+        self._closed = False
+        _pools.add(self)
+
+    def _live(self) -> _Executor:
+        if self._closed:
+            raise RuntimeError("the pool is closed")
+        self._bury()
+        if len(self.failed_starts) >= MOST_FAILED_STARTS:
+            raise WorkerDied(
+                f"workers cannot be started: {len(self.failed_starts)} in a row died before "
+                f"they were ready ({self.failed_starts[-1]}); look at what the dataset does when "
+                "it is unpickled, at worker_init_fn, and at the machine's memory"
+            )
+        if not self._executors or self._executors[-1].leaving:
+            board = Board(self.num_workers)
+            folder = self.slots.folder if self.slots is not None else None
+            station = worker.Station(self._shipment.cargo, folder, board.path, self._token)
+            executor = _Executor(station, board, self.num_workers, self._context)
+            self._executors.append(executor)
+        return self._executors[-1]
+
+    def _bury(self) -> None:
+        """Puts away executors that broke, when all their processes are gone, and spent ones."""
+        if self._closed:
+            return  # that is close()'s now
+        for executor in list(self._executors):
+            spent = executor.leaving and executor.manager and not executor.manager.is_alive()
+            if not executor._broken and not spent:
+                continue
+            executor.retire()
+            executor.end(time.monotonic() + GRACE)
+            self._executors.remove(executor)
+            if executor._broken:
+                self._losses += 1
+                self._hold_inquest(executor)
+            self._sweep_up(executor)
+
+    def _sweep_up(self, executor: _Executor) -> None:
+        """Removes what the workers of an ended executor may have left."""
+        executor.board.close()
+        if executor._broken:
+            kill_marked(worker.POOL_VARIABLE, self._token)
+
+    def _hold_inquest(self, executor: _Executor) -> None:
+        if executor.worked:
+            self.failed_starts.clear()
+        for line, fate in executor.deaths():
+            self.replaced += 1
+            if line.task == 0:
+                self.failed_starts.append(fate.cause)
+            if line.task in executor.lost:
+                self.fates[line.task] = fate
+            logger.warning(
+                "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
+                "is done again",
+                *(fate.worker, fate.pid, fate.cause),
+            )
+
+    def pack(self, task: Task) -> Task:
+        return packed(task)
+
+    def submit(self, task: Task) -> Future[Reply]:
+        with self._lock:
+            while True:
+                try:
+                    return self._live().send(task)
+                except BrokenExecutor:  # just now: the task was not under way, so it is not lost
+                    continue
+
+    def start(self) -> None:
+        with self._lock:
+            executor = self._live()
+            # An executor starts a process with a task for which none is idle.
+            for _ in range(self.num_workers - len(executor.workers)):
+                executor.submit(worker.warm_up)
+
+    def watch(self) -> None:
+        with self._lock:
+            for executor in self._executors:
+                executor.watch(self._timeout)
+
+    def losses(self) -> int:
+        with self._lock:
+            self._bury()
+            return self._losses
+
+    def renew(self, pid: int) -> None:
+        with self._lock:
+            current = self._executors[-1] if self._executors else None
+            if current is None or pid not in [process.pid for process in current.workers]:
+                return
+            logger.warning(
+                "worker (pid %d) takes more than worker_memory_limit: all workers are replaced, as "
+                "soon as they have done what they were given",
+                pid,
+            )
+            self.replaced += len(current.workers)
+            current.leaving = True
+            current.shutdown(wait=False)
+
+    def close(self) -> None:
+        deadline = time.monotonic() + GRACE
+        if self.retire():
+            self.end(deadline)
+
+    def retire(self) -> bool:
+        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
+        if os.getpid() != self.pid:
+            return False
+        self._closed = True
+        for executor in list(self._executors):
+            executor.retire()
+        return True
+
+    def end(self, deadline: float) -> None:
+        """Waits until ``deadline`` (monotonic clock), then kills; second half."""
+        with self._lock:
+            while self._executors:
+                self._executors[-1].end(deadline)
+                self._sweep_up(self._executors[-1])
+                self._executors.pop()  # only now: Ctrl-C meanwhile leaves the rest to the exit
+        if self.slots is not None:
+            self.slots.close()
+
+
+_pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Ends every worker when the interpreter exits, all of them within one GRACE.
+
+    It must come before the executors' own hook, which first drains what is queued, and before
+    the interpreter waits for their threads: atexit would be too late for both.
+    """
+    deadline = time.monotonic() + GRACE
+    for pool in [pool for pool in _pools if pool.retire()]:
+        pool.end(deadline)
+
+
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # as concurrent.futures does
