@@ -70,8 +70,13 @@ class _Pending(NamedTuple):
     """A task under way, as the sampler gave it; one without items is the sampler's own error."""
 
     task: Task
-    future: Future[Reply]
+    future: Future[Reply] | None  # None: it is not sent yet
     slot: Slot | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it ended without a reply: its executor broke."""
+        return bool(self.task.items) and self.future is not None and _is_lost(self.future)
 
 
 class _Opened(NamedTuple):
@@ -104,6 +109,7 @@ class Epoch:
         self._ordinal = 0
         self._chunk = 1  # items a task
         self._pending: deque[_Pending] = deque()
+        self._unsent = False  # whether there may be tasks among them that are not sent yet
         self._opened: _Opened | None = None
         self._next = 0  # of its outcomes
         self._tries: dict[int, int] = {}  # by ordinal: workers that died making it
@@ -140,6 +146,8 @@ class Epoch:
     def __del__(self) -> None:
         # Left early: what is queued need not run. What runs, runs to its end, unseen.
         for pending in getattr(self, "_pending", ()):
+            if pending.future is None:
+                continue
             pending.future.cancel()
             if pending.slot is not None and self._pool.slots is not None:
                 pending.future.add_done_callback(partial(_abandon, self._pool.slots, pending.slot))
@@ -148,7 +156,9 @@ class Epoch:
 
     def _fill(self, depth: int) -> None:
         """Draws items and submits them until ``depth`` tasks are under way."""
-        while self._items is not None and len(self._pending) < depth:
+        if self._unsent:
+            self._send_rest(depth)
+        while self._items is not None and not self._unsent and len(self._pending) < depth:
             items, error = self._draw(self._items)
             if items:
                 task = Task(self._ordinal, self.epoch, items)
@@ -159,6 +169,16 @@ class Epoch:
                 failed: Future[Reply] = Future()
                 failed.set_exception(error)
                 self._pending.append(_Pending(Task(self._ordinal, self.epoch, []), failed))
+
+    def _send_rest(self, depth: int) -> None:
+        """Submits what a task left undone: the first in any case, somebody waits for it."""
+        under_way = sum(pending.future is not None for pending in self._pending)
+        self._unsent = False
+        for index, pending in enumerate(self._pending):
+            if pending.future is None and (index == 0 or under_way < depth):
+                self._pending[index] = self._submit(pending.task)
+                under_way += 1
+            self._unsent |= self._pending[index].future is None
 
     def _draw(self, source: Iterator[Any]) -> tuple[list[Any], Exception | None]:
         """Items for a task, and the sampler's error if that is what it gave next."""
@@ -209,14 +229,14 @@ class Epoch:
             self._recover()
             waiting = [self._pending[0]] if self._plan.in_order else list(self._pending)
             for index, pending in enumerate(waiting):
-                if pending.future.done():
+                if pending.future is not None and pending.future.done():
                     del self._pending[index]
                     return pending
             if not waited and self._pool.num_workers:
                 # The consumer is faster than we are: let it wait for larger pieces.
                 self._chunk = min(2 * self._chunk, CHUNK_MOST)
                 waited = True
-            futures = [pending.future for pending in waiting]
+            futures = [pending.future for pending in waiting if pending.future is not None]
             wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
             if time.monotonic() > self._look:
                 self._pool.watch()
@@ -225,6 +245,7 @@ class Epoch:
     def _open(self, pending: _Pending) -> None:
         """Unfolds the reply to a task; what it left undone is under way again."""
         task = pending.task
+        assert pending.future is not None
         if not task.items:
             error = pending.future.exception()
             assert error is not None
@@ -255,8 +276,9 @@ class Epoch:
         # The rest goes back to where the task was; after a failure to send it, one by one.
         step = self._chunk if done else 1
         starts = range(done, len(task.items), step)
-        rest = [self._submit(_part(task, n, n + step)) for n in starts]
+        rest = [_Pending(_part(task, n, n + step), None) for n in starts]
         self._pending.extendleft(reversed(rest))
+        self._unsent |= bool(rest)
 
     def _recover(self) -> None:
         """Sends what was lost with its workers again, each task in its place."""
@@ -264,8 +286,7 @@ class Epoch:
             self._losses = losses
             pending: deque[_Pending] = deque()
             for each in self._pending:
-                lost = each.task.items and _is_lost(each.future)
-                pending.extend(self._again(each) if lost else (each,))
+                pending.extend(self._again(each) if each.lost else (each,))
             self._pending = pending
 
     def _again(self, lost: _Pending) -> Iterator[_Pending]:

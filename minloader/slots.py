@@ -260,7 +260,7 @@ class Slots:
     def retire_leased(self) -> None:
         """Lets no slot that somebody looks at be written again: a fork looks at it too."""
         with self._lock:
-            for slot in self._leased:
+            for slot in list(self._leased):
                 self._retire(slot)
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class Slots:
             self._ended = True
             while self._free:
                 self._discard(self._free.pop())
-            for slot in self._all:
+            for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
             if self.folder is not None and os.getpid() == self._pid:
                 shutil.rmtree(self.folder, ignore_errors=True)
