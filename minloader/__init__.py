@@ -20,7 +20,8 @@ from minloader.loader import Loader
 from minloader.samplers import BatchSampler, DynamicBatchSampler
 from minloader.slots import empty
 from minloader.stats import Stats
-from minloader.worker import WorkerInfo, get_worker_info
+from minloader.tasks import WorkerInfo
+from minloader.worker import get_worker_info
 
 __all__ = [
     "SKIP",

@@ -23,7 +23,8 @@ from minloader.errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerT
 from minloader.pool import Fate, Pool
 from minloader.slots import Slot, Slots
 from minloader.stats import Stats
-from minloader.worker import CHUNK_SECONDS, Failure, Reply, Task
+from minloader.tasks import Failure, Reply, Task
+from minloader.worker import CHUNK_SECONDS
 
 __all__ = ["CLOSED", "Epoch", "OnError", "Plan"]
 

@@ -53,7 +53,7 @@ from minloader.samplers import BatchSampler, Repeatable
 from minloader.slots import Slots
 from minloader.spawned import ProcessPool
 from minloader.stats import Stats
-from minloader.worker import Job, WorkerInfo
+from minloader.tasks import Job, WorkerInfo
 
 __all__ = ["Loader"]
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from minloader import shipping, transport, worker
 from minloader.slots import Slots
-from minloader.worker import Job, Reply, Task
+from minloader.tasks import Job, Reply, Task
 
 __all__ = ["GRACE", "Fate", "ForeignPool", "InlinePool", "Pool", "ThreadPool", "packed"]
 

@@ -32,7 +32,7 @@ from minloader.errors import WorkerDied
 from minloader.pool import GRACE, Fate, Pool, packed
 from minloader.processes import kill_group, kill_marked, kill_trees, memory_limit, oom_kills
 from minloader.slots import Slots
-from minloader.worker import Reply, Task
+from minloader.tasks import Reply, Task
 
 __all__ = ["ProcessPool"]
 

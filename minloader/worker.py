@@ -14,202 +14,24 @@ import shutil
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
 from minloader.board import Mark, attend
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
+from minloader.tasks import Failure, Job, Reply, Task, WorkerInfo
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
-__all__ = ["Attachment", "Failure", "Job", "Reply", "Task", "Worker", "WorkerInfo"]
+__all__ = ["Attachment", "Station", "Worker"]
 
 
 CHUNK_SECONDS = 2e-3
 """Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
-
-
-# --- what a batch is made from
-
-
-@dataclass
-class Job:
-    """What a worker must have to make batches; shipped to each worker once.
-
-    Attributes:
-        dataset: indexable, or else callable.
-        transform: applied to each sample, or to the batch when nothing is collated.
-        collate_fn: samples to batch; None if the dataset gives whole batches.
-        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
-        seed: the loader's seed.
-        num_workers: how many workers there are.
-        memory_limit: bytes that a worker process may have for itself.
-    """
-
-    dataset: Any
-    transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[list[Any]], Any] | None
-    worker_init_fn: Callable[[WorkerInfo], Any] | None
-    seed: int
-    num_workers: int
-    memory_limit: int | None = None
-
-    def fetch(self, item: Any) -> Any:
-        """Makes the batch of one item."""
-        if self.collate_fn is None:
-            batch = self._get(item)
-            return batch if self.transform is None else self.transform(batch)
-        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
-            return [self._collated(shard, self.collate_fn) for shard in item]
-        return self._collated(item, self.collate_fn)
-
-    def _get(self, item: Any) -> Any:
-        # Looked up on the type, as Python itself does: a class can be a callable dataset.
-        if hasattr(type(self.dataset), "__getitem__"):
-            return self.dataset[item]
-        return self.dataset(item)
-
-    def _collated(self, indices: Any, collate_fn: Callable[[list[Any]], Any]) -> Any:
-        try:
-            indices = list(indices)
-        except TypeError as error:
-            raise TypeError(
-                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
-                "of indices; use a batch sampler or batch_size, or drop collate_fn"
-            ) from error
-        if hasattr(self.dataset, "__getitems__"):
-            samples = list(self.dataset.__getitems__(indices))
-        else:
-            samples = [self._get(index) for index in indices]
-        if self.transform is not None:
-            samples = [self.transform(sample) for sample in samples]
-        return collate_fn(samples)
-
-
-class Task(NamedTuple):
-    """A chunk of batches to make, mostly one. Items are packed when they leave the process.
-
-    Attributes:
-        ordinal: place of the first batch in its epoch, from 0.
-        epoch: their epoch.
-        items: what to make them from.
-        slot: where to put them; None for the reply itself.
-        id: of the task, in its pool.
-    """
-
-    ordinal: int
-    epoch: int
-    items: list[Any]
-    slot: slots.Address | None = None
-    id: int = 0
-
-
-class Reply(NamedTuple):
-    """What became of a task.
-
-    Attributes:
-        worker: id of the worker.
-        pid: its process.
-        packed: whether batches and errors are packed.
-        outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
-            slow is cut short.
-        seconds: what they took.
-        size: bytes they have, packed, more or less.
-        slot_size: bytes that the slot has now; None if nobody touched it.
-        slot_retired: whether the worker still uses memory of it.
-        overflowed: how many batches found no room in shared memory.
-        memory: bytes that the worker has for itself, if there is a limit.
-    """
-
-    worker: int
-    pid: int
-    packed: bool
-    outcomes: list[Any]
-    seconds: float = 0.0
-    size: int = 0
-    slot_size: int | None = None
-    slot_retired: bool = False
-    overflowed: int = 0
-    memory: int = 0
-
-
-class Failure(NamedTuple):
-    """An exception on its way to the parent.
-
-    Attributes:
-        error: the exception, packed if the reply is; None if it could not be.
-        summary: its type and message.
-        traceback: as printed in the worker, "" if the exception brings its own.
-        stage: what was being done, "" for making the batch.
-        fatal: whether it will be the same for every other batch. Skipping them would hide it.
-    """
-
-    error: Any
-    summary: str
-    traceback: str
-    stage: str = ""
-    fatal: bool = False
-
-    @classmethod
-    def of(
-        cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
-    ) -> Failure:
-        """Records an exception where it was caught."""
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        if not packed:
-            return cls(error, summary, "", stage, fatal)
-        text = "".join(traceback.format_exception(error))
-        return cls(transport.pack_error(error), summary, text, stage, fatal)
-
-
-@dataclass
-class WorkerInfo:
-    """What code in a worker may want to know about where it runs.
-
-    Attributes:
-        id: number of the worker, from 0; -1 on an executor that the user brought.
-        num_workers: number of workers of the loader; 0 in the calling process.
-        pid: process the worker is, or runs in.
-        seed: the loader's seed.
-        epoch: epoch of the batch being made.
-    """
-
-    id: int
-    num_workers: int
-    pid: int
-    seed: int
-    epoch: int = 0
-    _ordinal: int | None = field(default=None, repr=False)
-    _rng: np.random.Generator | None = field(default=None, repr=False)
-
-    @property
-    def rng(self) -> np.random.Generator:
-        """Generator of the batch being made, from ``SeedSequence([seed, epoch, ordinal])``.
-
-        The same whichever worker makes the batch. Made when first asked for in a batch; in
-        ``worker_init_fn`` it depends on the worker's id instead.
-        """
-        if self._rng is None:
-            import numpy as np
-
-            if self._ordinal is None:
-                entropy = np.random.SeedSequence(self.seed, spawn_key=(max(self.id, 0),))
-            else:
-                entropy = np.random.SeedSequence([self.seed, self.epoch, self._ordinal])
-            self._rng = np.random.default_rng(entropy)
-        return self._rng
-
-    def _begin(self, epoch: int, ordinal: int) -> None:
-        self.epoch, self._ordinal, self._rng = epoch, ordinal, None
-
-
-# --- the worker
 
 
 class Worker:

@@ -21,6 +21,7 @@ ORDER = [
     "shipping",
     "collate",
     "board",
+    "tasks",
     "worker",
     "pool",
     "spawned",
