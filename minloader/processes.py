@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = [
+    "NO_LIMIT",
     "follow_parent",
     "free_memory",
     "kill_descendants",
@@ -167,7 +168,7 @@ def free_memory() -> int:
 
 def memory_limit() -> int:
     """Bytes that the control groups of this process allow it; very many if there is no limit."""
-    return min([_read(group, "limit") for group in _memory_groups()], default=_NO_LIMIT)
+    return min([_read(group, "limit") for group in _memory_groups()], default=NO_LIMIT)
 
 
 def oom_kills() -> int:
@@ -185,7 +186,9 @@ def private_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 60
+"""Bytes from which a limit is none."""
+
 _FILES = {
     # versions 1 and 2 of control groups: file and, where it holds several, the name of the number
     "limit": (("memory.limit_in_bytes", None), ("memory.max", None)),
@@ -219,7 +222,7 @@ def _read(folder: str, what: str) -> int:
             return int(words[words.index(key) + 1] if key else words[0])
         except (OSError, ValueError):  # not this version, not seen from here, or "max"
             continue
-    return _NO_LIMIT if what == "limit" else 0
+    return NO_LIMIT if what == "limit" else 0
 
 
 def most_files() -> int:

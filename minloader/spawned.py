@@ -30,7 +30,14 @@ from minloader import shipping, worker
 from minloader.board import Board, Line
 from minloader.errors import WorkerDied
 from minloader.pool import GRACE, Fate, Pool, packed
-from minloader.processes import kill_group, kill_marked, kill_trees, memory_limit, oom_kills
+from minloader.processes import (
+    NO_LIMIT,
+    kill_group,
+    kill_marked,
+    kill_trees,
+    memory_limit,
+    oom_kills,
+)
 from minloader.slots import Slots
 from minloader.tasks import Reply, Task
 
@@ -110,6 +117,8 @@ class _Executor(ProcessPoolExecutor):
     """A ProcessPoolExecutor whose workers have numbers, start as we need it, and are watched.
 
     Attributes:
+        station: where the workers find what they need.
+        board: what they are doing.
         workers: the processes in the order of their numbers; kept when the executor forgets them.
         ended: pids of workers that were ended because another had died.
         stacks: Python stacks of workers that were ended because they took too long, by pid.
@@ -125,7 +134,7 @@ class _Executor(ProcessPoolExecutor):
         # Its arguments are set for each worker, when it is spawned.
         super().__init__(num_workers, mp_context=context)
         self._initializer = worker.start
-        self._station = station
+        self.station = station
         self._pending_work_items = _WorkItems()
         cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
         self._results = cast(Any, self._result_queue)
@@ -142,7 +151,7 @@ class _Executor(ProcessPoolExecutor):
         self.leaving = False
 
     def _spawn_process(self) -> None:
-        self._initargs = (self._station, len(self._processes))
+        self._initargs = (self.station, len(self._processes))
         with _worker_start():
             super()._spawn_process()  # type: ignore[misc]  # not public
         self.workers = list(self._processes.values())
@@ -263,7 +272,7 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     text = f"killed by signal {-exitcode}{name}"
     if exitcode != -getattr(signal, "SIGKILL", 9):
         return text
-    if out_of_memory:
+    if out_of_memory and memory_limit() < NO_LIMIT:
         return f"{text}: out of memory, by the limit of {memory_limit()} bytes of a control group"
     return f"{text}: the machine may be out of memory"
 
@@ -307,7 +316,6 @@ class ProcessPool(Pool):
         self._shipment = shipment
         self._context = context
         self._timeout = timeout
-        self._token = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
         self._losses = 0
@@ -327,7 +335,8 @@ class ProcessPool(Pool):
         if not self._executors or self._executors[-1].leaving:
             board = Board(self.num_workers)
             folder = self.slots.folder if self.slots is not None else None
-            station = worker.Station(self._shipment.cargo, folder, board.path, self._token)
+            token = secrets.token_hex(8)
+            station = worker.Station(self._shipment.cargo, folder, board.path, token)
             executor = _Executor(station, board, self.num_workers, self._context)
             self._executors.append(executor)
         return self._executors[-1]
@@ -352,7 +361,7 @@ class ProcessPool(Pool):
         """Removes what the workers of an ended executor may have left."""
         executor.board.close()
         if executor._broken:
-            kill_marked(worker.POOL_VARIABLE, self._token)
+            kill_marked(worker.TOKEN, executor.station.token)
 
     def _hold_inquest(self, executor: _Executor) -> None:
         if executor.worked:

@@ -18,7 +18,7 @@ class Stats:
         slot_bytes: most bytes they may take now.
         overflowed: how many batches found no room in shared memory, and came through the pipe.
         retries: how often a batch was tried again whose worker had died.
-        replaced: how many workers were replaced.
+        replaced: how many workers were replaced since they died, hung or grew too large.
     """
 
     batches: int = 0

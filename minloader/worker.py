@@ -234,7 +234,7 @@ class Station(NamedTuple):
                 os.unlink(self.board)
 
 
-POOL_VARIABLE = "MINLOADER_POOL"
+TOKEN = "MINLOADER_TOKEN"
 """Environment variable by which the processes that a worker started are known when it is dead."""
 
 
@@ -245,7 +245,7 @@ def start(station: Station, worker_id: int) -> None:
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
-    os.environ[POOL_VARIABLE] = station.token
+    os.environ[TOKEN] = station.token
     processes.lead_group()
     processes.follow_parent(last_act=station.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
