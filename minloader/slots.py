@@ -122,13 +122,13 @@ class Slot:
 
     def retire(self) -> None:
         """Gives up the file, which can no longer be lent. Views of it stay."""
-        if self.fd >= 0:
-            os.close(self.fd)
+        fd, self.fd = self.fd, -1  # first: the last view may be collected anywhere below
+        self.mapping = None
+        if fd >= 0:
+            os.close(fd)
             if self.name is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.name)
-        self.fd = -1
-        self.mapping = None
 
 
 class Slots:
@@ -195,8 +195,8 @@ class Slots:
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
         """Takes note of the size that the worker made the slot, and of the size it needed."""
         with self._lock:
-            size = slot.size if size is None else size
             self._largest = max(self._largest, needed)
+            size = max(size or 0, slot.size)
             self._committed -= slot.limit - size
             if size != slot.size:
                 slot.mapping = None  # of the former size; nobody looks at it
@@ -261,7 +261,8 @@ class Slots:
         """Lets no slot that somebody looks at be written again: a fork looks at it too."""
         with self._lock:
             for slot in list(self._leased):
-                self._retire(slot)
+                if slot in self._leased:  # collecting garbage may have ended it meanwhile
+                    self._retire(slot)
 
     def close(self) -> None:
         """Ends all slots; batches that are still in use keep their memory."""
@@ -278,7 +279,7 @@ class Slots:
         """In a fork: these slots are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self._ended = True
-        for slot in self._all:
+        for slot in list(self._all):
             slot.name = None
             slot.retire()
 
@@ -289,9 +290,12 @@ _all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 def _before_fork() -> None:
     for slots in list(_all_slots):
         slots.retire_leased()
+    if _current is not None:
+        _current.share()
 
 
 def _after_fork_in_child() -> None:
+    use(None)  # the slot is the worker's
     for slots in list(_all_slots):
         slots._leave_to_parent()
 
@@ -363,7 +367,12 @@ class SlotWriter:
     def begin(self) -> None:
         """A new batch: what it finds in the slot is not its own."""
         self._mark = self.used
+        self._shared = False
         self.overflowed = False
+
+    def share(self) -> None:
+        """A fork of the worker keeps what was born for the present batch so far."""
+        self._shared = self._shared or bool(self._owners)
 
     def reserve(self, size: int) -> tuple[Any, int] | None:
         """Room for ``size`` bytes: the memory and an offset in it; None if there is none."""
@@ -413,7 +422,9 @@ class SlotWriter:
             address = ctypes.addressof(ctypes.c_char.from_buffer(data))
             for owner in self._owners:
                 start = address - owner.mapping.address
-                if self._mark <= start and start + data.nbytes <= self.used:
+                # A slot that has grown ends later than its former mapping: there lie others.
+                end = min(self.used, owner.mapping.size)
+                if self._mark <= start and start + data.nbytes <= end:
                     return start, start + data.nbytes
         place = self.reserve(data.nbytes)
         if place is None:
@@ -437,7 +448,7 @@ class SlotWriter:
         with self._lock:
             watches = [weakref.ref(owner) for owner in self._owners]
             self._owners = []
-        if all(watch() is None for watch in watches):
+        if not self._shared and all(watch() is None for watch in watches):
             return list(spans)
         self.retired = True
         _mappings.pop(self._address[:2], None)  # the kept array holds the mapping

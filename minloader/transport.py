@@ -65,7 +65,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         *,
         down: bool,
         buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+        dispatch_table: Any = None,
     ) -> None:
+        if dispatch_table is not None:  # now: it is read once, below
+            self.dispatch_table = dispatch_table
         super().__init__(file, protocol, buffer_callback=buffer_callback)
         self.down = down
         self.main_globals: dict[str, Any] = {}
@@ -127,16 +130,22 @@ def pack_batch(batch: Any, writer: SlotWriter) -> bytes | Parcel:
         Exception: whatever pickling raised, when cloudpickle cannot do it either.
     """
     try:
-        return _pack_batch(pickle.Pickler, _dispatch_table(), batch, writer)
+        return _pack_batch(_plain_pickler, batch, writer)
     except Exception as plain_error:
-        table = ChainMap(_dispatch_table(), Pickler.dispatch_table)
+        table = ChainMap(_dispatch_table(), cloudpickle.Pickler.dispatch_table)
         try:
-            return _pack_batch(partial(Pickler, down=False), table, batch, writer)
+            return _pack_batch(partial(Pickler, down=False, dispatch_table=table), batch, writer)
         except Exception as error:
             raise error from plain_error
 
 
-def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: SlotWriter) -> bytes | Parcel:
+def _plain_pickler(file: Any, **options: Any) -> pickle.Pickler:
+    pickler = pickle.Pickler(file, **options)
+    pickler.dispatch_table = _dispatch_table()
+    return pickler
+
+
+def _pack_batch(make_pickler: Any, batch: Any, writer: SlotWriter) -> bytes | Parcel:
     buffers: list[Any] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
@@ -147,9 +156,7 @@ def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: SlotWriter) -
         return span is None  # whether it stays in the stream
 
     file = io.BytesIO()
-    pickler = make_pickler(file, protocol=5, buffer_callback=put)
-    pickler.dispatch_table = table
-    pickler.dump(batch)
+    make_pickler(file, protocol=5, buffer_callback=put).dump(batch)
     stream = file.getvalue()
     if len(stream) >= LARGE:  # many strings, say
         span = writer.put(memoryview(stream))

@@ -44,6 +44,7 @@ class Worker:
             are packed, and the process's global generators are the worker's to seed.
         borrow: seed the global generators of the caller's process around each batch. Threads
             do neither: the global generators are shared by all of them.
+        packed: whether items come packed even so.
         mark: told of each item before it is begun.
     """
 
@@ -54,11 +55,13 @@ class Worker:
         *,
         remote: bool,
         borrow: bool = False,
+        packed: bool = False,
         mark: Mark = lambda task, index: None,
     ) -> None:
         self.info = WorkerInfo(worker_id, job.num_workers, os.getpid(), job.seed)
         self._job = job
         self._remote = remote
+        self._packed = remote or packed
         self._borrow = borrow
         self._mark = mark
         self._broken: Failure | None = None
@@ -127,14 +130,15 @@ class Worker:
         finally:
             if writer is not None:
                 slots.use(None)
-        reply = Reply(info.id, info.pid, self._remote, outcomes, seconds)
+        size = sum(map(transport.size_in_band, outcomes)) if self._remote else 0
+        reply = Reply(info.id, info.pid, self._remote, outcomes, seconds, size)
         if self._job.memory_limit is not None and self._remote:
             reply = reply._replace(memory=processes.private_memory())
         if writer is None:
             return reply
         writer.close()
         return reply._replace(
-            size=sum(map(transport.size_in_band, outcomes)) + writer.used,
+            size=size + writer.used,
             slot_size=writer.size,
             slot_retired=writer.retired,
             overflowed=overflowed,
@@ -146,7 +150,7 @@ class Worker:
         if writer is not None:
             writer.begin()
         try:
-            if self._remote:
+            if self._packed:
                 item = transport.unpack(item)
             batch = self._call(self._job.fetch, item, batch_seed(self.info.seed, epoch, ordinal))
         except BaseException as error:
@@ -309,7 +313,7 @@ class Attachment:
         """The worker of the calling thread."""
         worker: Worker | None = getattr(self._threads, "worker", None)
         if worker is None:
-            worker = self._threads.worker = Worker(self._job, -1, remote=False)
+            worker = self._threads.worker = Worker(self._job, -1, remote=False, packed=True)
         return worker
 
 
@@ -336,6 +340,4 @@ def run_attached(attachment: Callable[[], Worker], task: Task) -> Reply:
         stage = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         return Reply(-1, os.getpid(), True, [failure] * len(task.items))
-    if not worker._remote:
-        task = task._replace(items=[transport.unpack(item) for item in task.items])
     return worker.run(task)

@@ -1,0 +1,324 @@
+"""Several batches in one task: nobody may notice, but for the clock."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from conftest import EXECUTORS
+from helpers import (
+    AllNoise,
+    Bomb,
+    Broken,
+    Echo,
+    Faulty,
+    LateSlow,
+    Squares,
+    exit_at,
+    kill_at,
+    refuse,
+    sized,
+)
+
+from minloader import SKIP, BatchError, Loader, WorkerDied, worker
+from minloader.epoch import CHUNK_BYTES, CHUNK_MOST
+from minloader.transport import pack
+from minloader.worker import CHUNK_SECONDS, Job, Task, Worker
+
+N = 60
+CHUNK = 8
+
+# In the calling process nothing is sent.
+away = pytest.mark.parametrize("make", [n for n in EXECUTORS if n != "inline"], indirect=True)
+
+
+@pytest.fixture
+def chunks(make, monkeypatch):
+    """Makes loaders that send eight items or more at once, however slow this machine is.
+
+    ``chunks.sent`` are the first ordinals and the sizes of their tasks.
+    """
+    monkeypatch.setattr("minloader.epoch.CHUNK_SECONDS", 60)
+
+    def factory(*args: Any, **options: Any) -> Loader:
+        loader = make(*args, **options)
+        record(loader, factory.sent)
+        return loader
+
+    factory.sent = []  # type: ignore[attr-defined]
+    factory.remote = "process" in make.name  # type: ignore[attr-defined]
+    yield factory
+    assert max(size for _, size in factory.sent) >= CHUNK
+
+
+def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
+    """Writes down what is sent to workers, or would have been."""
+    pool = loader._pools[0]
+    pack = pool.pack
+
+    def recording(task: Task) -> Task:
+        sent.append((task.ordinal, len(task.items)))
+        return pack(task)
+
+    pool.pack = recording  # type: ignore[method-assign]
+
+
+def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
+    """An epoch that has found out already that batches are quick."""
+    epoch = iter(loader)
+    epoch._chunk = size
+    return epoch
+
+
+def outcomes(epoch: Any) -> list[Any]:
+    """All batches and errors of an epoch."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(epoch))
+        except StopIteration:
+            return found
+        except BaseException as error:
+            found.append(error)
+
+
+# --- it happens by itself, where it is worth it ------------------------------------------------
+
+
+def test_tiny_batches_travel_together(make):
+    loader, sent = make(Squares(), range(3000)), []
+    record(loader, sent)
+    assert list(loader) == [n * n for n in range(3000)]
+    first = max(2 * loader.num_workers, 1)
+    assert [size for _, size in sent[:first]] == [1] * first
+    assert sum(size for _, size in sent) >= 3000
+    if make.name != "inline":
+        assert 1 < max(size for _, size in sent) <= CHUNK_MOST
+        assert loader.stats.chunk_size > 1
+        assert len(sent) < 1500
+    sent.clear()
+    iter(loader)
+    assert [size for _, size in sent] == [1] * (2 * loader.num_workers)  # each epoch anew
+
+
+@pytest.mark.parametrize("shared_memory", [True, False, 100])
+def test_large_batches_travel_alone(shared_memory):
+    sent: list[Any] = []
+    items = [(n, CHUNK_BYTES + 1000) for n in range(60)]
+    with Loader(sized, items, num_workers=2, shared_memory=shared_memory) as loader:
+        record(loader, sent)
+        for n, batch in enumerate(loader):
+            assert (batch == n).all()
+    assert [size for _, size in sent] == [1] * 60
+
+
+def test_batches_share_a_slot_and_no_memory():
+    sent: list[Any] = []
+    with Loader(sized, [(n, 20_000) for n in range(N)], num_workers=2) as loader:
+        record(loader, sent)
+        kept = []
+        for n, batch in enumerate(epoch_of(loader)):
+            assert (batch == n).all()
+            batch += 1000
+            kept.append(batch)
+        assert all((batch == n + 1000).all() for n, batch in enumerate(kept))
+        assert len(sent) < N
+        assert loader.stats.slots <= len(sent) + 4
+
+
+# --- each batch is on its own ------------------------------------------------------------------
+
+
+@away
+def test_randomness_is_of_the_batch(chunks):
+    with Loader(AllNoise(), range(N), num_workers=0, seed=4) as loader:
+        expected = [list(loader), list(loader)]
+    loader = chunks(AllNoise(), range(N), seed=4)
+    for epoch in expected:
+        batches = list(epoch_of(loader))
+        # Threads share the global generators.
+        own = slice(None) if chunks.remote else slice(5)
+        assert [batch[own] for batch in batches] == [batch[own] for batch in epoch]
+
+
+def replace(error: BatchError) -> Any:
+    assert isinstance(error.__cause__, ValueError)
+    return SKIP if error.ordinal % 2 else (error.ordinal, error.item, error.epoch)
+
+
+@away
+@pytest.mark.parametrize("on_error", ["raise", "skip", replace])
+def test_errors_are_of_their_batch_alone(chunks, on_error):
+    faults = {n: ValueError for n in range(100, 100 + N) if n % 7 == 3}
+    loader = chunks(Faulty(0, faults), range(100, 100 + N), on_error=on_error)
+    found = outcomes(epoch_of(loader))
+    expected: list[Any] = []
+    for n in range(N):
+        if n + 100 not in faults:
+            expected.append((n + 100) ** 2)
+        elif on_error == "raise":
+            error = found[n]
+            assert (type(error), str(error)) == (ValueError, f"item {n + 100} is bad")
+            assert f"batch {n} of epoch 0, item {n + 100}," in error.__notes__[0]
+            expected.append(error)
+        elif on_error is replace and n % 2 == 0:
+            expected.append((n, n + 100, 0))
+    assert found == expected
+
+
+@away
+@pytest.mark.parametrize("bad", [threading.Lock(), Bomb()], ids=["pickling", "unpickling"])
+def test_an_item_that_cannot_travel_takes_no_other_along(chunks, bad):
+    items = [bad if n in (17, 45) else n for n in range(N)]
+    found = outcomes(epoch_of(chunks(Echo(), items)))
+    assert len(found) == N
+    for n, (outcome, item) in enumerate(zip(found, items, strict=True)):
+        if item is not bad:
+            assert outcome == n
+        elif isinstance(outcome, Exception):
+            assert str(outcome) in ("the item went off", "cannot pickle '_thread.lock' object")
+            assert f"batch {n} of epoch 0" in outcome.__notes__[0]
+            assert "in the executor" not in outcome.__notes__[0]
+        else:
+            assert (outcome, chunks.remote) == (bad, False)
+
+
+class Stumbling:
+    """A sampler that raises in between, and goes on."""
+
+    def __iter__(self) -> Any:
+        self.drawn = count()
+        return self
+
+    def __next__(self) -> int:
+        n = next(self.drawn)
+        if n == N:
+            raise StopIteration
+        if n in (20, 21, 45):
+            raise LookupError(f"draw {n}")
+        return n
+
+
+@away
+def test_an_error_of_the_sampler_has_its_turn(chunks):
+    found = outcomes(epoch_of(chunks(Echo(), Stumbling())))
+    texts = {n: f"draw {n}" for n in (20, 21, 45)}
+    assert [str(each) if isinstance(each, Exception) else each for each in found] == [
+        texts.get(n, n) for n in range(N)
+    ]
+    assert found[20].__notes__ == ["minloader: raised by the sampler, epoch 0"]
+
+
+@away
+def test_epochs_left_early_and_several_at_once(chunks):
+    loader = chunks(Squares(), sampler := Endless())
+    expected = [n * n for n in range(N)]
+    for _ in range(3):
+        assert list(islice(epoch_of(loader), N)) == expected
+    one, other = epoch_of(loader), epoch_of(loader, 2 * CHUNK)
+    assert list(islice(zip(one, other, strict=True), N)) == [
+        (square, square) for square in expected
+    ]
+    assert sampler.most < 2 * N + (2 * loader.num_workers + 1) * CHUNK_MOST
+
+
+class Endless:
+    """Infinite, and knows how far it was read at most."""
+
+    most = 0
+
+    def __iter__(self) -> Any:
+        for n in count():
+            self.most = max(self.most, n)
+            yield n
+
+
+@away
+def test_out_of_order_loses_nothing(chunks):
+    assert sorted(epoch_of(chunks(Squares(), range(N), in_order=False))) == [
+        n * n for n in range(N)
+    ]
+
+
+@pytest.mark.parametrize("make", ["thread", "foreign-thread"], indirect=True)
+def test_a_batch_that_exits_is_one_batch(chunks):
+    found = outcomes(epoch_of(chunks(exit_at, range(N))))
+    assert [each.code if isinstance(each, SystemExit) else each for each in found] == [*range(N)]
+    assert [type(each) for each in found].count(SystemExit) == N // 10
+
+
+def test_a_worker_that_dies_costs_one_batch():
+    sent: list[Any] = []
+    with Loader(kill_at, range(N), num_workers=2) as loader:
+        record(loader, sent)
+        found = outcomes(epoch_of(loader, N))
+    assert [each.ordinal if isinstance(each, WorkerDied) else each for each in found] == [*range(N)]
+    assert isinstance(found[33], WorkerDied)
+    assert max(size for _, size in sent) > CHUNK
+
+
+@away
+@pytest.mark.parametrize(
+    ("dataset", "init", "text"),
+    [(Broken(), None, "the item went off"), (Squares(), refuse, "the worker refuses")],
+)
+def test_a_worker_that_is_of_no_use_says_so_for_each_batch(chunks, dataset, init, text):
+    if not chunks.remote and init is None:
+        dataset, init, text = Squares(), refuse, "the worker refuses"  # nothing is loaded
+    loader = chunks(dataset, range(N), worker_init_fn=init, on_error="skip")
+    found = outcomes(epoch_of(loader))
+    assert [str(error) for error in found] == [text] * N
+    for n, error in enumerate(found):
+        # In a thread it is the same error each time, with a note for each batch.
+        assert f"batch {n} of epoch 0" in "".join(error.__notes__)
+
+
+# --- slow batches, slow samplers ---------------------------------------------------------------
+
+
+def test_a_worker_cuts_a_slow_chunk_short(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    maker = Worker(Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None, 0, 1), 0, remote=True)
+    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)])
+    made = len(maker.run(task).outcomes)
+    assert 1 <= made <= 4
+    monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
+    assert len(maker.run(task).outcomes) == CHUNK
+
+
+@away
+def test_a_slow_batch_in_a_chunk_changes_no_order(chunks):
+    for slow in (range(20, 21), range(20, 24), range(50, N)):
+        dataset = LateSlow(slow.start, slow.stop, 3 * CHUNK_SECONDS)
+        assert list(epoch_of(chunks(dataset, range(N)))) == list(range(N))
+
+
+@away
+def test_slow_batches_end_the_chunks_at_once(make):
+    sent: list[Any] = []
+    loader = make(LateSlow(10, 60, 10 * CHUNK_SECONDS), range(60))
+    record(loader, sent)
+    epoch = epoch_of(loader, 64)
+    for n in range(60):
+        assert next(epoch) == n
+        assert n < 10 or epoch._chunk <= 4
+        # What a chunk left undone is not made all at once, which could take much memory.
+        assert sum(task.future is not None for task in epoch._pending) <= 16
+    assert max(size for _, size in sent) > 16  # cut short by the worker
+    assert loader.stats.chunk_size == 1
+
+
+def test_a_slow_sampler_is_not_read_ahead_for_a_chunk(make):
+    def slow() -> Any:
+        for n in range(20):
+            threading.Event().wait(2 * CHUNK_SECONDS)
+            yield n
+
+    sent: list[Any] = []
+    loader = make(Squares(), slow())
+    record(loader, sent)
+    assert list(epoch_of(loader)) == [n * n for n in range(20)]
+    assert len(sent) == 20

@@ -1,0 +1,794 @@
+"""Batches in shared memory: whole, private, alive as long as a view of them, and no longer."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import math
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import helpers
+import numpy as np
+import psutil
+import pytest
+from conftest import eventually, require
+from helpers import Forker, Keeper, Trouble, cook, fork_and_fill, numbered, sized, threads_in
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+import minloader
+from minloader import Loader, TransportError, collate, pad_collate, slots, worker
+from minloader.slots import ALIGN, LARGE, Slots, SlotWriter, empty
+from minloader.transport import pack, pack_batch, unpack_batch
+from minloader.worker import Job, Task, Worker
+
+PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
+NAMED = "import os; del os.memfd_create\n"
+
+
+def python(code: str, *before: str) -> str:
+    """Runs a program in a fresh interpreter, which must end well and quietly."""
+    done = subprocess.run(
+        [*before, sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+        env={**os.environ, "PYTHONPATH": PATH},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def mapped_files(pid: int | str = "self") -> set[str]:
+    """The slots that a process has mapped, by inode."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "minloader" in line}
+
+
+# --- what arrives is what was sent -------------------------------------------------------------
+
+DTYPES = ["?", "i1", "u2", ">i4", "i8", "f2", ">f8", "f4", "c16", "M8[s]", "m8[ms]", "U5", "S3"]
+DTYPES += ["V3", [("a", "i4"), ("b", ">f8", (2,)), ("c", "U2")]]
+SHAPES = [(), (0,), (3,), (0, 5), (7, 3), (LARGE - 1,), (LARGE,), (40, 300), (2, 3, 900)]
+LAYOUTS = ["plain", "fortran", "strided", "reversed", "frozen", "broadcast", "memmap", "born"]
+VALUES = [None, True, -3, 10**30, 1.5, math.nan, 2j, "", b"", {1, 2}, frozenset("ab"), slice(1, 2)]
+VALUES = [(value, 1) for value in [*VALUES, "ü", b"\0z", bytearray(b"q"), np.float32(0.5)]]
+VALUES += [("ü", LARGE), (b"\0z", LARGE), (bytearray(b"q"), LARGE)]
+
+arrays = st.tuples(
+    st.just("array"),
+    st.sampled_from(DTYPES),
+    st.sampled_from(SHAPES),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 99),
+)
+values = st.sampled_from(VALUES).map(lambda value: ("value", *value))
+leaves = arrays | values | st.just(("objects", 9))
+containers = st.sampled_from(["dict", "list", "tuple", "point", "record"])
+recipes = st.recursive(
+    leaves, lambda parts: st.tuples(containers, st.lists(parts, max_size=3)), max_leaves=6
+)
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """The batch and all that is in it."""
+    found = [batch]
+    for part in found:  # grows while we walk
+        if isinstance(part, helpers.Record):
+            found.append(part.parts)
+        elif isinstance(part, dict):
+            found += [*part, *part.values()]
+        elif isinstance(part, (list, tuple)):
+            found += part
+    return found
+
+
+def assert_same(batch: Any, expected: Any) -> None:
+    ours, theirs = parts_of(batch), parts_of(expected)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(other, np.ndarray):
+            assert isinstance(one, np.ndarray)
+            assert_array_equal(one, other, strict=True)
+        elif type(other).__module__ == "torch":
+            assert (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
+            assert_array_equal(one.tolist(), other.tolist(), strict=True)
+        else:
+            assert type(one) is type(other)
+            if not isinstance(other, (dict, list, tuple, helpers.Record)):
+                assert one == other or (one != one and other != other)
+
+
+def scribble(batch: Any) -> None:
+    for part in parts_of(batch):
+        if isinstance(part, np.ndarray) and part.flags.writeable:
+            part[...] = np.zeros((), part.dtype)
+
+
+def test_whatever_is_sent_arrives_and_is_private(make):
+    sampler: list[Any] = []
+    loader = make(cook, sampler)
+    held: list[Any] = []
+
+    @settings(
+        max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(st.lists(recipes, min_size=1, max_size=5))
+    def check(items: list[Any]) -> None:
+        sampler[:] = items
+        batches = list(loader)
+        if "process" in make.name:
+            parts = [part for part in parts_of(batches) if isinstance(part, np.ndarray)]
+            assert all(type(part) is np.ndarray and part.flags.writeable for part in parts)
+        for batch, item in zip(batches, items, strict=True):
+            assert_same(batch, cook(item))
+            scribble(batch)  # must not be seen in the batches that are still to be compared
+        for batch, item in held:
+            assert_same(batch, cook(item))
+        sampler[:] = items[:1]
+        held[:] = [*held[-3:], (next(iter(loader)), items[0])]
+
+    check()
+    assert (loader.stats.slots > 0) == ("process" in make.name)
+    assert loader.stats.overflowed == 0
+
+
+def test_tensors_arrive_as_they_were():
+    torch = require("torch")
+    items = [
+        ("tensor", dtype, shape, layout)
+        for dtype in ("float32", "bfloat16", "int64", "bool", "float16", "complex64")
+        for shape in ((), (2, 0), (4, 5), (200, 300))
+        for layout in ("plain", "transposed", "born", "gradient", "conjugate")
+        if layout != "gradient" or dtype.startswith(("float", "complex"))
+        if layout != "born" or dtype != "bfloat16"
+        if layout != "conjugate" or dtype == "complex64"
+        if layout != "transposed" or len(shape) == 2
+    ]
+    with Loader(cook, items) as loader:
+        for batch, item in zip(loader, items, strict=True):
+            assert type(batch) is torch.Tensor
+            assert_same(batch, cook(item))
+            batch.detach().zero_()
+        assert loader.stats.slots > 0
+
+
+# --- how long it lives -------------------------------------------------------------------------
+
+
+def tensor_of(array: Any) -> Any:
+    return require("torch").from_numpy(array)
+
+
+VIEWS = {
+    "arrays": [
+        lambda array: array,
+        lambda array: array[100:-100:3],
+        lambda array: array[::-1].reshape(10, -1)[2:].T,
+    ],
+    "buffers": [
+        lambda array: memoryview(array)[10:2000],
+        lambda array: np.frombuffer(array, np.uint8, 4000, offset=80),
+        lambda array: np.frombuffer(memoryview(array).cast("B")[64:640], np.float32),
+    ],
+    "tensors": [tensor_of, lambda array: tensor_of(array)[9:].view(-1, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("arrays", 20_000), ("arrays", 240_000), ("buffers", 240_000), ("tensors", 240_000)],
+)
+def test_a_slot_lives_as_long_as_any_view(kind, size):
+    with Loader(sized, [(n, size) for n in range(150)], num_workers=2) as loader:
+        batches = iter(loader)
+        kept = [view(next(batches)) for view in VIEWS[kind] * 2]
+        copies = [np.asarray(view).copy() for view in kept]
+
+        def assert_unchanged() -> None:
+            for view, copy in zip(kept, copies, strict=True):
+                assert_array_equal(np.asarray(view), copy, strict=True)
+
+        for n, batch in enumerate(batches, len(kept)):
+            assert (batch == n).all()
+        assert_unchanged()
+        assert len(kept) / size * 20_000 < loader.stats.slots <= len(kept) + 7
+    assert_unchanged()
+    pool = loader._pools[0].slots
+    del loader, batches, batch
+    gc.collect()
+    assert_unchanged()
+    files = mapped_files()
+    assert files
+    kept.clear()
+    assert pool.used == (0, 0)  # with the last view
+    assert not mapped_files() & files
+
+
+def test_slots_are_used_again_when_nothing_is_kept():
+    with Loader(numbered, range(100), num_workers=2) as loader:
+        for n, batch in enumerate(loader):
+            assert (batch == n).all()
+        assert 0 < loader.stats.slots <= 4 + 2
+        bound = loader.stats.slot_bytes
+        for _ in range(20):  # left early
+            for n, batch in enumerate(loader):
+                assert (batch == n).all()
+                if n == 3:
+                    break
+        assert sum(1 for _ in loader) == 100
+        assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
+        assert loader.stats.slot_bytes <= bound + 2 * slots.GRAIN
+
+
+def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
+    """Garbage is collected when it likes; here it is whenever a slot is closed."""
+    retire = slots.Slot.retire
+    monkeypatch.setattr(slots.Slot, "retire", lambda slot: (retire(slot), gc.collect()))
+    for end in (bench.pool.retire_leased, bench.pool.close):
+        gc.disable()
+        try:
+            for n in range(5):
+                ring = [bench.trip(numbered, [n])]
+                ring.append(ring)
+            del ring
+            end()
+        finally:
+            gc.enable()
+        assert not bench.pool._leased
+    assert bench.pool.used == (0, 0)
+
+
+def test_nothing_accumulates():
+    def held(loader: Loader) -> list[int]:
+        """Descriptors but for slots, threads; and the same of the workers."""
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        counts = [count for each in processes for count in (each.num_fds(), each.num_threads())]
+        return [counts[0] - loader.stats.slots, *counts[1:]]
+
+    sizes = [1_000, 20_000, 5_000_000, 300_000, 1_200_000]
+    items = [(n, sizes[n % 5]) for n in range(250)]
+    with Loader(sized, items, num_workers=2) as loader:
+        loader.start()
+        seen = []
+        batches = iter(loader)
+        for n, batch in enumerate(batches):
+            assert (batch == n).all()
+            assert loader.stats.slots <= 16  # a chunk cut short takes some more
+            if n in (60, 240):
+                assert eventually(lambda: all(task.future.done() for task in batches._pending))
+                seen.append(held(loader))
+        assert all(late <= early for early, late in zip(*seen, strict=True)), seen
+        workers = [process.pid for process in loader._pools[0]._executors[-1].workers]
+        hoard = list(loader)
+        assert loader.stats.slots > 50
+        del hoard  # most slots are closed now, and the workers are to notice
+        assert sum(1 for _ in loader) == 250
+        assert loader.stats.slots <= 4 + 2
+        for pid in workers:
+            assert len(mapped_files(pid)) <= 4 + 4
+
+
+# --- born in place -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Both sides of slots in this process."""
+    for name, value in (("_mappings", {}), ("_closed", 0), ("_current", None)):
+        monkeypatch.setattr(slots, name, value)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
+    pool = Slots(100_000_000, 4)
+    workers: dict[Any, Worker] = {}
+
+    def write() -> tuple[Any, SlotWriter]:
+        slot = pool.lend()
+        writer = SlotWriter(pool.address(slot))
+        slots.use(writer)
+        return slot, writer
+
+    def trip(dataset: Any, items: list[Any]) -> list[Any]:
+        """The batches of one task."""
+        if dataset not in workers:
+            job = Job(dataset, None, None, None, 0, 1)
+            workers[dataset] = Worker(job, 0, remote=True)
+        slot = pool.lend()
+        packed = [pack(item, down=True) for item in items]
+        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot)))
+        pool.settle(slot, reply.slot_size, reply.size)
+        memory = pool.lease(slot, retire=reply.slot_retired)
+        return [unpack_batch(outcome, memory) for outcome in reply.outcomes]
+
+    yield SimpleNamespace(pool=pool, write=write, trip=trip)
+    slots.use(None)
+    pool.close()
+
+
+def test_empty_is_numpys_outside_a_worker():
+    for shape in (5, (3, 4), [LARGE, 2], np.int64(LARGE), (), 0):
+        array, expected = empty(shape, "f4"), np.empty(shape, "f4")
+        assert (array.shape, array.dtype, array.base) == (expected.shape, expected.dtype, None)
+    assert empty(3).dtype == np.empty(3).dtype
+
+
+def test_empty_gives_what_numpy_would(bench):
+    bench.write()
+    for shape in (LARGE, [3, LARGE], np.int64(LARGE), (0, LARGE), (), 7, (LARGE + 1, 1)):
+        for dtype in ("i1", None, ">f8", [("a", "i4"), ("b", "f8", (2,))], ("f4", (3,)), "U3"):
+            array, expected = empty(shape, dtype), np.empty(shape, dtype)
+            assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+            assert array.strides == expected.strides
+            assert array.flags.owndata == (expected.nbytes < LARGE)
+            assert array.flags.owndata or array.ctypes.data % ALIGN == 0
+    assert empty(LARGE, object).flags.owndata
+    for wrong in (-LARGE, (-2, -LARGE), 1.5, "x"):
+        with pytest.raises((TypeError, ValueError)):
+            empty(wrong)
+    slots.use(None)
+    assert empty(LARGE).flags.owndata
+
+
+def test_what_was_born_in_the_slot_is_not_copied(bench):
+    slot, writer = bench.write()
+    array = empty((300, 1000), "f4")
+    array[:] = np.arange(1000)
+    parts = [array, array[10:60], array.T, array.view("i4"), array[0:100].reshape(-1)[8:]]
+    used = writer.used
+    parcel = pack_batch(parts, writer)
+    assert writer.used == used == array.nbytes
+    assert pack_batch([array, array[:, ::2]], writer)
+    assert writer.used >= used + array.nbytes // 2  # gaps are left out
+    slots.use(None)
+    copies = [part.copy() for part in parts]
+    del array, parts
+    spans = writer.end(parcel.buffers)
+    assert (spans, writer.retired) == (parcel.buffers, False)
+    writer.close()
+    bench.pool.settle(slot, writer.size, writer.used)
+    memory = bench.pool.lease(slot, retire=False)
+    assert_same(unpack_batch(parcel._replace(buffers=spans), memory), copies)
+
+
+def test_large_parts_of_all_kinds_are_in_the_slot(bench):
+    _, writer = bench.write()
+    parts: list[Any] = [["many"] * LARGE, np.zeros(LARGE)[::2], np.float32(1), lambda: 0]
+    parts += [np.broadcast_to(np.int8(1), (LARGE,))]
+    for part in (*parts, parts[:2], parts):
+        parcel = pack_batch(part, writer)
+        assert len(parcel if type(parcel) is bytes else parcel.stream) < LARGE
+        assert type(parcel) is bytes or len(parcel.buffers) >= 1
+
+
+def test_large_tensors_are_in_the_slot(bench, monkeypatch):
+    torch = require("torch")
+    _, writer = bench.write()
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "torch")
+        pack_batch([], writer)  # as in a worker that imports it later
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        parcel = pack_batch([torch.zeros(LARGE, dtype=dtype), lambda: 0], writer)
+        assert [stop - start >= LARGE for start, stop in parcel.buffers] == [True]
+        assert b"_reduce_tensor" not in parcel.stream
+    tensor = torch.from_numpy(empty(LARGE))
+    used = writer.used
+    pack_batch({"born": tensor.view(2, -1)}, writer)
+    assert writer.used == used
+
+
+def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
+    """A slot that grows is mapped anew; what follows its first mapping is somebody else's."""
+    room = mmap.mmap(-1, 4 << 20)
+    beside = np.frombuffer(room, np.uint8)
+    beside[:] = 7
+    start, call, fixed = beside.ctypes.data, slots._libc.mmap, 0x10
+    places = iter([start])
+
+    def mmap_there(address: Any, size: int, protection: int, flags: int, *file: int) -> int:
+        place = next(places, None)
+        return call(place, size, protection, flags | (fixed if place else 0), *file)
+
+    monkeypatch.setattr(slots._libc, "mmap", mmap_there)
+    slot, writer = bench.write()
+    first = empty(200_000, "u1")
+    assert first.ctypes.data == start
+    second = empty(2_000_000, "u1")
+    first[:], second[:] = 1, 2
+    size = slots.GRAIN  # of the first mapping
+    assert beside[size] == 7
+    parcel = pack_batch([first, second, beside[size : size + 100_000]], writer)
+    data = os.pread(slot.fd, writer.size, 0)
+    assert [set(data[start:stop]) for start, stop in parcel.buffers] == [{1}, {2}, {7}]
+    del first, second
+    writer.close()
+    bench.pool.discard(slot)
+    # Unmapping the slot takes a piece out of the room, which is unmapped with it at the end.
+
+
+@pytest.mark.parametrize("size", [3_000, 60_000])
+def test_what_a_dataset_keeps_is_its_own(bench, size):
+    dataset = Keeper(size)
+    batches = [*bench.trip(dataset, [0, 1, 2])]
+    kept = dataset.kept
+    assert not kept.flags.owndata  # it was born in the slot, which is retired now
+    (retired,) = bench.pool._leased
+    assert retired.fd == -1
+    for n in range(3, 60, 3):
+        batches += bench.trip(dataset, [n, n + 1, n + 2])
+    for n, (index, was_kept, other, part) in enumerate(batches):
+        assert index == n
+        assert set(was_kept) == set(part) == {n}
+        assert set(other) == {-n}
+    scribble(batches)
+    assert dataset.kept is kept
+    assert set(kept) == {59}
+    with Loader(Keeper(size), range(200), num_workers=2, prefetch_factor=3) as loader:
+        for n, (index, was_kept, other, part) in enumerate(list(loader)):
+            assert index == n
+            assert set(was_kept) == set(part) == {n}
+            assert set(other) == {-n}
+
+
+def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
+    class Failing:
+        kept: Any = None
+
+        def __getitem__(self, index: int) -> Any:
+            if self.kept is None:
+                self.kept = empty(30_000, "i4")
+                self.kept[:] = 5
+                raise ValueError("now")
+            return numbered(index)
+
+    dataset = Failing()
+    job = Job(dataset, None, None, None, 0, 1)
+    slot = bench.pool.lend()
+    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot))
+    reply = Worker(job, 0, remote=True).run(task)
+    assert reply.slot_retired
+    bench.pool.settle(slot, reply.slot_size, reply.size)
+    bench.pool.free(slot, retire=reply.slot_retired)
+    for n in range(5):
+        (batch,) = bench.trip(dataset, [n])
+        assert (batch == n).all()
+    assert (dataset.kept == 5).all()
+
+
+@pytest.mark.parametrize("collate_fn", [collate, pad_collate(-1)])
+def test_collated_batches_are_born_in_the_slot(bench, collate_fn):
+    samples = [{"x": np.arange(n, n + 5_000), "y": (float(n), b"n")} for n in range(8)]
+    expected = collate_fn(samples)
+    _, writer = bench.write()
+    batch = collate_fn(samples)
+    used = writer.used
+    assert used >= 8 * 5_000 * 8
+    assert_same(batch, expected)
+    pack_batch(batch, writer)
+    assert writer.used == used
+
+
+def test_a_fork_of_a_worker_has_no_share_in_its_slot():
+    with Loader(fork_and_fill, range(1, 5)) as loader:
+        for n, (ours, theirs) in enumerate(loader, 1):
+            assert set(ours) == {n}
+            assert set(theirs) == {-n}
+    with Loader(Forker(), range(31)) as loader:
+        for n, batch in enumerate(loader):
+            assert set(batch) == {n % 30}
+
+
+# --- no room -----------------------------------------------------------------------------------
+
+
+def test_without_shared_memory():
+    with Loader(numbered, range(20), num_workers=2, shared_memory=False) as loader:
+        for n, batch in enumerate(list(loader)):
+            assert (batch == n).all()
+            batch += 1
+        assert (loader.stats.slots, loader.stats.slot_bytes, loader.stats.overflowed) == (0, 0, 0)
+
+
+def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
+    kept = []
+    with Loader(numbered, range(60), num_workers=2, shared_memory=1_000_000) as loader:
+        for batch in loader:
+            kept.append(batch)
+            assert loader.stats.slot_bytes <= 1_000_000
+        assert 30 < loader.stats.overflowed < 60
+        kept[:-5] = [batch.copy() for batch in kept[:-5]]
+        batch = None
+        before = loader.stats.overflowed
+        for n, batch in enumerate(loader):
+            assert (batch == n).all()
+        assert loader.stats.overflowed < before + 60
+    for n, batch in enumerate(kept):
+        assert (batch == n).all()
+        batch += 1
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("minloader", "WARNING")
+    assert "no room in shared memory" in record.message
+
+
+def test_few_descriptors():
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import helpers, minloader
+with minloader.Loader(helpers.sized, [(n, 40_000) for n in range(300)], num_workers=2) as loader:
+    kept = list(loader)
+    assert loader.stats.overflowed == 0, loader.stats
+assert all((batch == n).all() for n, batch in enumerate(kept)) and len(kept) == 300
+"""
+    python(code)
+
+
+def test_no_more_slots_than_descriptors(bench):
+    bench.pool._most_open = 3
+    assert [bench.pool.lend() is not None for _ in range(5)] == [True] * 3 + [False] * 2
+    assert bench.pool.address(None).limit == 0
+
+
+def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
+    """The number of its descriptor is used again, for anything."""
+    address = bench.pool.address(bench.pool.lend())
+    writer = SlotWriter(address._replace(inode=address.inode + 1))
+    assert writer.reserve(LARGE) is None
+    assert writer.overflowed
+    assert SlotWriter(address).reserve(LARGE) is not None
+
+
+def test_no_memory_in_the_worker(bench, monkeypatch):
+    """Then the batch is in the message, and all that is in the slot already stays good."""
+
+    def full(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, offset + length // 2)  # where it is emulated
+        raise OSError(errno.ENOSPC, "no space")
+
+    slot, writer = bench.write()
+    first = empty(50_000, "i4")
+    first[:] = 1
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert writer.reserve(1 << 20) is None
+    assert writer.overflowed
+    second = empty(1 << 20, "i4")
+    second[:] = 2
+    parcel = pack_batch([first, second], writer)
+    assert [type(buffer) for buffer in parcel.buffers] == [tuple]
+    assert len(parcel.stream) > second.nbytes
+    del first
+    spans = writer.end(parcel.buffers)
+    writer.begin()
+    assert not writer.overflowed
+    writer.close()
+    assert writer.size == os.fstat(slot.fd).st_size
+    bench.pool.settle(slot, writer.size, writer.used)
+    memory = bench.pool.lease(slot, retire=False)
+    one, two = unpack_batch(parcel._replace(buffers=spans), memory)
+    assert (set(one), set(two)) == ({1}, {2})
+
+
+def test_no_address_space_in_the_parent(bench, monkeypatch):
+    mapping = slots._Mapping
+
+    def no_room(fd: int, size: int, *, populate: bool = False) -> Any:
+        if populate:  # the worker's
+            return mapping(fd, size, populate=populate)
+        raise OSError(errno.ENOMEM, "cannot map")
+
+    monkeypatch.setattr(slots, "_Mapping", no_room)
+    for n in range(3):
+        (batch,) = bench.trip(numbered, [n])
+        assert set(batch) == {n}
+        batch += 1
+    assert bench.pool.used == (0, 0)
+
+
+def refuse(info: Any) -> None:
+    raise ValueError("not here")
+
+
+@pytest.mark.parametrize("stage", ["init", "load", "attach"])
+def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
+    """What another worker has made of that slot is still there."""
+    assert set(bench.trip(numbered, [1])[0]) == {1}
+    job = Job(numbered, None, None, refuse, 0, 1)
+    run = Worker(job, 0, remote=True).run
+    if stage == "load":
+        monkeypatch.setattr(worker, "_start_reply", run(Task(0, 0, [0])))
+        run = worker.run
+    elif stage == "attach":
+        run = partial(worker.run_attached, partial(refuse, None))
+    slot = bench.pool.lend()
+    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
+    assert [type(outcome) for outcome in reply.outcomes] == [worker.Failure]
+    bench.pool.settle(slot, reply.slot_size, reply.size)
+    bench.pool.free(slot)
+    assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
+    assert set(bench.trip(numbered, [2])[0]) == {2}
+    assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
+
+
+def test_files_with_names():
+    code = """
+import helpers, minloader
+with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
+    folder = loader._pools[0].slots.folder
+    kept = list(loader)
+    assert loader.stats.slots > 0 and loader.stats.overflowed == 0
+    del kept[:20]
+    kept[:0] = list(loader)[:20]
+    assert sum(1 for _ in loader) == 40
+    assert 0 < len(os.listdir(folder)) <= loader.stats.slots < 50
+assert not os.path.exists(folder)
+assert all((batch == n).all() for n, batch in enumerate(kept))
+print(folder)
+"""
+    folder = python(NAMED + code).strip()
+    assert folder.startswith("/dev/shm/minloader-")
+
+
+def test_files_with_names_are_gone_when_the_parent_is_killed():
+    code = """
+import helpers, minloader
+loader = minloader.Loader(helpers.numbered, range(40), num_workers=2)
+batches = iter(loader)
+kept = [next(batches), next(batches)]
+print(loader._pools[0].slots.folder, len(os.listdir(loader._pools[0].slots.folder)))
+os.sys.stdout.flush()
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMED + code],
+        env={**os.environ, "PYTHONPATH": PATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as program:
+        output, _ = program.communicate(timeout=50)
+    assert program.returncode == -9
+    folder, files = output.split()
+    assert int(files) >= 2
+    assert eventually(lambda: not os.path.exists(folder))
+
+
+def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
+    """A C library may still have semaphores there, without which there are no workers at all."""
+    make = slots.tempfile.mkdtemp
+
+    def refused(prefix: str = "", dir: str | None = None) -> str:
+        if dir == "/dev/shm":
+            raise OSError(errno.EROFS, "read-only")
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(slots.tempfile, "mkdtemp", refused)
+    monkeypatch.delattr(os, "memfd_create")
+    with Loader(numbered, range(10)) as loader:
+        assert os.path.dirname(loader._pools[0].slots.folder) == str(tmp_path)
+        for n, batch in enumerate(loader):
+            assert (batch == n).all()
+        assert loader.stats.slots > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def small_machine():
+    """A command before which ``/dev/shm`` has 64 MB."""
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare(1) to give a program a /dev/shm of its own")
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("a /dev/shm of 64 MB can be mounted by root only")
+    return "unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_a_small_dev_shm(small_machine, named):
+    """No bus error: what does not fit comes through the pipe."""
+    code = f"""
+import helpers, minloader
+items = [(n, 50_000_000 if n % 3 else 2_000_000) for n in range(9)]
+with minloader.Loader(helpers.sized, items, num_workers=4, shared_memory=1 << 32) as loader:
+    for n, batch in enumerate(loader):
+        assert (batch == n).all() and batch.nbytes == items[n][1]
+        if n == 0:
+            kept = batch
+    assert (loader.stats.overflowed > 0) == {named}, loader.stats
+assert (kept == 0).all()
+"""
+    python("import logging; logging.disable()\n" + NAMED * named + code, *small_machine)
+
+
+# --- errors, forks, surroundings ---------------------------------------------------------------
+
+
+def test_trouble_after_a_part_was_born():
+    troubles = ["none", "raises", "lock", "lambda"] * 15
+    with Loader(Trouble(), list(enumerate(troubles)), num_workers=2) as loader:
+        batches = iter(loader)
+        kept = []
+        for n, trouble in enumerate(troubles):
+            if trouble == "raises":
+                with pytest.raises(ValueError, match=f"item {n} is bad"):
+                    next(batches)
+            elif trouble == "lock":
+                with pytest.raises(TransportError, match=r"batch\[1\] is a lock"):
+                    next(batches)
+            else:
+                kept.append((n, *next(batches)))
+        assert loader.stats.overflowed == 0
+        assert len(kept) == 30
+        for n, array, other in kept:
+            assert set(array) == {n}
+            assert array.flags.writeable
+            assert (other() if callable(other) else other) == n
+        files = {f"{slot.inode}" for slot in loader._pools[0].slots._leased}
+        assert files == mapped_files() & files  # with a lambda too
+        array = other = None
+        kept.clear()
+        assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
+
+
+def test_a_fork_keeps_what_it_looks_at():
+    code = """
+import os, helpers, minloader
+with minloader.Loader(helpers.numbered, range(60), num_workers=2) as loader:
+    batches = iter(loader)
+    held = [next(batches) for _ in range(3)]
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0 if all((batch == n).all() for n, batch in enumerate(held)) else 1)
+    del held
+    for n, batch in enumerate(batches, 3):
+        assert (batch == n).all()
+    del batch
+    os.write(writer, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert loader.stats.slots <= 6 and loader.stats.overflowed == 0
+    files = len([1 for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")
+                 and "minloader" in os.readlink(f"/proc/self/fd/{fd}")])
+    assert files <= loader.stats.slots + 3, files  # and the dataset, and the board twice
+"""
+    python(code)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_workers_that_are_forks():
+    with Loader(numbered, range(30), num_workers=2, mp_context="fork") as loader:
+        held = list(loader)[::3]
+        with Loader(numbered, range(100, 130), num_workers=2, mp_context="fork") as other:
+            for n, (one, two) in enumerate(zip(loader, other, strict=True)):
+                assert (one == n).all()
+                assert (two == 100 + n).all()
+        for n, batch in enumerate(held):
+            assert (batch == 3 * n).all()
+
+
+@pytest.mark.parametrize("users", [None, "3"])
+def test_a_worker_computes_in_one_thread(monkeypatch, users):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if users:
+        monkeypatch.setenv("OMP_NUM_THREADS", users)
+    with Loader(threads_in, [0]) as loader:
+        assert list(loader) == [users or "1"]
+    assert os.environ.get("OMP_NUM_THREADS") == users
+
+
+def test_torch_computes_in_one_thread(monkeypatch):
+    require("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Loader(threads_in, [1]) as loader:
+        assert list(loader) == [1]
