@@ -260,6 +260,8 @@ def test_nothing_accumulates():
     items = [(n, sizes[n % 5]) for n in range(250)]
     with Loader(sized, items, num_workers=2) as loader:
         loader.start()
+        board = loader._pools[0]._executors[-1].board
+        assert eventually(lambda: all(board.line(worker).task for worker in range(2)))  # ready
         seen = []
         batches = iter(loader)
         for n, batch in enumerate(batches):
