@@ -97,7 +97,7 @@ class Board:
 
 
 def attend(path: str, worker_id: int) -> Mark:
-    """The worker's side: puts it on the board as ready, and returns how to write its line."""
+    """The worker's side: returns how to write its line, first that it is READY."""
     start = worker_id * _LINE.size
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), start + _LINE.size)
@@ -108,5 +108,4 @@ def attend(path: str, worker_id: int) -> Mark:
     def mark(task: int, index: int) -> None:
         _LINE.pack_into(memory, start, task, index, time.monotonic_ns())
 
-    mark(READY, 0)
     return mark

@@ -261,11 +261,12 @@ class Epoch:
                 raise RuntimeError(CLOSED) from None
             if self._pool.replaces:  # it broke just now
                 self._pending.appendleft(pending)
+                self._losses = -1  # look again, even if the loss was counted already
                 return
             self._reclaim(pending)
-            died = WorkerDied(f"a worker of the executor died, which is broken since: {error}")
-            failure = Failure.of(died, packed=False, fatal=True)
-            reply = Reply(-1, -1, False, [failure] * len(task.items))
+            text = f"a worker of the executor died, which is broken since: {error}"
+            failures = [Failure.of(WorkerDied(text), packed=False, fatal=True) for _ in task.items]
+            reply = Reply(-1, -1, False, failures)
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
             failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, cast
@@ -106,11 +106,14 @@ class _TolerantFuture(Future[Any]):
                 raise
 
 
-class _WorkItems(dict[int, Any]):
-    """The tasks of an executor. CPython 3.11 walks over them while others may add to them."""
+class _Calm(dict[int, Any]):
+    """Tasks or processes of an executor: CPython 3.11 walks over them while others may add some."""
 
     def items(self) -> Any:
         return list(super().items())
+
+    def values(self) -> Any:
+        return list(super().values())
 
 
 class _Executor(ProcessPoolExecutor):
@@ -135,7 +138,8 @@ class _Executor(ProcessPoolExecutor):
         super().__init__(num_workers, mp_context=context)
         self._initializer = worker.start
         self.station = station
-        self._pending_work_items = _WorkItems()
+        self._processes = _Calm()
+        self._pending_work_items = _Calm()
         cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
         self._results = cast(Any, self._result_queue)
         self._dead_since: float | None = None
@@ -156,7 +160,7 @@ class _Executor(ProcessPoolExecutor):
             super()._spawn_process()  # type: ignore[misc]  # not public
         self.workers = list(self._processes.values())
         process = self.workers[-1]
-        process.terminate = partial(_end_survivor, process.pid, process.sentinel, self.ended)
+        process.terminate = partial(_end_survivor, process._popen, self.ended)
 
     def _start_executor_manager_thread(self) -> None:
         super()._start_executor_manager_thread()
@@ -174,7 +178,12 @@ class _Executor(ProcessPoolExecutor):
         return future
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = super().submit(fn, *args, **kwargs)
+        try:
+            future = super().submit(fn, *args, **kwargs)
+        except Exception:
+            if self._broken:  # while it started a worker, say, that it can give no queue any more
+                raise BrokenProcessPool(self._broken) from None
+            raise
         future.__class__ = _TolerantFuture
         if self._broken:
             # CPython 3.11 breaks without a lock: it may have looked for tasks just before this.
@@ -183,7 +192,9 @@ class _Executor(ProcessPoolExecutor):
 
     def _done(self, task_id: int, future: Future[Reply]) -> None:
         self.unfinished.discard(task_id)
-        if not future.cancelled() and future.exception() is not None:
+        if future.cancelled():
+            return
+        if future.exception() is not None:
             self.lost.add(task_id)
         else:
             self.worked = True
@@ -195,11 +206,12 @@ class _Executor(ProcessPoolExecutor):
 
     def end(self, deadline: float) -> None:
         """Waits for the workers to leave until ``deadline`` (monotonic clock), then kills."""
+        self._reveal_deaths()
         alive = {process.sentinel: process for process in self.workers}
         while alive and (left := deadline - time.monotonic()) > 0:
             for sentinel in multiprocessing.connection.wait(list(alive), left):
                 del alive[sentinel]
-        self._kill(process.pid for process in alive.values())
+        self._kill(process.pid for process in alive.values() if not _has_ended(process._popen))
         for process in self.workers:
             # One that left by itself may have left others. Its pid may be taken again by now, but
             # not as a group while there is anybody in its own.
@@ -211,6 +223,13 @@ class _Executor(ProcessPoolExecutor):
             if self.manager.is_alive():
                 self._unblock("the workers have ended")
                 self.manager.join(GRACE)
+
+    def _reveal_deaths(self) -> list[Any]:
+        """The sentinels of workers that have ended. A fork that one left behind would hide it."""
+        dead = [process for process in self.workers if _has_ended(process._popen)]
+        for process in dead:
+            kill_group(process.pid)
+        return [process.sentinel for process in dead]
 
     def _kill(self, pids: Iterable[int]) -> None:
         pids = list(pids)
@@ -231,12 +250,13 @@ class _Executor(ProcessPoolExecutor):
                     kill_trees([process.pid])
         # The manager thread notices a death at once, unless it is in the middle of a message that
         # the dead did not finish: then it waits for the rest for ever.
-        if not multiprocessing.connection.wait([process.sentinel for process in self.workers], 0):
+        # Nor does it where the dead left a fork behind that detached itself.
+        dead = self._reveal_deaths()
+        if not dead or (self.leaving and not self.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
-        elif time.monotonic() - self._dead_since > STUCK and not self.leaving:
-            dead = set(multiprocessing.connection.wait([p.sentinel for p in self.workers], 0))
+        elif time.monotonic() - self._dead_since > STUCK:
             why = self._broken = "a worker died while it sent a reply"  # type: ignore[assignment]
             self._kill(p.pid for p in self.workers if p.sentinel not in dead)
             self._unblock(why)
@@ -277,15 +297,27 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     return f"{text}: the machine may be out of memory"
 
 
-def _end_survivor(pid: int, sentinel: Any, ended: set[int]) -> None:
+def _has_ended(popen: Any) -> bool:
+    """Whether a worker has. Its sentinel alone does not tell: a fork of it may hold that open."""
+    if popen.returncode is not None or multiprocessing.connection.wait([popen.sentinel], 0):
+        return True
+    if hasattr(os, "waitid"):
+        with suppress(ChildProcessError):  # that of a fork server
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, popen.pid, how) is not None
+    return False
+
+
+def _end_survivor(popen: Any, ended: set[int]) -> None:
     """What the executor does to every worker when one has died, in place of ``terminate()``.
 
     SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
     executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
     """
-    if not multiprocessing.connection.wait([sentinel], 0):
-        ended.add(pid)
-        kill_trees([pid])
+    if not _has_ended(popen):
+        ended.add(popen.pid)
+    # Also one that seems to have ended: it may just have closed its descriptors.
+    kill_trees([popen.pid])
 
 
 class ProcessPool(Pool):
@@ -360,7 +392,7 @@ class ProcessPool(Pool):
     def _sweep_up(self, executor: _Executor) -> None:
         """Removes what the workers of an ended executor may have left."""
         executor.board.close()
-        if executor._broken:
+        if executor._broken or any(process.exitcode for process in executor.workers):
             kill_marked(worker.TOKEN, executor.station.token)
 
     def _hold_inquest(self, executor: _Executor) -> None:
@@ -391,6 +423,7 @@ class ProcessPool(Pool):
 
     def start(self) -> None:
         with self._lock:
+            self.failed_starts.clear()  # the machine may have recovered
             executor = self._live()
             # An executor starts a process with a task for which none is idle.
             for _ in range(self.num_workers - len(executor.workers)):

@@ -312,7 +312,7 @@ def _pack_as(form: Any, cls: type) -> bytes | None:
     try:
         payload = pack(form, down=False)
         return payload if type(unpack(payload)) is cls else None
-    except Exception:  # user code of any kind ran; not being able to is an answer
+    except BaseException:  # user code of any kind ran; not being able to is an answer
         return None
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
-from minloader.board import Mark, attend
+from minloader.board import READY, Mark, attend
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
 from minloader.tasks import Failure, Job, Reply, Task, WorkerInfo
@@ -168,7 +168,12 @@ class Worker:
                 return transport.pack(batch, down=False)
             parcel = transport.pack_batch(batch, writer)
         except BaseException as error:
-            return _unpackable(batch, error)
+            try:
+                return _unpackable(batch, error)
+            except BaseException as other:  # sys.exit() in __reduce__
+                return Failure.of(other, packed=True)
+        finally:
+            self._end_fork()
         del batch
         if isinstance(parcel, bytes):
             writer.end([])
@@ -247,6 +252,7 @@ def start(station: Station, worker_id: int) -> None:
     global _process_worker, _start_reply
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
+    pid = os.getpid()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = station.token
@@ -258,12 +264,15 @@ def start(station: Station, worker_id: int) -> None:
         job = station.cargo.load(forever=True)
         mark = attend(station.board, worker_id)
         _process_worker = Worker(job, worker_id, remote=True, mark=mark)
+        mark(READY, 0)
         _check_memory(job.memory_limit)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         _process_worker = None
         _start_reply = Reply(worker_id, os.getpid(), True, [failure])
+    if os.getpid() != pid:
+        os._exit(1)  # a fork that came back from the user's code: it is no worker
 
 
 def _check_memory(limit: int | None) -> None:
