@@ -1,0 +1,571 @@
+"""Datasets and functions that go wrong, each in its own way; worker processes import them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from typing import Any
+
+import numpy as np
+
+import minloader
+from minloader import get_worker_info
+
+
+def once(path: str) -> bool:
+    """Whether this is the first call for that path, in whichever process."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def note(path: str, text: Any) -> None:
+    """Appends a line, in one piece whoever else does."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, f"{text}\n".encode())
+    os.close(fd)
+
+
+def wait_until(path: str) -> None:
+    """Works until a file is there; not for ever, should the test forget it."""
+    for _ in range(3000):
+        if os.path.exists(path):
+            return
+        threading.Event().wait(0.01)
+    raise TimeoutError(path)
+
+
+def in_worker() -> bool:
+    return multiprocessing.parent_process() is not None
+
+
+def die() -> None:
+    """The death that leaves least behind."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()  # it is on its way
+
+
+def hang() -> None:
+    """Works for ever."""
+    threading.Event().wait()  # the line that a stack shows
+
+
+class Noisy:
+    """Numbers that depend on all generators a batch has; the item on duty does something first.
+
+    Args:
+        deeds: what to do at an item, once if ``folder`` is given, else always.
+        folder: where it is noted that it has happened, and each call, in ``calls``.
+        size: of the array in each batch.
+    """
+
+    def __init__(self, deeds: dict[int, Any], folder: Any = None, size: int = 4) -> None:
+        self.deeds = deeds
+        self.folder = None if folder is None else str(folder)
+        self.size = size
+
+    def __getitem__(self, item: int) -> tuple[Any, ...]:
+        info = get_worker_info()
+        assert info is not None
+        array = minloader.empty(self.size)
+        array[:] = info.rng.random(self.size)
+        numbers = random.random(), float(np.random.random())
+        if self.folder is not None:
+            note(f"{self.folder}/calls", item)
+        if item in self.deeds and (self.folder is None or once(f"{self.folder}/did-{item}")):
+            self.deeds[item]()
+        return item, array, numbers
+
+
+class Scripted:
+    """Does what is written for an item, a list of steps, and gives the item back.
+
+    Steps, each a tuple: ("wait", path), ("touch", path), ("once", path, steps...), ("die",),
+    ("hang",), ("work", seconds), ("call", function, arguments...).
+    """
+
+    def __init__(self, script: dict[int, list[tuple[Any, ...]]]) -> None:
+        self.script = script
+
+    def __getitem__(self, item: int) -> int:
+        for step in self.script.get(item, []):
+            self.do(*step)
+        return item
+
+    def do(self, what: str, *arguments: Any) -> None:
+        if what == "wait":
+            wait_until(str(arguments[0]))
+        elif what == "touch":
+            note(str(arguments[0]), os.getpid())
+        elif what == "once":
+            for step in arguments[1:] if once(str(arguments[0])) else ():
+                self.do(*step)
+        elif what == "work":
+            threading.Event().wait(arguments[0])
+        elif what == "call":
+            arguments[0](*arguments[1:])
+        else:
+            {"die": die, "hang": hang}[what]()
+
+
+# --- the zoo: ways to fail, each called where a batch is made ----------------------------------
+
+
+def raises(cls: type[BaseException], *arguments: Any) -> None:
+    raise cls(*arguments)
+
+
+def sends_itself(number: int) -> None:
+    os.kill(os.getpid(), number)
+    threading.Event().wait()
+
+
+def kills_its_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+    threading.Event().wait()
+
+
+def is_alarmed() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    threading.Event().wait()
+
+
+def reads_nowhere() -> None:
+    ctypes.string_at(0)
+
+
+def recurses(depth: int = 0) -> int:
+    return recurses(depth + 1) + 1
+
+
+def nests() -> Any:
+    nest: list[Any] = []
+    for _ in range(50_000):
+        nest = [nest]
+    return nest
+
+
+def in_thread(way: Any, *arguments: Any) -> None:
+    thread = threading.Thread(target=way, args=arguments)
+    thread.start()
+    thread.join()
+
+
+class Trap:
+    """Calls a function when it is pickled, unpickled or deleted; it arrives as "sprung".
+
+    Args:
+        when: "pickled", "unpickled", "unpickled above" (in the parent) or "deleted".
+        way: the function, and what to call it with.
+    """
+
+    def __init__(self, when: str, way: Any, *arguments: Any) -> None:
+        self.when, self.way, self.arguments = when, way, arguments
+
+    def __reduce__(self) -> Any:
+        if self.when == "pickled":
+            self.way(*self.arguments)
+        if self.when.startswith("unpickled"):
+            return _spring, (self.when, self.way, self.arguments)
+        return str, ("sprung",)
+
+    def __del__(self) -> None:
+        if self.when == "deleted" and in_worker():
+            self.way(*self.arguments)
+
+
+def _spring(when: str, way: Any, arguments: tuple[Any, ...]) -> str:
+    if in_worker() == (when == "unpickled"):
+        way(*arguments)
+    return "sprung"
+
+
+class TrapError(Exception):
+    """An exception that is a trap."""
+
+    def __init__(self, *trap: Any) -> None:
+        super().__init__("a trap")
+        self.trap = Trap(*trap)
+
+    def __reduce__(self) -> Any:
+        self.trap.__reduce__()
+        return _make_error, (self.trap,)
+
+
+def _make_error(sprung: str) -> ValueError:
+    error = TrapError("never", print)
+    error.args = (sprung,)
+    return error
+
+
+class Speechless(Exception):
+    """Fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Demanding(SystemExit):
+    """Fails to unpickle by itself, and is no ``Exception``."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+
+
+def forks(way: Any, *arguments: Any) -> None:
+    """The worker goes on when its fork has ended."""
+    child = os.fork()
+    if child == 0:
+        way(*arguments)
+        return
+    os.waitpid(child, 0)
+
+
+def leaves_a_fork_and_dies(path: str, detached: bool) -> None:
+    """The fork holds open what the worker had."""
+    if os.fork() == 0:
+        if detached:
+            os.setsid()
+        try:
+            wait_until(path)
+        finally:
+            os._exit(0)
+    die()
+
+
+def starts_a_process_and_dies(path: str) -> None:
+    """As a dataset does that uses multiprocessing itself."""
+    context = multiprocessing.get_context("fork")
+    context.Process(target=wait_until, args=(path,), daemon=True).start()
+    die()
+
+
+def closes(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def closes_all(hanging: bool) -> None:
+    os.closerange(3, 256)
+    if hanging:
+        threading.Event().wait()
+
+
+_kept: list[Any] = []
+
+
+def exhausts_descriptors() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    with contextlib.suppress(OSError):
+        while True:
+            _kept.append(open("/dev/null"))  # noqa: SIM115
+    assert len(_kept) > 10
+
+
+def limits(name: str, amount: int) -> None:
+    which = getattr(resource, name)
+    resource.setrlimit(which, (amount, resource.getrlimit(which)[1]))
+
+
+def leaves_its_folder() -> None:
+    os.chdir(tempfile.mkdtemp())
+    os.rmdir(os.getcwd())
+
+
+def removes_temporary_folder() -> None:
+    shutil.rmtree(tempfile.gettempdir())
+
+
+def blocks_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
+
+
+def forgets_environment() -> None:
+    os.environ.clear()
+
+
+class Zoo:
+    """Item 2 goes wrong; the others are arrays large enough for shared memory.
+
+    Args:
+        way: what happens at item 2, called with the arguments; its result is part of the batch.
+    """
+
+    def __init__(self, way: Any, *arguments: Any) -> None:
+        self.way, self.arguments = way, arguments
+
+    def __getitem__(self, item: int) -> Any:
+        array = np.full(5000, item)
+        return (array, self.way(*self.arguments)) if item == 2 else (array, None)
+
+
+class Springs(Zoo):
+    """A transform or collate_fn that goes wrong in the same way."""
+
+    def __call__(self, batch: Any) -> Any:
+        batch = batch[0] if type(batch) is list else batch
+        return self[int(batch[0][0])]
+
+
+class SpringsMany(Zoo):
+    def __getitems__(self, items: list[int]) -> list[Any]:
+        return [self[item] for item in items]
+
+
+class SpringsWhenLoaded(Zoo):
+    """Goes wrong when a worker loads it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.way(*self.arguments)
+
+    def __getitem__(self, item: int) -> Any:
+        return np.full(5000, item), None
+
+
+class SpringsAtStart(Zoo):
+    """A worker_init_fn that goes wrong."""
+
+    def __call__(self, info: Any) -> None:
+        self.way(*self.arguments)
+
+
+def first(batches: list[Any]) -> Any:
+    """A collate_fn for batches of one."""
+    return batches[0]
+
+
+class Exit:
+    """Leaves with that code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __call__(self) -> None:
+        os._exit(self.code)
+
+
+class Unless:
+    """A worker_init_fn that acts while a file is there."""
+
+    def __init__(self, path: Any, way: Any, *arguments: Any) -> None:
+        self.path, self.way, self.arguments = str(path), way, arguments
+
+    def __call__(self, info: Any) -> None:
+        if os.path.exists(self.path):
+            self.way(*self.arguments)
+
+
+class Until:
+    """Acts at each call until that many were made, in whichever process."""
+
+    def __init__(self, path: Any, calls: int, way: Any) -> None:
+        self.path, self.calls, self.way = str(path), calls, way
+
+    def __call__(self, info: Any) -> None:
+        if any(once(f"{self.path}-call-{n}") for n in range(1, self.calls)):
+            self.way()
+
+
+class FirstByte:
+    """Of the item; at item 2 it dies, once."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __getitem__(self, item: bytes) -> int:
+        if item[0] == 2 and once(self.path):
+            die()
+        return item[0]
+
+
+def holds_the_interpreter() -> None:
+    """Hangs in C code that never gives the lock back: no other thread runs."""
+    reader, _ = os.pipe()
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+
+
+def stops() -> None:
+    """Hangs without an answer to any signal."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def starts_children(path: str) -> None:
+    """Hangs beside two processes, one in a session of its own; their pids are noted."""
+    for detached in (False, True):
+        child = subprocess.Popen(["sleep", "600"], start_new_session=detached)
+        note(path, child.pid)
+    hang()
+
+
+class Slow:
+    """Each batch takes that long, and so does the start of a worker."""
+
+    def __init__(self, seconds: float, start: float = 0.0) -> None:
+        self.seconds, self.start = seconds, start
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        threading.Event().wait(self.start)
+
+    def __getitem__(self, item: int) -> int:
+        threading.Event().wait(self.seconds)
+        return item
+
+
+RELEASED = threading.Event()
+"""For threads that hang in the tests' own process."""
+
+
+class Stuck:
+    """Item 2 waits until it is released, the others are its squares."""
+
+    def __getitem__(self, item: int) -> int:
+        if item == 2:
+            RELEASED.wait()  # the line of the stuck thread
+        return item * item
+
+
+# --- a worker that dies in the middle of a message ---------------------------------------------
+
+
+class DiesSending:
+    """A worker_init_fn: the worker's first large message breaks off in the middle."""
+
+    def __init__(self, path: Any, least: int = 1_000_000) -> None:
+        self.path, self.least = str(path), least
+
+    def __call__(self, info: Any) -> None:
+        connection: Any = multiprocessing.connection.Connection
+        send = connection._send
+
+        def torn_send(own: Any, data: Any, *arguments: Any) -> None:
+            if len(data) >= self.least and once(self.path):
+                send(own, data[: len(data) // 2], *arguments)
+                die()
+            send(own, data, *arguments)
+
+        connection._send = torn_send
+
+
+class DiesReceiving:
+    """A worker_init_fn: the worker dies with a message half read, and with the queue's lock.
+
+    Args:
+        path: where it is noted that it happened.
+        reads: how many reads of a message's parts go well before.
+    """
+
+    def __init__(self, path: Any, reads: int) -> None:
+        self.path, self.reads = str(path), reads
+
+    def __call__(self, info: Any) -> None:
+        connection: Any = multiprocessing.connection.Connection
+        receive = connection._recv
+        left = iter(range(self.reads))
+
+        def torn_receive(own: Any, *arguments: Any) -> Any:
+            if next(left, None) is None and once(self.path):
+                die()
+            return receive(own, *arguments)
+
+        connection._recv = torn_receive
+
+
+class Large:
+    """Bytes that need many writes to a pipe."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getitem__(self, item: int) -> bytes:
+        return bytes([item]) * self.size
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Leaky(Noisy):
+    """Keeps so many bytes for each batch; tells its process beside the batch."""
+
+    def __init__(self, leak: int) -> None:
+        super().__init__({})
+        self.leak = leak
+        self.kept: list[Any] = []
+
+    def __getitem__(self, item: int) -> tuple[Any, ...]:
+        self.kept.append(np.ones(self.leak, np.uint8))
+        return os.getpid(), *super().__getitem__(item)
+
+
+class Limits:
+    """A worker_init_fn that lets the worker have so many bytes of addresses more."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def __call__(self, info: Any) -> None:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        limits("RLIMIT_AS", size + self.more)
+
+
+class Greedy:
+    """Takes as many bytes as it is told."""
+
+    def __getitem__(self, size: int) -> int:
+        return int(np.ones(size, np.uint8).sum(dtype=np.int64))
+
+
+def runs_sleep(path: str, seconds: float) -> None:
+    """Has a program run to its end, which must not be disturbed."""
+    child = subprocess.Popen(["sleep", str(seconds)])
+    note(path, child.pid)
+    if child.wait() != 0:
+        raise RuntimeError(f"sleep ended with {child.returncode}")
+
+
+def loops() -> None:
+    while all([]):
+        continue
+
+
+def keep(size: int) -> None:
+    """Takes memory for good."""
+    _kept.append(np.ones(size, np.uint8))
+
+
+class LargeOnce:
+    """Item 3 is 4 MB and waits for its turn; item 0 takes memory for good."""
+
+    def __init__(self, path: Any, go: Any) -> None:
+        self.path, self.go = str(path), str(go)
+
+    def __getitem__(self, item: int) -> bytes:
+        threading.Event().wait(0.01)
+        if item == 0:
+            keep(40_000_000)
+        if item == 3:
+            wait_until(self.go)
+            return bytes(4_000_000)
+        return b"abc"
+
+
+class PrivateMemory:
+    """Bytes that the worker has for itself."""
+
+    def __getitem__(self, item: int) -> int:
+        return minloader.processes.private_memory()
