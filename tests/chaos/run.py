@@ -283,8 +283,8 @@ def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> st
     assert watch.growth() < 30e6, watch.memory
     return (
         f"{variant:9} {killer.kills:5} kills, {made:6} batches in {seconds:5.1f} s: "
-        f"{retries} tried again, {replaced} workers replaced; the longest wait {watch.longest:.1f} s; memory "
-        f"{watch.growth() / 1e6:+.1f} MB"
+        f"{retries} tried again, {replaced} workers replaced; the longest wait "
+        f"{watch.longest:.1f} s; memory {watch.growth() / 1e6:+.1f} MB"
     )
 
 
