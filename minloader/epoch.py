@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from minloader import transport
 from minloader.errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback, shown
-from minloader.pool import Fate, Pool
+from minloader.pool import Fate, Held, Pool
 from minloader.slots import Slot, Slots
 from minloader.stats import Stats
 from minloader.tasks import Failure, Reply, Task
@@ -187,7 +187,7 @@ class Epoch:
         deadline = time.perf_counter() + CHUNK_SECONDS  # a slow sampler must not hold them up
         try:
             while not items or (len(items) < self._chunk and time.perf_counter() < deadline):
-                items.append(next(source))
+                items.append(self._pool.hold(next(source)))
         except StopIteration:
             self._items = None
         except Exception as error:
@@ -306,7 +306,7 @@ class Epoch:
         tries = self._tries[ordinal] = self._tries.get(ordinal, 0) + 1
         if fate.final or tries > self._plan.retries:
             failed: Future[Reply] = Future()
-            error = _fatal_error(fate, ordinal, task.epoch, task.items[n], tries)
+            error = _fatal_error(fate, ordinal, task.epoch, _item(task, n), tries)
             failure = Failure.of(error, packed=False)
             failed.set_result(Reply(fate.worker, fate.pid, False, [failure]))
             yield _Pending(_part(task, n, n + 1), failed)
@@ -373,7 +373,7 @@ class Epoch:
             reply = reply._replace(packed=False)
         if type(outcome) is Failure:
             task = opened.task
-            place = Task(task.ordinal + n, task.epoch, [task.items[n]])
+            place = Task(task.ordinal + n, task.epoch, [_item(task, n)])
             return self._failed(place, reply, outcome)
         return outcome
 
@@ -416,6 +416,12 @@ class Epoch:
             return SKIP
         assert callable(self._plan.on_error)
         return self._plan.on_error(report)
+
+
+def _item(task: Task, n: int) -> Any:
+    """What the sampler gave."""
+    item = task.items[n]
+    return item.item if isinstance(item, Held) else item
 
 
 def _part(task: Task, start: int, stop: int) -> Task:

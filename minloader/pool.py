@@ -29,7 +29,7 @@ from minloader import shipping, transport, worker
 from minloader.slots import Slots
 from minloader.tasks import Job, Reply, Task
 
-__all__ = ["GRACE", "Fate", "ForeignPool", "InlinePool", "Pool", "ThreadPool", "packed"]
+__all__ = ["GRACE", "Fate", "ForeignPool", "Held", "InlinePool", "Pool", "ThreadPool", "packed"]
 
 logger = logging.getLogger("minloader")
 
@@ -62,6 +62,10 @@ class Pool(ABC):
         self.fates: dict[int, Fate] = {}
         self.replaced = 0
         self.failed_starts: list[str] = []
+
+    def hold(self, item: Any) -> Any:
+        """Takes an item as it is now; the sampler may change it when it is asked for the next."""
+        return item
 
     def pack(self, task: Task) -> Task:
         """Makes a task fit to leave this process, where it has to."""
@@ -121,8 +125,23 @@ class Fate(NamedTuple):
     final: bool = False
 
 
+class Held:
+    """An item, and what it was when the sampler gave it."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+        self._packed: bytes | None = None
+        try:
+            self._packed = transport.pack(item, down=True)
+        except Exception:  # raised again where it can be reported, below
+            return
+
+    def pack(self) -> bytes:
+        return transport.pack(self.item, down=True) if self._packed is None else self._packed
+
+
 def packed(task: Task) -> Task:
-    return task._replace(items=[transport.pack(item, down=True) for item in task.items])
+    return task._replace(items=[held.pack() for held in task.items])
 
 
 class InlinePool(Pool):
@@ -287,6 +306,9 @@ class ForeignPool(Pool):
         self._owner = owner
         self._attachment = worker.Attachment(job, shipment)
         self._executor = executor
+
+    def hold(self, item: Any) -> Held:
+        return Held(item)
 
     def pack(self, task: Task) -> Task:
         return packed(task)

@@ -29,7 +29,7 @@ from typing import Any, cast
 from minloader import shipping, worker
 from minloader.board import Board, Line
 from minloader.errors import WorkerDied
-from minloader.pool import GRACE, Fate, Pool, packed
+from minloader.pool import GRACE, Fate, Held, Pool, packed
 from minloader.processes import (
     NO_LIMIT,
     kill_group,
@@ -409,6 +409,9 @@ class ProcessPool(Pool):
                 "is done again",
                 *(fate.worker, fate.pid, fate.cause),
             )
+
+    def hold(self, item: Any) -> Held:
+        return Held(item)
 
     def pack(self, task: Task) -> Task:
         return packed(task)

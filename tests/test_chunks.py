@@ -7,6 +7,7 @@ import threading
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import EXECUTORS
 from helpers import (
@@ -210,6 +211,21 @@ def test_an_error_of_the_sampler_has_its_turn(chunks):
         texts.get(n, n) for n in range(N)
     ]
     assert found[20].__notes__ == ["minloader: raised by the sampler, epoch 0"]
+
+
+class Reusing:
+    """A sampler that fills one array again and again."""
+
+    def __iter__(self) -> Any:
+        item = np.zeros(1, dtype=int)
+        for item[0] in range(N):
+            yield item
+
+
+@pytest.mark.parametrize("make", [n for n in EXECUTORS if "process" in n], indirect=True)
+def test_an_item_is_what_it_was_when_it_was_drawn(chunks):
+    batches = list(epoch_of(chunks(Echo(), Reusing())))
+    assert [batch.tolist() for batch in batches] == [[n] for n in range(N)]
 
 
 @away
