@@ -470,7 +470,8 @@ def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
     with Loader(TornWrite({}, tmp_path), range(10), num_workers=2) as loader:
         sums = [(float(array[0]), float(array.sum())) for array in loader]
         assert sums == [(n, n * 1e6) for n in range(10)]
-        assert loader.stats.retries == 4
+        # One that is killed with its pool, a moment before it would have died, is not accused.
+        assert 1 <= loader.stats.retries <= 4
 
 
 def test_large_items_on_their_way_down(tmp_path):
