@@ -8,6 +8,7 @@ processes, in order, the same ones for every number of workers.
 # imported inside the functions that need it, never at the top of a module.
 
 from minloader.collate import Padded, collate, pad_collate
+from minloader.dynamic import DynamicBatchSampler
 from minloader.errors import (
     SKIP,
     BatchError,
@@ -17,7 +18,7 @@ from minloader.errors import (
     WorkerDied,
 )
 from minloader.loader import Loader
-from minloader.samplers import BatchSampler, DynamicBatchSampler
+from minloader.samplers import BatchSampler
 from minloader.slots import empty
 from minloader.stats import Stats
 from minloader.tasks import WorkerInfo

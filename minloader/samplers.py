@@ -3,29 +3,33 @@
 The order of an epoch depends on ``seed`` and on the epoch set by ``set_epoch`` alone, which
 :class:`minloader.Loader` calls at the start of each epoch. An iterator keeps the epoch it
 began with.
+
+With ``world_size`` ranks, each in a process of its own, every rank plans the epoch of all of them
+and yields its own part, so that no rank has to hear from another. A *step* is what all ranks take
+at once: one batch each, of a like size, so that no rank waits for another.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader.errors import check_int, shown
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
 
-__all__ = ["BatchSampler", "DynamicBatchSampler"]
 
-WINDOW = 10_000
-"""Lengths that a lazy DynamicBatchSampler reads ahead to sort or shuffle: more makes tighter
-buckets and better shuffling, but the first batch waits for all of them."""
+__all__ = ["BatchSampler", "Place", "Repeatable", "Sampler"]
 
 CHUNK = 65_536
 """Indices that are Python integers at a time, 2 MB: a larger share of them gains no speed."""
+
+VERSION = 1
+"""Of the states. To raise whenever the same arguments come to another order."""
 
 
 class Repeatable:
@@ -43,7 +47,8 @@ class Repeatable:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._iterable)
-        if iterator is self._iterable:
+        # One that has epochs begins anew with each, though it is its own iterator (lhotse's).
+        if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
             if self._used_up:
                 raise RuntimeError(
                     f"{self._name} is an iterator, {shown(iterator)}, which serves one epoch and "
@@ -53,16 +58,109 @@ class Repeatable:
         return iterator
 
 
-class _Sampler:
-    """What the samplers share: a seed and an epoch."""
+@dataclass
+class Place:
+    """Where an iterator stands.
 
-    def __init__(self, seed: int) -> None:
+    Attributes:
+        epoch: that it goes through.
+        yielded: batches so far.
+        left: what earlier epochs rolled over into this one; at its end, what this one does.
+        ended: whether it has come to its end.
+        inner: state that an inner sampler has been restored from, until it is read again.
+    """
+
+    epoch: int
+    yielded: int = 0
+    left: list[Any] = field(default_factory=list)
+    ended: bool = False
+    inner: Any = None
+
+
+class Sampler:
+    """What the samplers share: a seed, an epoch, a rank, and the place where they stand."""
+
+    def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.seed = check_int("seed", seed, 0)
+        self.world_size = check_int("world_size", world_size, 1)
+        self.rank = check_int("rank", rank, 0)
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
+        self._place: Place | None = None  # of the iterator made last, or loaded
+        self._loaded = False  # if loaded: the next iterator continues there
+        self._dropped = 0  # in the last epoch that was gone through
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next ``iter`` gives the order of."""
+        """Chooses the epoch that the next ``iter`` gives the order of.
+
+        A loaded position is kept if it is in this epoch, and otherwise forgotten.
+        """
         self.epoch = check_int("epoch", epoch, 0)
+        if self._loaded and self._place is not None and self._place.epoch != self.epoch:
+            self._place, self._loaded = None, False
+
+    def state_dict(self, *, begin: bool = False) -> dict[str, Any]:
+        """Where the iterator made last stands: a small dict that can be written as JSON.
+
+        Until an iterator is made, that is the start of ``epoch``.
+
+        It says how many batches were yielded, and holds whatever decides the order, so that
+        ``load_state_dict`` can refuse what does not fit. It is the same in every rank.
+
+        Args:
+            begin: tell where the next iterator will begin instead, if nothing was loaded.
+        """
+        place = self._new_place() if begin else self._place or self._new_place()
+        where = {"epoch": place.epoch, "yielded": place.yielded}
+        return {**self._identity(), **where, **self._rest_of_state(place)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next ``iter`` continue where another sampler stood; later ones begin anew.
+
+        Args:
+            state: from ``state_dict`` of a sampler made with the same arguments, of any rank.
+
+        Raises:
+            TypeError, ValueError: that is no state, or of a sampler of another order. This
+                sampler is then as it was.
+        """
+        if not isinstance(state, dict):
+            raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
+        for name, value in self._identity().items():
+            if (other := _entry(state, name)) != value:
+                raise ValueError(
+                    f"{name} is {value!r}, but the state is of {name} {other!r}; make the sampler "
+                    "with the arguments it had then, or start anew without the state"
+                )
+        place = self._place_of(state)
+        self.epoch, self._place, self._loaded = place.epoch, place, True
+
+    def _identity(self) -> dict[str, Any]:
+        """All that decides the order of an epoch, as far as it is known."""
+        return {
+            "sampler": type(self).__name__,
+            "version": VERSION,
+            "world_size": self.world_size,
+            "seed": self.seed,
+        }
+
+    def _rest_of_state(self, place: Place) -> dict[str, Any]:
+        return {}
+
+    def _place_of(self, state: dict[str, Any]) -> Place:
+        epoch, yielded = (_entry(state, name) for name in ("epoch", "yielded"))
+        return Place(check_int("epoch", epoch, 0), check_int("yielded", yielded, 0))
+
+    def _new_place(self) -> Place:
+        return Place(self.epoch)
+
+    def _begin(self) -> Place:
+        """The place of an iterator that is being made: the loaded one, or a new one."""
+        if not self._loaded or self._place is None:
+            self._place = self._new_place()
+        self._loaded = False
+        return self._place
 
     def _rng(self, epoch: int) -> np.random.Generator:
         import numpy as np
@@ -70,16 +168,31 @@ class _Sampler:
         return np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
 
 
-class BatchSampler(_Sampler):
+def _entry(state: dict[str, Any], name: str) -> Any:
+    if name not in state:
+        raise ValueError(f"the state has no {name!r}, so it is not from this kind of sampler")
+    return state[name]
+
+
+class BatchSampler(Sampler):
     """Batches of a fixed number of indices.
 
+    With ranks, the order is the same for all of them and its index ``i`` belongs to rank
+    ``i % world_size``: a step takes the next ``world_size * batch_size`` indices. Of an incomplete
+    last step, "keep" gives each rank its share, so that their batches differ by one index at
+    most; only what is fewer than ``world_size`` is dropped, since a rank would get nothing. The
+    steps, and so ``len()``, are the same for all ranks.
+
     Args:
-        n_or_sampler: number of samples, or an iterable of indices.
+        n_or_sampler: number of samples, or an iterable of indices. With ranks it must give the
+            same indices in each, as each goes through all of them and takes its own.
         batch_size: indices in a batch. None: single indices rather than lists.
         shuffle: another order each epoch. A sampler given is then read whole first.
-        last_batch: what becomes of an incomplete last batch: "keep" it, "discard" it, or
+        last_batch: what becomes of an incomplete last batch, or step: "keep" it, "discard" it, or
             "rollover": the next epoch begins with it.
         seed: non-negative int that, with the epoch, decides the order.
+        rank: which of the ranks this is, from 0.
+        world_size: number of ranks.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or impossible.
@@ -92,9 +205,11 @@ class BatchSampler(_Sampler):
         shuffle: bool = False,
         last_batch: Literal["keep", "discard", "rollover"] = "keep",
         seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        super().__init__(seed)
-        self._inner: Iterable[Any] | None = None
+        super().__init__(seed, rank, world_size)
+        self._inner: Any = None
         self._n = 0
         if hasattr(n_or_sampler, "__iter__"):
             self._inner = n_or_sampler
@@ -110,218 +225,155 @@ class BatchSampler(_Sampler):
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
         self.shuffle = bool(shuffle)
         self.last_batch = last_batch
+        self._step = self.world_size * (self.batch_size or 1)  # indices
         self._left: list[Any] = []  # of the inner sampler's last complete epoch, to roll over
+        self._stateful = all(hasattr(self._inner, f"{do}state_dict") for do in ("", "load_"))
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next ``iter`` gives the order of."""
+        """Chooses the epoch that the next ``iter`` gives the order of.
+
+        A loaded position is kept if it is in this epoch, and otherwise forgotten.
+        """
         super().set_epoch(epoch)
-        if self._inner is not None and hasattr(self._inner, "set_epoch"):
+        # What was loaded stands: a sampler of somebody else's might begin anew.
+        if not self._loaded and hasattr(self._inner, "set_epoch"):
             self._inner.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Number of batches of the epoch.
+        """Number of batches of the epoch, the same for every rank.
 
         Raises:
             TypeError: the inner sampler has no length.
         """
-        n = self._n if self._inner is None else len(self._inner)  # type: ignore[arg-type]
-        if self.batch_size is None:
-            return n
-        if self.last_batch == "rollover":
-            n += self._carry_size(self.epoch) if self._inner is None else len(self._left)
-        return -(-n // self.batch_size) if self.last_batch == "keep" else n // self.batch_size
+        steps, rest = self._steps_and_rest()
+        return steps + (self.last_batch == "keep" and rest >= self.world_size)
+
+    @property
+    def dropped(self) -> int:
+        """Samples of the epoch that no rank gets.
+
+        Where the inner sampler has no length, of the last epoch that was gone through.
+        """
+        if self._count() is None:
+            return self._dropped
+        rest = self._steps_and_rest()[1]
+        if self.last_batch == "rollover" or (self.last_batch == "keep" and rest >= self.world_size):
+            return 0
+        return rest
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
-        if self.batch_size is None:
-            return iter(self._order(epoch))
-        carry = self._carry(epoch) if self.last_batch == "rollover" else []
-        return self._batches(iter(self._order(epoch)), carry, self.batch_size)
+        place = self._begin()
+        if self._inner is None and self.last_batch == "rollover":
+            place.left = self._carry(place.epoch)
+        pending, start = place.left, 0
+        if place.ended:
+            start = sys.maxsize  # nothing but what rolls over
+        elif place.yielded:
+            pending, start = [], place.yielded * self._step - len(place.left)
+        if place.inner is not None:
+            place.inner, start = None, 0  # the inner sampler has been restored where it stood
+        return self._batches(chain(pending, self._order(place.epoch, start)), place)
 
-    def _batches(self, order: Iterator[Any], carry: list[Any], size: int) -> Iterator[list[Any]]:
-        batch = carry
-        while True:
-            batch = batch + list(islice(order, size - len(batch)))
-            if len(batch) < size:
-                break
-            yield batch
-            batch = []
-        self._left = batch
-        if batch and self.last_batch == "keep":
-            yield batch
+    def _batches(self, indices: Iterator[Any], place: Place) -> Iterator[Any]:
+        rank, world_size = self.rank, self.world_size
+        while len(step := list(islice(indices, self._step))) == self._step:
+            place.yielded += 1
+            yield step[rank] if self.batch_size is None else step[rank::world_size]
+        if self.last_batch == "keep" and len(step) >= world_size:
+            place.yielded += 1
+            yield step[rank::world_size]
+            step = []
+        place.ended = True
+        if self.last_batch == "rollover":
+            place.left = self._left = step
+            step = []
+        self._dropped = len(step)
 
-    def _order(self, epoch: int) -> Iterable[Any]:
+    def _order(self, epoch: int, start: int) -> Iterator[Any]:
+        """The indices of an epoch from a place on."""
         if not self.shuffle:
-            return range(self._n) if self._inner is None else iter(self._items)
+            if self._inner is None:
+                return iter(range(start, self._n))
+            indices = iter(self._items)
+            next(islice(indices, start, start), None)  # goes there, and takes nothing
+            return indices
         if self._inner is None:
-            order = self._rng(epoch).permutation(self._n)
+            order = self._rng(epoch).permutation(self._n)[start:]
             # Python integers, but not all of them at once: they take five times the memory.
-            chunks = (order[i : i + CHUNK].tolist() for i in range(0, self._n, CHUNK))
+            chunks = (order[i : i + CHUNK].tolist() for i in range(0, len(order), CHUNK))
             return chain.from_iterable(chunks)
         inner = list(self._items)
-        return [inner[i] for i in self._rng(epoch).permutation(len(inner))]
+        return iter([inner[i] for i in self._rng(epoch).permutation(len(inner))[start:]])
+
+    def _count(self) -> int | None:
+        """Number of samples, None if the inner sampler does not tell."""
+        if self._inner is None:
+            return self._n
+        try:
+            return len(self._inner)
+        except TypeError:
+            return None
+
+    def _steps_and_rest(self) -> tuple[int, int]:
+        """Full steps of the epoch, and samples beyond them; what was rolled over is included."""
+        n = self._n if self._inner is None else len(self._inner)
+        if self.last_batch == "rollover":
+            n += self._carry_size(self.epoch) if self._inner is None else len(self._left)
+        return divmod(n, self._step)
 
     def _carry_size(self, epoch: int) -> int:
-        assert self.batch_size is not None
-        return epoch * self._n % self.batch_size
+        return epoch * self._n % self._step
 
-    def _carry(self, epoch: int) -> list[Any]:
-        """What earlier epochs left over. Known from the epoch's number where the order is."""
-        if self._inner is not None:
-            return self._left
-        carry: list[Any] = []
+    def _carry(self, epoch: int) -> list[int]:
+        """What earlier epochs left over, known from the epoch's number as the order is."""
+        carry: list[int] = []
         missing = self._carry_size(epoch)
         while missing:
             epoch -= 1
-            tail = list(self._order(epoch))[-missing:]
+            tail = list(self._order(epoch, max(0, self._n - missing)))
             carry = tail + carry
             missing -= len(tail)
         return carry
 
+    # --- state
 
-class DynamicBatchSampler(_Sampler):
-    """Batches of as many samples as a budget allows: few long ones or many short ones.
+    def _identity(self) -> dict[str, Any]:
+        return {
+            **super()._identity(),
+            "n_or_sampler": "int" if self._inner is None else "sampler",
+            "n": self._count(),
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "last_batch": self.last_batch,
+        }
 
-    Args:
-        lengths: length of each sample (tokens, seconds, ...), a sequence or array; or any
-            iterable, which is read lazily, at most 10,000 ahead.
-        max_total: most that the lengths of a batch may add up to. Either this or
-        max_padded: most that ``len(batch) * longest`` may come to.
-        max_batch: most samples in a batch.
-        buckets: how many groups of like length to keep apart, so that little is padded.
-        shuffle: another order each epoch, of samples and batches. Lazy lengths are shuffled
-            within what is read ahead.
-        seed: non-negative int that, with the epoch, decides the order.
+    def _new_place(self) -> Place:
+        return Place(self.epoch, left=self._left)
 
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or a single sample exceeds the
-            budget.
-    """
+    def _rest_of_state(self, place: Place) -> dict[str, Any]:
+        if self._inner is None:
+            return {}
+        inner = place.inner
+        # Where it was not read yet, or whole to be shuffled, it is to begin the epoch again.
+        if self._stateful and place.yielded and not self.shuffle and not self._loaded:
+            inner = self._inner.state_dict()
+        left = [i.item() if hasattr(i, "item") else i for i in place.left]  # no numpy in JSON
+        return {"left": left, "ended": place.ended, "inner": inner}
 
-    def __init__(
-        self,
-        lengths: Iterable[float],
-        max_total: float | None = None,
-        max_padded: float | None = None,
-        max_batch: int | None = None,
-        buckets: int = 1,
-        shuffle: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(seed)
-        if (max_total is None) == (max_padded is None):
+    def _place_of(self, state: dict[str, Any]) -> Place:
+        place = super()._place_of(state)
+        if self._inner is None:
+            return place
+        place.left, place.ended = list(_entry(state, "left")), bool(_entry(state, "ended"))
+        place.inner = _entry(state, "inner")
+        if place.inner is not None and not self._stateful:
             raise ValueError(
-                f"give either max_total or max_padded, got {max_total!r} and {max_padded!r}"
+                f"the state holds one of the inner sampler, but {shown(self._inner)} has no "
+                "load_state_dict; make the sampler over one of the same kind"
             )
-        self._padded = max_padded is not None
-        self._budget_name = "max_padded" if self._padded else "max_total"
-        budget: Any = max_padded if self._padded else max_total  # numpy numbers too
-        if isinstance(budget, bool) or not isinstance(budget, Real) or not float(budget) > 0:
-            raise ValueError(f"{self._budget_name} must be a number above 0, got {budget!r}")
-        self._budget = float(budget)
-        self._max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
-        self._buckets = check_int("buckets", buckets, 1)
-        self.shuffle = bool(shuffle)
-        if not hasattr(lengths, "__iter__"):
-            raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
-        self._lazy = Repeatable("lengths", lengths)
-        self._lengths = self._checked(lengths, 0) if hasattr(lengths, "__len__") else None
-        self._plan: tuple[int, list[list[int]]] | None = None  # epoch and its batches
-
-    def __len__(self) -> int:
-        """Number of batches of the epoch.
-
-        Raises:
-            TypeError: the lengths are lazy.
-        """
-        if self._lengths is None:
-            raise TypeError("lengths are read lazily, so the number of batches is not known")
-        return len(self._planned(self._lengths, self.epoch))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self._lengths is not None:
-            # Copies: the plan serves again, for len() and for the same epoch.
-            return map(list, self._planned(self._lengths, self.epoch))
-        return self._fill(self._read_ahead(iter(self._lazy), self.epoch))
-
-    def _planned(self, lengths: NDArray[Any], epoch: int) -> list[list[int]]:
-        if self._plan is None or self._plan[0] != epoch:
-            rng = self._rng(epoch)
-            batches = list(self._fill(self._samples(lengths, 0, self._edges(lengths), rng)))
-            if self.shuffle:
-                batches = [batches[i] for i in rng.permutation(len(batches))]
-            self._plan = epoch, batches
-        return self._plan[1]
-
-    def _read_ahead(self, lengths: Iterator[float], epoch: int) -> Iterator[tuple[int, float, int]]:
-        """Goes through lazy lengths window by window. The first decides the buckets."""
-        rng = self._rng(epoch)
-        window = WINDOW if self.shuffle or self._buckets > 1 else 1
-        edges, seen = None, 0
-        while chunk := list(islice(lengths, window)):
-            values = self._checked(chunk, seen)
-            edges = self._edges(values) if edges is None else edges
-            yield from self._samples(values, seen, edges, rng)
-            seen += len(chunk)
-
-    def _edges(self, lengths: NDArray[Any]) -> NDArray[Any]:
-        """Longest length of each bucket but the last, such that all are equally full."""
-        import numpy as np
-
-        if self._buckets == 1 or not len(lengths):
-            return np.empty(0)
-        edges: NDArray[Any] = np.quantile(lengths, np.linspace(0, 1, self._buckets + 1)[1:-1])
-        return edges
-
-    def _samples(
-        self, lengths: NDArray[Any], first: int, edges: NDArray[Any], rng: np.random.Generator
-    ) -> Iterator[tuple[int, float, int]]:
-        """Index, length and bucket of each sample, in the order in which to take them."""
-        import numpy as np
-
-        buckets = np.searchsorted(edges, lengths)
-        indices = np.arange(first, first + len(lengths))
-        if self.shuffle:
-            order = rng.permutation(len(lengths))
-            indices, lengths, buckets = indices[order], lengths[order], buckets[order]
-        return zip(indices.tolist(), lengths.tolist(), buckets.tolist(), strict=True)
-
-    def _fill(self, samples: Iterable[tuple[int, float, int]]) -> Iterator[list[int]]:
-        """Fills one batch per bucket, and yields each when the next sample would not fit."""
-        budget, padded, most = self._budget, self._padded, self._max_batch
-        batches: list[list[int]] = [[] for _ in range(self._buckets)]
-        sizes = [0.0] * self._buckets  # sum of the lengths, or the longest
-        for index, length, bucket in samples:
-            batch, size = batches[bucket], sizes[bucket]
-            if padded:
-                size = max(size, length)
-                over = size * (len(batch) + 1) > budget
-            else:
-                size += length
-                over = size > budget
-            if batch and (over or len(batch) == most):
-                yield batch
-                batch = batches[bucket] = []
-                size = length
-            batch.append(index)
-            sizes[bucket] = size
-        yield from filter(None, batches)
-
-    def _checked(self, lengths: Iterable[float], first: int) -> NDArray[Any]:
-        """The lengths as an array, each usable and within the budget."""
-        import numpy as np
-
-        values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
-        if values.ndim != 1 or (values.size and values.dtype.kind not in "uif"):
-            raise TypeError(f"lengths must be one number for each sample, got {shown(lengths)}")
-        # Wide enough to add up in: a sum of float16 or uint8 would overflow.
-        values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
-        wrong = ~((values >= 0) & (values <= self._budget))  # NaN is neither
-        if wrong.any():
-            index = int(np.argmax(wrong))
-            raise ValueError(
-                f"lengths[{first + index}] is {values[index]}, but must be at least 0 and at most "
-                f"{self._budget_name}={self._budget:g}; raise {self._budget_name}, or leave that "
-                "sample out"
-            )
-        return values
+        if hasattr(self._inner, "set_epoch"):
+            self._inner.set_epoch(place.epoch)
+        if place.inner is not None:
+            self._inner.load_state_dict(place.inner)
+        self._left = place.left
+        return place

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minloader import BatchSampler, DynamicBatchSampler, samplers
+from minloader import BatchSampler, DynamicBatchSampler, dynamic
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
 
@@ -418,7 +418,7 @@ def test_infinite_lengths_in_order_are_read_one_ahead():
 
 @pytest.mark.parametrize("buckets", [1, 4])
 def test_infinite_lengths_are_read_a_window_ahead(monkeypatch, buckets):
-    monkeypatch.setattr(samplers, "WINDOW", 50)
+    monkeypatch.setattr(dynamic, "WINDOW", 50)
     lengths = Counted(1 + i % 5 for i in count())
     sampler = DynamicBatchSampler(
         lengths, max_total=10, max_batch=6, buckets=buckets, shuffle=buckets == 1
@@ -436,7 +436,7 @@ def test_infinite_lengths_are_read_a_window_ahead(monkeypatch, buckets):
 def test_the_window_is_as_documented():
     lengths = Counted(1 for _ in count())
     batch = next(iter(DynamicBatchSampler(lengths, max_total=5, shuffle=True)))
-    assert lengths.read == samplers.WINDOW == 10_000
+    assert lengths.read == dynamic.WINDOW == 10_000
     assert max(batch) > 100
 
 

@@ -1,0 +1,822 @@
+"""Samplers of a training run: ranks that share an epoch, costs, and states to continue from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minloader import BatchSampler, DynamicBatchSampler, Loader, dynamic
+
+ROOT = Path(__file__).resolve().parent.parent
+invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
+world_sizes = st.integers(1, 5)
+
+
+class Lazy:
+    """Begins anew with each ``iter`` and has no length."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+
+def every_rank(kind: Callable[..., Any], world_size: int, epoch: int = 0) -> list[Any]:
+    ranks = [kind(rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    return ranks
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(batches))
+
+
+def steps_of(ranks: list[Any]) -> list[tuple[Any, ...]]:
+    """What all ranks take at once; fails if they have different numbers of batches."""
+    return list(zip(*ranks, strict=True))
+
+
+# --- BatchSampler ------------------------------------------------------------------------------
+
+
+@invariant
+@given(
+    n=st.integers(0, 60),
+    size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    last_batch=st.sampled_from(["keep", "discard", "rollover"]),
+    world_size=world_sizes,
+    inner=st.sampled_from([None, list, Lazy]),
+    epochs=st.integers(1, 4),
+)
+def test_ranks_share_an_epoch(n, size, shuffle, last_batch, world_size, inner, epochs):
+    over = n if inner is None else inner(range(n))
+    kind = partial(BatchSampler, over, size, shuffle, last_batch)
+    ranks = every_rank(kind, world_size)
+    one = BatchSampler(over, None, shuffle)
+    orders, taken = [], []
+    for epoch in range(epochs):
+        for sampler in [*ranks, one]:
+            sampler.set_epoch(epoch)
+        order = list(one)
+        lengths = [None if inner is Lazy else len(sampler) for sampler in ranks]
+        dropped = [None if inner is Lazy else sampler.dropped for sampler in ranks]
+        steps = steps_of(ranks)
+        for step in steps:
+            sizes = [len(batch) for batch in step]
+            assert min(sizes) >= 1
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] - sizes[-1] <= 1
+        assert all(len(batch) == size for step in steps[:-1] for batch in step)
+        merged = []  # the order, index i in rank i % world_size
+        for step in steps:
+            for row in range(len(step[0])):
+                merged += [batch[row] for batch in step if row < len(batch)]
+        if inner is Lazy:
+            dropped = [sampler.dropped for sampler in ranks]
+        else:
+            assert lengths == [len(steps)] * world_size
+        if last_batch == "rollover":
+            assert dropped == [0] * world_size
+        else:
+            assert merged == order[: len(merged)]
+            assert dropped == [n - len(merged)] * world_size
+            assert dropped[0] < (world_size if last_batch == "keep" else world_size * size)
+        orders += order
+        taken += merged
+    if last_batch == "rollover":
+        whole = world_size * size
+        assert taken == orders[: n * epochs // whole * whole]
+
+
+def test_a_rank_gets_every_so_manieth_index():
+    first, second = every_rank(partial(BatchSampler, 11, 2), 2)
+    assert list(first) == [[0, 2], [4, 6], [8, 10]]
+    assert list(second) == [[1, 3], [5, 7], [9]]
+    first, second, third = every_rank(partial(BatchSampler, 11, None), 3)
+    assert (list(first), list(second), list(third)) == ([0, 3, 6], [1, 4, 7], [2, 5, 8])
+    assert len(first) == 3
+    assert first.dropped == 2
+
+
+def test_ranks_of_an_infinite_inner_sampler():
+    def evens():
+        number = 0
+        while True:
+            yield number
+            number += 2
+
+    ranks = [BatchSampler(evens(), 2, rank=rank, world_size=2) for rank in range(2)]
+    assert [list(islice(sampler, 2)) for sampler in ranks] == [
+        [[0, 4], [8, 12]],
+        [[2, 6], [10, 14]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", [partial(BatchSampler, 5, 1), partial(DynamicBatchSampler, [1], max_total=1)]
+)
+def test_impossible_ranks(kind):
+    with pytest.raises(ValueError, match="rank must be below world_size=2, got 2"):
+        kind(rank=2, world_size=2)
+    with pytest.raises(ValueError, match="rank must be at least 0, got -1"):
+        kind(rank=-1, world_size=2)
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        kind(world_size=0)
+    with pytest.raises(TypeError, match=r"rank must be an int, got 0\.5"):
+        kind(rank=0.5, world_size=2)
+    sampler = kind(rank=np.int64(1), world_size=np.uint8(3))
+    assert (sampler.rank, sampler.world_size) == (1, 3)
+
+
+# --- DynamicBatchSampler -----------------------------------------------------------------------
+
+
+def cost_of(batch: list[int], costs: Any, budget_name: str) -> float:
+    values = [costs[index] for index in batch]
+    return sum(values) if budget_name == "max_total" else len(values) * max(values)
+
+
+def spread(costs: Iterable[float]) -> float:
+    costs = list(costs)
+    return (max(costs) - min(costs)) / max(costs) if max(costs) else 0.0
+
+
+@invariant
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=80),
+    lazy=st.booleans(),
+    budget_name=st.sampled_from(["max_total", "max_padded"]),
+    cost=st.sampled_from([None, lambda n: n * n, lambda n: 1 + n // 7]),
+    slack=st.integers(0, 5000),
+    max_batch=st.none() | st.integers(1, 9),
+    buckets=st.integers(1, 6),
+    shuffle=st.booleans(),
+    world_size=world_sizes,
+    window=st.integers(6, 200),
+)
+def test_ranks_share_a_plan(
+    lengths, lazy, budget_name, cost, slack, max_batch, buckets, shuffle, world_size, window
+):
+    costs = lengths if cost is None else [cost(n) for n in lengths]
+    budget = max([*costs, 1]) + slack
+    kind = partial(
+        DynamicBatchSampler,
+        Lazy(lengths) if lazy else lengths,
+        max_batch=max_batch,
+        buckets=buckets,
+        shuffle=shuffle,
+        cost=cost,
+        **{budget_name: budget},
+    )
+    ranks = every_rank(kind, world_size, epoch=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "WINDOW", window)
+        steps = steps_of(ranks)
+    taken = flat(flat(steps))
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= set(range(len(lengths)))
+    assert {sampler.dropped for sampler in ranks} == {len(lengths) - len(taken)}
+    if world_size == 1:
+        assert len(taken) == len(lengths)
+    elif not lazy:
+        assert len(lengths) - len(taken) <= max(world_size - 1, len(lengths) // 100) + (
+            world_size - 1
+        )
+    for batch in flat(steps):
+        assert 1 <= len(batch) <= (max_batch or len(lengths))
+        assert cost_of(batch, costs, budget_name) <= budget
+    if not lazy:
+        assert {len(sampler) for sampler in ranks} == {len(steps)}
+        firsts = [min(flat(step)) for step in steps]
+        assert shuffle or world_size == 1 or firsts == sorted(firsts)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> np.ndarray:
+    """The sizes of the quickstart's samples: the standard library in chunks of 16,384 bytes."""
+    sizes = []
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
+        paths = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+        for size in (path.stat().st_size for path in paths if path.is_file()):
+            sizes += [min(16_384, size - at) for at in range(0, size, 16_384)]
+    return np.array(sizes)
+
+
+@pytest.mark.parametrize("budget_name", ["max_total", "max_padded"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_rank_waits(corpus, budget_name, lazy):
+    """At every step the ranks' costs are within 5 %, and next to nothing is dropped for it."""
+    kind = partial(
+        DynamicBatchSampler,
+        Lazy(corpus) if lazy else corpus,
+        buckets=16,
+        shuffle=True,
+        **{budget_name: 262_144},
+    )
+    for epoch in range(5):
+        ranks = every_rank(kind, 4, epoch)
+        steps = steps_of(ranks)
+        costs = [[cost_of(batch, corpus, budget_name) for batch in step] for step in steps]
+        assert max(map(spread, costs)) <= 0.05
+        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 0.01 * len(corpus)
+        # Not at the price of smaller batches.
+        alone = kind(seed=0)
+        alone.set_epoch(epoch)
+        assert len(steps) <= 1.05 * len(list(alone)) / 4 + 1
+
+
+def test_padding_is_a_third_of_that_of_fixed_batches(corpus):
+    def padding(batches):
+        cells = sum(len(batch) * corpus[batch].max() for batch in batches)
+        return 1 - sum(corpus[batch].sum() for batch in batches) / cells
+
+    dynamic = list(DynamicBatchSampler(corpus, max_padded=262_144, buckets=16, shuffle=True))
+    fixed = list(BatchSampler(len(corpus), round(len(corpus) / len(dynamic)), shuffle=True))
+    assert padding(dynamic) <= padding(fixed) / 3
+
+
+def test_batches_of_a_step_are_of_one_bucket_where_they_can_be():
+    lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
+    kind = partial(DynamicBatchSampler, lengths, max_padded=20_000, buckets=10, shuffle=True)
+    steps = steps_of(every_rank(kind, 4))
+    alike = [spread(lengths[batch].mean() for batch in step) < 0.3 for step in steps]
+    assert sum(alike) > 0.9 * len(steps)
+
+
+def test_a_handful_of_samples_is_not_thrown_away():
+    """They cannot be of like cost; that is no reason to leave most of them out."""
+    first, second = every_rank(partial(DynamicBatchSampler, [1, 10, 100, 1000], max_total=1000), 2)
+    assert (list(first), list(second)) == ([[1], [3]], [[0], [2]]) or first.dropped <= 2
+    assert len(list(first)) == len(list(second)) >= 1
+    nothing = every_rank(partial(DynamicBatchSampler, [1, 2], max_total=9), 3)
+    assert [list(sampler) for sampler in nothing] == [[], [], []]
+    assert nothing[0].dropped == 2
+
+
+def test_infinite_lengths_with_ranks(monkeypatch):
+    monkeypatch.setattr(dynamic, "WINDOW", 500)
+
+    def lengths():
+        rng = np.random.default_rng(3)
+        while True:
+            yield int(rng.integers(1, 50))
+
+    known = list(islice(lengths(), 5000))
+    ranks = [
+        DynamicBatchSampler(lengths(), max_total=200, rank=rank, world_size=3) for rank in range(3)
+    ]
+    steps = list(zip(*(islice(sampler, 100) for sampler in ranks), strict=True))
+    taken = flat(flat(steps))
+    assert len(taken) == len(set(taken))
+    assert max(spread(cost_of(b, known, "max_total") for b in step) for step in steps) <= 0.05
+    late = max(taken) // 500 * 500  # all that was dealt out by then, save for the odd ones
+    assert len(set(range(late)) - set(taken)) <= 10
+
+
+# --- cost --------------------------------------------------------------------------------------
+
+
+def test_quadratic_cost():
+    lengths = [1, 2, 3, 4, 1, 1, 1]
+
+    def square(n: int) -> int:
+        return n * n
+
+    assert list(DynamicBatchSampler(lengths, max_total=16, cost=square)) == [
+        [0, 1, 2],
+        [3],
+        [4, 5, 6],
+    ]
+    assert list(DynamicBatchSampler(lengths, max_padded=18, cost=square)) == [
+        [0, 1],
+        [2],
+        [3],
+        [4, 5, 6],
+    ]
+
+
+def test_cost_is_asked_for_once_a_length_and_as_a_number():
+    asked = []
+
+    def cost(length):
+        asked.append(length)
+        return 1 if length < 2.5 else 2  # would fail for an array
+
+    lengths = np.array([1, 2, 3, 3, 2, 1] * 10, dtype=np.float32)
+    assert len(DynamicBatchSampler(lengths, max_total=4, cost=cost)) == 20
+    assert asked == [1.0, 2.0, 3.0]
+    assert {type(length) for length in asked} == {float}
+
+
+@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, r"cost must give a finite number of at least 0, but for the length 7 it gave -1"),
+        (float("nan"), "for the length 7 it gave nan"),
+        (float("inf"), "for the length 7 it gave inf"),
+        (None, "for the length 7 it gave None"),
+        (True, "for the length 7 it gave True"),
+        ("5", "for the length 7 it gave '5'"),
+        (np.ones(2), r"for the length 7 it gave array"),
+        (50, r"lengths\[1\] is 7 and costs 50, but must be at least 0 and at most max_total=9"),
+    ],
+)
+def test_impossible_costs(kind, value, message):
+    sampler = partial(DynamicBatchSampler, max_total=9, cost=lambda n: value if n == 7 else n)
+    with pytest.raises(ValueError, match=message):
+        list(sampler(kind([3, 7, 5])))
+
+
+def test_cost_is_not_asked_about_impossible_lengths():
+    with pytest.raises(ValueError, match=r"lengths\[1\] is -4, but must be at least 0"):
+        DynamicBatchSampler([4, -4], max_total=9, cost=lambda n: n**0.5)
+    with pytest.raises(TypeError, match="cost must be a callable or None, got 2"):
+        DynamicBatchSampler([4], max_total=9, cost=2)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int16, float])
+def test_costs_may_be_of_any_kind_of_number(number):
+    sampler = DynamicBatchSampler([1, 2, 3], max_total=6, cost=lambda n: number(2 * n))
+    assert list(sampler) == [[0, 1], [2]]
+
+
+# --- states ------------------------------------------------------------------------------------
+
+
+class Stateful:
+    """An inner sampler of somebody else's, which knows where it stands and how far it was read."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = list(values)
+        self.at = self.read = self.epoch = 0
+        self.continues = False
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.continues:
+            self.at = 0
+        self.continues = False
+        while self.at < len(self.values):
+            self.at += 1
+            self.read += 1
+            yield self.values[self.at - 1]
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.at, self.continues = epoch, 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.continues = state["at"], True
+
+
+def batch_samplers() -> st.SearchStrategy[Callable[[], Any]]:
+    def kind(n, over, size, shuffle, last_batch, rank, others):
+        if size is None:
+            last_batch = "keep"
+        overs = {
+            "int": lambda: n,
+            "list": lambda: list(range(n)),
+            "array": lambda: np.arange(n),
+            "lazy": lambda: Lazy(range(n)),
+            "once": lambda: iter(range(n)),
+            "stateful": lambda: Stateful(range(n)),
+            "our own": lambda: BatchSampler(n, None, shuffle=True, seed=5),
+        }
+        world_size = rank + 1 + others
+        return over, lambda: BatchSampler(
+            overs[over](), size, shuffle, last_batch, 3, rank, world_size
+        )
+
+    return st.builds(
+        kind,
+        n=st.integers(0, 25),
+        over=st.sampled_from(["int", "list", "array", "lazy", "once", "stateful", "our own"]),
+        size=st.none() | st.integers(1, 5),
+        shuffle=st.booleans(),
+        last_batch=st.sampled_from(["keep", "discard", "rollover"]),
+        rank=st.integers(0, 2),
+        others=st.integers(0, 2),
+    )
+
+
+def dynamic_samplers() -> st.SearchStrategy[Callable[[], Any]]:
+    def kind(lengths, over, budget_name, buckets, shuffle, max_batch, rank, others, cost):
+        overs = {"list": list, "array": np.array, "lazy": Lazy, "once": iter}
+        options = {"buckets": buckets, "shuffle": shuffle, "max_batch": max_batch, "seed": 3}
+        options |= {"rank": rank, "world_size": rank + 1 + others, "cost": cost}
+        return over, lambda: DynamicBatchSampler(
+            overs[over](lengths), **options, **{budget_name: 900}
+        )
+
+    return st.builds(
+        kind,
+        lengths=st.lists(st.integers(0, 30), max_size=40),
+        over=st.sampled_from(["list", "array", "lazy", "once"]),
+        budget_name=st.sampled_from(["max_total", "max_padded"]),
+        buckets=st.integers(1, 3),
+        shuffle=st.booleans(),
+        max_batch=st.integers(1, 4),
+        rank=st.integers(0, 2),
+        others=st.integers(0, 2),
+        cost=st.sampled_from([None, lambda n: n * n]),
+    )
+
+
+def size_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
+
+
+@invariant
+@given(kind=st.one_of(batch_samplers(), dynamic_samplers()), epoch=st.integers(0, 3))
+def test_a_state_restores_every_position(kind, epoch):
+    over, make = kind
+    if over == "once":
+        epoch = 0
+    lived = make()
+    for past in range(epoch):
+        lived.set_epoch(past)
+        list(lived)
+    lived.set_epoch(epoch)
+    size = size_of(lived)
+    places = [(lived.state_dict(), size, 0)] if epoch == 0 else []
+    iterator, batches = iter(lived), []
+    places.append((lived.state_dict(), size, 0))
+    for batch in iterator:
+        batches.append(batch)
+        places.append((lived.state_dict(), size, len(batches)))
+    places.append((lived.state_dict(), size_of(lived), len(batches)))  # now knows that it ended
+    later = None
+    if over != "once":
+        lived.set_epoch(epoch + 1)
+        later = list(lived)
+
+    for state, size, yielded in places:
+        state = json.loads(json.dumps(state))
+        assert (state["epoch"], state["yielded"]) == (epoch, yielded)
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert fresh.epoch == epoch
+        assert json.loads(json.dumps(fresh.state_dict())) == state
+        fresh.set_epoch(epoch)  # as a loader does, and changes nothing
+        assert size_of(fresh) == size
+        assert list(fresh) == batches[yielded:]
+        assert fresh.state_dict()["yielded"] == len(batches)
+        if later is not None:
+            fresh.set_epoch(epoch + 1)
+            assert list(fresh) == later
+
+
+KINDS = {
+    "int": partial(BatchSampler, 20, 3, shuffle=True),
+    "list": partial(BatchSampler, list(range(20)), 3),
+    "stateful": lambda **options: BatchSampler(Stateful(range(20)), 3, **options),
+    "dynamic": partial(DynamicBatchSampler, [1, 2, 3, 4] * 5, max_total=7, shuffle=True),
+    "lazy": partial(DynamicBatchSampler, Lazy([1, 2, 3, 4] * 5), max_total=7, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_only_the_next_iterator_continues(kind):
+    whole = list(kind())
+    lived = kind()
+    iterator = iter(lived)
+    next(iterator), next(iterator)
+    resumed = kind()
+    resumed.load_state_dict(lived.state_dict())
+    assert list(resumed) == whole[2:]
+    assert list(resumed) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_another_epoch_forgets_the_position(kind):
+    lived = kind()
+    next(iter(lived))
+    state = lived.state_dict()
+    resumed, other = kind(), kind()
+    resumed.load_state_dict(state)
+    for sampler in (resumed, other):
+        sampler.set_epoch(1)
+    assert resumed.state_dict() == other.state_dict()
+    assert list(resumed) == list(other)
+
+
+def test_a_state_is_of_the_iterator_made_last():
+    sampler = BatchSampler(20, 3)
+    first, second = iter(sampler), iter(sampler)
+    next(first), next(first), next(second)
+    assert sampler.state_dict()["yielded"] == 1
+    next(first)
+    assert sampler.state_dict()["yielded"] == 1
+    list(second)
+    assert sampler.state_dict()["yielded"] == 7
+
+
+def test_a_resumed_iterator_can_be_saved_again():
+    sampler = BatchSampler(Stateful(range(20)), 3)
+    expected = list(sampler)
+    found = []
+    state = sampler.state_dict() | {"yielded": 0, "ended": False, "inner": {"at": 0}}
+    for _ in range(len(expected)):
+        sampler = BatchSampler(Stateful(range(20)), 3)
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+        found.append(next(iter(sampler)))
+        state = sampler.state_dict()
+    assert found == expected
+
+
+def test_a_stateful_inner_sampler_is_restored_and_not_read_again():
+    lived = BatchSampler(Stateful(range(1000)), 10)
+    iterator = iter(lived)
+    for _ in range(90):
+        next(iterator)
+    state = lived.state_dict()
+    assert state["inner"] == {"at": 900}
+    inner = Stateful(range(1000))
+    resumed = BatchSampler(inner, 10)
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(iterator)
+    assert inner.read == 100
+
+
+def test_the_state_is_small():
+    lengths = np.arange(100_000) % 50
+    for sampler in (
+        BatchSampler(100_000, 512, True, "rollover"),
+        DynamicBatchSampler(lengths, max_total=1000, shuffle=True),
+    ):
+        next(iter(sampler))
+        assert len(json.dumps(sampler.state_dict())) < 400
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_state_of_one_rank_serves_all(rank):
+    """So a training run may save that of rank 0 alone."""
+    for kind in (KINDS["int"], KINDS["dynamic"]):
+        first, own, resumed = (kind(rank=which, world_size=3) for which in (0, rank, rank))
+        next(iter(first))
+        resumed.load_state_dict(first.state_dict())
+        assert list(resumed) == list(own)[1:]
+
+
+LENGTHS = [1, 2, 3, 4] * 5
+
+
+@pytest.mark.parametrize(
+    ("made", "loaded", "message"),
+    [
+        (
+            partial(BatchSampler, 20, 3, world_size=4),
+            partial(BatchSampler, 20, 3, world_size=2),
+            "world_size is 2, but the state is of world_size 4; make the sampler with",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7, world_size=4),
+            partial(DynamicBatchSampler, LENGTHS, 7, world_size=2),
+            "world_size is 2, but the state is of world_size 4",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, 21, 3),
+            "n is 21, but the state is of n 20",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, 20, 4),
+            "batch_size is 4, but the state is of batch_size 3",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, 20, 3, shuffle=True),
+            "shuffle is True, but the state is of shuffle False",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, 20, 3, last_batch="discard"),
+            "last_batch is 'discard', but the state is of last_batch 'keep'",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, 20, 3, seed=1),
+            "seed is 1, but the state is of seed 0",
+        ),
+        (
+            partial(BatchSampler, 20, 3),
+            partial(BatchSampler, range(20), 3),
+            "n_or_sampler is 'sampler', but the state is of n_or_sampler 'int'",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7),
+            partial(BatchSampler, 20, 3),
+            "sampler is 'BatchSampler', but the state is of sampler 'DynamicBatchSampler'",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7),
+            partial(DynamicBatchSampler, LENGTHS[::-1], 7),
+            "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 90),
+            partial(DynamicBatchSampler, LENGTHS, 90, cost=lambda n: n * n),
+            "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7),
+            partial(DynamicBatchSampler, LENGTHS, max_padded=7),
+            r"budget is \['max_padded', 7.0\], but the state is of budget \['max_total', 7.0\]",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7),
+            partial(DynamicBatchSampler, LENGTHS, 7, buckets=2),
+            "buckets is 2, but the state is of buckets 1",
+        ),
+        (
+            partial(DynamicBatchSampler, LENGTHS, 7),
+            partial(DynamicBatchSampler, LENGTHS, 7, max_batch=2),
+            "max_batch is 2, but the state is of max_batch None",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(made, loaded, message):
+    state = made().state_dict()
+    sampler = loaded()
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+    assert sampler.state_dict() == before
+    assert list(sampler) == list(loaded())
+
+
+def test_an_inner_sampler_may_gain_a_state_but_not_lose_it():
+    lists, states = (BatchSampler(over, 3) for over in (range(20), Stateful(range(20))))
+    whole = list(lists)
+    for sampler in (lists, states):
+        next(iter(sampler))
+    gained, lost = (BatchSampler(over, 3) for over in (Stateful(range(20)), range(20)))
+    gained.load_state_dict(lists.state_dict())
+    assert list(gained) == whole[1:]
+    with pytest.raises(ValueError, match="has no load_state_dict"):
+        lost.load_state_dict(states.state_dict())
+    assert list(lost) == whole
+
+
+def test_what_is_no_state_is_refused():
+    for kind in KINDS.values():
+        sampler = kind()
+        state = sampler.state_dict()
+        for nonsense in (None, [1], "state", 3):
+            with pytest.raises(TypeError, match="state must be a dict from state_dict"):
+                sampler.load_state_dict(nonsense)
+        for name in state:
+            with pytest.raises(ValueError, match=f"the state has no '{name}'"):
+                sampler.load_state_dict({key: state[key] for key in state if key != name})
+        with pytest.raises(ValueError, match="version is 1, but the state is of version 2"):
+            sampler.load_state_dict(state | {"version": 2})
+        with pytest.raises(ValueError, match="yielded must be at least 0"):
+            sampler.load_state_dict(state | {"yielded": -1})
+        with pytest.raises(TypeError, match="epoch must be an int"):
+            sampler.load_state_dict(state | {"epoch": "first"})
+
+
+# --- as in a training run ----------------------------------------------------------------------
+
+
+RANK = """
+import json, sys
+import numpy as np
+from minloader import BatchSampler, DynamicBatchSampler
+
+rank, world_size = int(sys.argv[1]), 4
+lengths = np.random.default_rng(0).lognormal(4, 1, 2000).clip(1, 1000)
+fixed = BatchSampler(2001, 7, shuffle=True, rank=rank, world_size=world_size)
+dynamic = DynamicBatchSampler(
+    lengths, max_padded=8000, buckets=8, shuffle=True, rank=rank, world_size=world_size
+)
+found = {}
+for name, sampler in {"fixed": fixed, "dynamic": dynamic}.items():
+    sampler.set_epoch(3)
+    iterator = iter(sampler)
+    begun = [next(iterator) for _ in range(5)]
+    found[name] = {
+        "state": sampler.state_dict(),
+        "batches": begun + list(iterator),
+        "dropped": sampler.dropped,
+        "len": len(sampler),
+    }
+print(json.dumps(found))
+"""
+
+
+def test_four_processes():
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    outcomes = [process.communicate(timeout=100) for process in processes]
+    assert [error for _, error in outcomes] == [""] * 4
+    ranks = [json.loads(output) for output, _ in outcomes]
+
+    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).clip(1, 1000)
+    kinds = {
+        "fixed": partial(BatchSampler, 2001, 7, shuffle=True),
+        "dynamic": partial(DynamicBatchSampler, lengths, None, 8000, buckets=8, shuffle=True),
+    }
+    for name, n in (("fixed", 2001), ("dynamic", 2000)):
+        batches = [rank[name]["batches"] for rank in ranks]
+        taken = flat(flat(batches))
+        assert len(taken) == len(set(taken))
+        (dropped,) = {rank[name]["dropped"] for rank in ranks}
+        assert len(taken) + dropped == n
+        assert dropped < 0.01 * n
+        assert {len(own) for own in batches} == {ranks[0][name]["len"]}
+        state = ranks[0][name]["state"]
+        assert all(rank[name]["state"] == state for rank in ranks)
+
+        same = kinds[name](rank=2, world_size=4)
+        same.load_state_dict(state)
+        assert list(same) == batches[2][5:]
+        fewer = kinds[name](rank=1, world_size=2)
+        with pytest.raises(ValueError, match="world_size is 2, but the state is of world_size 4"):
+            fewer.load_state_dict(state)
+    costs = [
+        [cost_of(b, lengths, "max_padded") for b in rank["dynamic"]["batches"]] for rank in ranks
+    ]
+    assert max(map(spread, zip(*costs, strict=True))) <= 0.05
+
+
+def test_ranks_through_a_loader():
+    kind = partial(DynamicBatchSampler, LENGTHS, 7, shuffle=True)
+    found = []
+    for sampler in every_rank(kind, 2):
+        with Loader(lambda item: item, sampler, num_workers=0) as loader:
+            assert len(loader) == len(sampler)
+            found.append([list(loader), list(loader)])
+    expected = [[list(s) for s in every_rank(kind, 2, epoch)] for epoch in range(2)]
+    assert found == [list(epochs) for epochs in zip(*expected, strict=True)]
+
+
+def test_samplers_of_torch():
+    torch = require("torch")
+    from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+    data = range(10)
+    sequential = BatchSampler(SequentialSampler(data), 4)
+    assert list(sequential) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(sequential) == 3
+    ranks = every_rank(partial(BatchSampler, SequentialSampler(data), 4), 2)
+    assert [list(sampler) for sampler in ranks] == [[[0, 2, 4, 6], [8]], [[1, 3, 5, 7], [9]]]
+
+    def draw():
+        return RandomSampler(data, generator=torch.Generator().manual_seed(1))
+
+    expected = list(draw())
+    lived = BatchSampler(draw(), 4)
+    iterator = iter(lived)
+    assert next(iterator) == expected[:4]
+    resumed = BatchSampler(draw(), 4)
+    resumed.load_state_dict(lived.state_dict())
+    assert flat(resumed) == expected[4:] == flat(iterator)
+
+    shares = [DistributedSampler(data, num_replicas=2, rank=rank) for rank in range(2)]
+    first, second = (BatchSampler(share, 2) for share in shares)
+    for sampler in (first, second):
+        sampler.set_epoch(5)
+    assert [share.epoch for share in shares] == [5, 5]
+    assert sorted(flat(first) + flat(second)) == list(data)
+    begun = iter(first)
+    next(begun)
+    resumed = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 2)
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == list(begun)
