@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from minloader import transport
 from minloader.errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback, shown
 from minloader.pool import Fate, Held, Pool
+from minloader.progress import Bookmark, Mark, Place, Reader, digest
 from minloader.slots import Slot, Slots
 from minloader.stats import Stats
 from minloader.tasks import Failure, Reply, Task
@@ -71,7 +72,8 @@ class _Pending(NamedTuple):
     """A task under way, as the sampler gave it; one without items is the sampler's own error."""
 
     task: Task
-    future: Future[Reply] | None  # None: it is not sent yet
+    mark: Mark | None  # of the sampler, before the task's items or further back
+    future: Future[Reply] | None = None  # None: it is not sent yet
     slot: Slot | None = None
 
     @property
@@ -84,6 +86,7 @@ class _Opened(NamedTuple):
     """A reply whose batches are being delivered, and the memory that they may lie in."""
 
     task: Task
+    mark: Mark | None
     reply: Reply
     memory: Any
 
@@ -93,51 +96,86 @@ class Epoch:
 
     Args:
         plan: what the loader's epochs have in common.
-        pool: where the batches are made.
+        where: gives the pool that makes the batches, which may become another one.
         epoch: its number.
-        items: from the sampler.
+        reader: of the sampler.
         owner: the loader, which must live as long as this.
+        before: an epoch that is not over yet, whose tasks leave fewer for this one.
     """
 
     def __init__(
-        self, plan: Plan, pool: Pool, epoch: int, items: Iterator[Any], owner: object
+        self,
+        plan: Plan,
+        where: Callable[[], Pool],
+        epoch: int,
+        reader: Reader,
+        owner: object,
+        before: Epoch | None = None,
     ) -> None:
         self._plan = plan
-        self._pool = pool
+        self._where = where
         self._owner = owner
+        self._before = before
         self.epoch = epoch
-        self._items: Iterator[Any] | None = items
-        self._ordinal = 0
+        self.bookmark = Bookmark(self)
+        self._reader = reader
+        self._in_order = plan.in_order
         self._chunk = 1  # items a task
         self._pending: deque[_Pending] = deque()
         self._unsent = False  # whether there may be tasks among them that are not sent yet
         self._opened: _Opened | None = None
         self._next = 0  # of its outcomes
         self._tries: dict[int, int] = {}  # by ordinal: workers that died making it
-        self._losses = self._pool.losses()
-        self._pool.failed_starts.clear()  # the machine may have recovered
         self._look = 0.0  # when to look after the workers next
-        self._fill(plan.depth)
+        self._over = False
+        self._adopt(where())
+        self.fill()
+
+    def _adopt(self, pool: Pool) -> None:
+        self._pool = pool
+        self._losses = pool.losses()
+        pool.failed_starts.clear()  # the machine may have recovered
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Where its batches are made now."""
+        return [self._pool]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the sampler has no more items for it."""
+        return self._reader.ended
 
     @property
     def under_way(self) -> bool:
         """Whether there may be batches to come."""
-        return self._items is not None or bool(self._pending or self._opened)
+        return not self.drawn or bool(self._pending or self._opened)
+
+    @property
+    def _depth(self) -> int:
+        """Most tasks that may be under way now."""
+        return self._plan.depth - self._busy_before()
+
+    def _busy_before(self) -> int:
+        """Tasks that the epoch before has under way."""
+        if self._before is not None and not self._before.under_way:
+            self._before = None  # else an endless run would keep all its epochs
+        return len(self._before._pending) if self._before is not None else 0
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
-        depth = self._plan.depth
         while True:
             if self._plan.closed:
                 raise RuntimeError(CLOSED)
             if self._opened is None:
-                self._fill(max(depth, 1))
+                self._fill(max(self._depth, 1))
                 if not self._pending:
+                    self._over = True
                     raise StopIteration
                 self._open(self._wait())
-                self._fill(depth)  # before the consumer gets to work
+                self.fill()  # before the consumer gets to work
             if self._opened is not None:
                 batch = self._result(self._opened)
                 if batch is not SKIP:
@@ -145,31 +183,66 @@ class Epoch:
                     return batch
 
     def __del__(self) -> None:
-        # Left early: what is queued need not run. What runs, runs to its end, unseen.
-        for pending in getattr(self, "_pending", ()):
+        if hasattr(self, "_over"):  # else it failed to begin
+            self.bookmark.last = self.place()
+            self._abandon_pending()
+
+    def _abandon_pending(self) -> None:
+        """What is queued need not run. What runs, runs to its end, unseen."""
+        for pending in self._pending:
             if pending.future is None:
                 continue
             pending.future.cancel()
             if pending.slot is not None and self._pool.slots is not None:
                 pending.future.add_done_callback(partial(_abandon, self._pool.slots, pending.slot))
+        self._pending.clear()
+
+    def place(self) -> Place | None:
+        """What has been delivered so far; None when the epoch is over."""
+        if self._over:
+            return None
+        undone = self._undone()
+        if not undone:
+            return self._reader.place()
+        first, mark = min(undone, key=lambda each: each[0].ordinal)
+        spans = [(task.ordinal, task.ordinal + len(task.items)) for task, _ in undone]
+        check = first.ordinal, digest(_item(first, 0))
+        return self._reader.place_before(first.ordinal, mark, spans, check)
+
+    def _undone(self) -> list[tuple[Task, Mark | None]]:
+        """What was drawn and not delivered yet."""
+        undone = [(each.task, each.mark) for each in self._pending if each.task.items]
+        if self._opened is not None:
+            task = self._opened.task
+            left = _part(task, self._next, len(self._opened.reply.outcomes))
+            undone.append((left, self._opened.mark))
+        return undone
 
     # --- down
+
+    def fill(self) -> None:
+        """Has as many tasks under way as may be."""
+        self._fill(self._depth)
 
     def _fill(self, depth: int) -> None:
         """Draws items and submits them until ``depth`` tasks are under way."""
         if self._unsent:
             self._send_rest(depth)
-        while self._items is not None and not self._unsent and len(self._pending) < depth:
-            items, error = self._draw(self._items)
+        if self._where() is not self._pool:
+            if self._pending:
+                return  # first they come from where they are
+            self._adopt(self._where())
+        while not self.drawn and not self._unsent and len(self._pending) < depth:
+            items, mark, error = self._draw(self._reader)
             if items:
-                task = Task(self._ordinal, self.epoch, items)
-                self._ordinal += len(items)
-                self._pending.append(self._submit(task))
+                task = Task(self._reader.position - len(items), self.epoch, items)
+                self._pending.append(self._submit(task, mark))
             if error is not None:
                 # In its turn: the batches before it come first.
                 failed: Future[Reply] = Future()
                 failed.set_exception(error)
-                self._pending.append(_Pending(Task(self._ordinal, self.epoch, []), failed))
+                task = Task(self._reader.position, self.epoch, [])
+                self._pending.append(_Pending(task, mark, failed))
 
     def _send_rest(self, depth: int) -> None:
         """Submits what a task left undone: the first in any case, somebody waits for it."""
@@ -177,36 +250,44 @@ class Epoch:
         self._unsent = False
         for index, pending in enumerate(self._pending):
             if pending.future is None and (index == 0 or under_way < depth):
-                self._pending[index] = self._submit(pending.task)
+                self._pending[index] = self._submit(pending.task, pending.mark)
                 under_way += 1
             self._unsent |= self._pending[index].future is None
 
-    def _draw(self, source: Iterator[Any]) -> tuple[list[Any], Exception | None]:
+    def _draw(self, reader: Reader) -> tuple[list[Any], Mark | None, Exception | None]:
         """Items for a task, and the sampler's error if that is what it gave next."""
         items: list[Any] = []
+        mark = None
         deadline = time.perf_counter() + CHUNK_SECONDS  # a slow sampler must not hold them up
         try:
-            while not items or (len(items) < self._chunk and time.perf_counter() < deadline):
-                items.append(self._pool.hold(next(source)))
+            mark = reader.mark()
+            while not items or (
+                len(items) < self._chunk and time.perf_counter() < deadline and reader.adjoins
+            ):
+                items.append(self._pool.hold(reader.draw()))
         except StopIteration:
-            self._items = None
+            return items, mark, None
         except Exception as error:
-            return items, error
-        return items, None
+            return items, mark, error
+        return items, mark, None
 
-    def _submit(self, task: Task) -> _Pending:
+    def _address(self, task: Task) -> Task:
+        """Completes a task just before it is sent."""
+        return task._replace(id=next(self._pool.task_ids))
+
+    def _submit(self, task: Task, mark: Mark | None) -> _Pending:
         """Sends a task off. What goes wrong with that is found in the future, in its turn."""
         slots = self._pool.slots
         slot = None
         failed: Future[Reply] = Future()
         packed = None
-        task = task._replace(id=next(self._pool.task_ids))
+        task = self._address(task)
         try:
             packed = self._pool.pack(task)
             if slots is not None:
                 slot = slots.lend()
                 packed = packed._replace(slot=slots.address(slot))
-            return _Pending(task, self._pool.submit(packed), slot)
+            return _Pending(task, mark, self._pool.submit(packed), slot)
         except BrokenExecutor as error:
             failed.set_exception(error)
         except Exception as error:
@@ -219,7 +300,7 @@ class Epoch:
                 failed.set_result(Reply(-1, -1, False, [failure]))
         if slots is not None and slot is not None:
             slots.discard(slot)
-        return _Pending(task, failed)
+        return _Pending(task, mark, failed)
 
     # --- up
 
@@ -228,20 +309,28 @@ class Epoch:
         waited = False
         while True:
             self._recover()
-            waiting = [self._pending[0]] if self._plan.in_order else list(self._pending)
+            waiting = [self._pending[0]] if self._in_order else list(self._pending)
             for index, pending in enumerate(waiting):
                 if pending.future is not None and pending.future.done():
                     del self._pending[index]
                     return pending
-            if not waited and self._pool.num_workers:
-                # The consumer is faster than we are: let it wait for larger pieces.
-                self._chunk = min(2 * self._chunk, CHUNK_MOST)
+            if not waited:
+                self._grow()
                 waited = True
             futures = [pending.future for pending in waiting if pending.future is not None]
             wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
-            if time.monotonic() > self._look:
-                self._pool.watch()
-                self._look = time.monotonic() + self._plan.patience
+            self._watch()
+
+    def _grow(self) -> None:
+        """The consumer is faster than we are: lets it wait for larger pieces."""
+        if self._pool.num_workers:
+            self._chunk = min(2 * self._chunk, CHUNK_MOST)
+
+    def _watch(self) -> None:
+        """Looks after the workers, now and then."""
+        if time.monotonic() > self._look:
+            self._pool.watch()
+            self._look = time.monotonic() + self._plan.patience
 
     def _open(self, pending: _Pending) -> None:
         """Unfolds the reply to a task; what it left undone is under way again."""
@@ -273,12 +362,12 @@ class Epoch:
             reply = Reply(-1, -1, False, [failure] * len(task.items))
         self._note(task, reply)
         done = len(reply.outcomes)
-        self._opened = _Opened(task, reply, memory) if done else None
+        self._opened = _Opened(task, pending.mark, reply, memory) if done else None
         self._next = 0
         # The rest goes back to where the task was; after a failure to send it, one by one.
         step = self._chunk if done else 1
         starts = range(done, len(task.items), step)
-        rest = [_Pending(_part(task, n, n + step), None) for n in starts]
+        rest = [_Pending(_part(task, n, n + step), pending.mark) for n in starts]
         self._pending.extendleft(reversed(rest))
         self._unsent |= bool(rest)
 
@@ -294,27 +383,32 @@ class Epoch:
     def _again(self, lost: _Pending) -> Iterator[_Pending]:
         """Sends a lost task again. Only what its own worker was making counts as a try."""
         self._reclaim(lost)
-        task = lost.task
+        task, mark = lost.task, lost.mark
         fate = self._pool.fates.pop(task.id, None)
         if fate is None:
-            yield self._submit(task)
+            yield self._submit(task, mark)
             return
         n = fate.place
         ordinal = task.ordinal + n
         if n > 0:
-            yield self._submit(_part(task, 0, n))
+            yield self._submit(_part(task, 0, n), mark)
         tries = self._tries[ordinal] = self._tries.get(ordinal, 0) + 1
         if fate.final or tries > self._plan.retries:
             failed: Future[Reply] = Future()
-            error = _fatal_error(fate, ordinal, task.epoch, _item(task, n), tries)
+            name = self._ordinal(ordinal)
+            error = _fatal_error(fate, name, task.epoch, _item(task, n), tries)
             failure = Failure.of(error, packed=False)
             failed.set_result(Reply(fate.worker, fate.pid, False, [failure]))
-            yield _Pending(_part(task, n, n + 1), failed)
+            yield _Pending(_part(task, n, n + 1), mark, failed)
         else:
             self._plan.stats.retries += 1
-            yield self._submit(_part(task, n, n + 1))
+            yield self._submit(_part(task, n, n + 1), mark)
         if n + 1 < len(task.items):
-            yield self._submit(_part(task, n + 1, len(task.items)))
+            yield self._submit(_part(task, n + 1, len(task.items)), mark)
+
+    def _ordinal(self, ordinal: int) -> int:
+        """What the user is told for a task's ordinal."""
+        return ordinal
 
     def _settle(self, pending: _Pending, reply: Reply) -> Any:
         """Memory of the slot, if the reply's batches lie there."""
@@ -373,7 +467,7 @@ class Epoch:
             reply = reply._replace(packed=False)
         if type(outcome) is Failure:
             task = opened.task
-            place = Task(task.ordinal + n, task.epoch, [_item(task, n)])
+            place = Task(self._ordinal(task.ordinal + n), task.epoch, [_item(task, n)])
             return self._failed(place, reply, outcome)
         return outcome
 

@@ -32,32 +32,37 @@ the workers once, when the loader is made (``shipping.py``).
 
 from __future__ import annotations
 
-import logging
-import os
+import copy
+import itertools
 import random
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
-from multiprocessing import get_context
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
-from minloader import pool as pools
-from minloader import shipping, transport
 from minloader.collate import collate
+from minloader.crew import Crew, check_context, check_executor
 from minloader.epoch import CLOSED, Epoch, OnError, Plan
 from minloader.errors import check_int, shown
-from minloader.processes import memory_limit
-from minloader.samplers import BatchSampler, Repeatable
-from minloader.slots import Slots
-from minloader.spawned import ProcessPool
+from minloader.progress import (
+    VERSION,
+    Bookmark,
+    Mark,
+    Place,
+    Reader,
+    check_state,
+    is_stateful,
+)
+from minloader.samplers import BatchSampler, Repeatable, Sampler
 from minloader.stats import Stats
-from minloader.tasks import Job, WorkerInfo
+from minloader.streams import ShardEpoch, StreamEpoch
+from minloader.tasks import Job, Shard, WorkerInfo
 
 __all__ = ["Loader"]
-
-logger = logging.getLogger("minloader")
 
 PATIENCE = 0.5
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
@@ -70,16 +75,19 @@ class Loader:
     nothing behind. All arguments but the first two go by name.
 
     Args:
-        dataset: an object with ``__getitem__``: batch = ``dataset[item]``; or else a callable:
-            batch = ``dataset(item)``.
+        dataset: an object with ``__getitem__``: batch = ``dataset[item]``; or else, without a
+            sampler, one with ``__iter__``: a stream, of which each worker reads a shard, by
+            :func:`get_worker_info`, and the batches come in turns; or else a callable: batch =
+            ``dataset(item)``.
         sampler: iterable of items, read lazily in this process. None: ``range(len(dataset))``,
             grouped by ``batch_size`` if that is given.
         num_workers: how many workers; 0 makes every batch in the calling process, in ``next``.
         prefetch_factor: tasks under way per worker.
-        batch_size: make a :class:`BatchSampler` of this size, in place of a sampler.
+        batch_size: make a :class:`BatchSampler` of this size, in place of a sampler; of a stream,
+            samples in a batch (None: its elements are the batches).
         shuffle: visit the dataset in another order each epoch, in place of a sampler.
         last_batch: what to do with an incomplete last batch of ``batch_size``: "keep",
-            "discard", or "rollover" into the next epoch.
+            "discard", or "rollover" into the next epoch (not of a stream).
         transform: called in the worker with each sample, or with the batch where nothing is
             collated.
         collate_fn: called in the worker with the list of samples ``[dataset[i] for i in
@@ -142,7 +150,8 @@ class Loader:
         worker_memory_limit: int | None = None,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
-        depth = check_int("prefetch_factor", prefetch_factor, 1) * num_workers
+        check_int("prefetch_factor", prefetch_factor, 1)
+        self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
         timeout = _check_timeout(timeout, executor)
@@ -154,7 +163,7 @@ class Loader:
                     "worker_memory_limit is for executor='process' alone, but executor is "
                     f"{shown(executor)}; drop worker_memory_limit"
                 )
-        budget = None
+        budget = None if shared_memory else 0
         if not isinstance(shared_memory, bool):
             budget = check_int("shared_memory", shared_memory, 0)
         if on_error not in ("raise", "skip") and not callable(on_error):
@@ -166,25 +175,47 @@ class Loader:
         ):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be callable or None, got {shown(function)}")
-        if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
-            raise TypeError(
-                f"dataset must have __getitem__ or be callable, got {shown(dataset)}; give it "
-                "a __getitem__, or pass a function of one item"
-            )
 
         self.dataset = dataset
-        self.sampler = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+        self._shards: int | None = None
+        self._batch_size = None
+        if _is_stream(dataset, sampler):
+            _check_stream(batch_size, shuffle, last_batch, collate_fn)
+            self._shards = max(1, num_workers)
+            self._batch_size = batch_size
+            self.sampler: Iterable[Any] = ()
+        else:
+            if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
+                raise TypeError(
+                    "dataset must have __getitem__ or __iter__, or be callable, got "
+                    f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
+                    "stream, which has __iter__ alone, takes no sampler"
+                )
+            made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+            self.sampler = made
+        self._own_sampler = self.sampler is not sampler
         self._items = Repeatable("sampler", self.sampler)
         if batch_size is not None and collate_fn is None:
             collate_fn = collate
         job = Job(
-            *(dataset, transform, collate_fn, worker_init_fn, self.seed, num_workers),
-            memory_limit=worker_memory_limit,
+            *(dataset, transform, collate_fn, worker_init_fn, worker_memory_limit),
+            batch_size=self._batch_size,
+            keep_last=last_batch == "keep",
         )
         self.epoch = 0
-        self._latest: Callable[[], Epoch | None] = lambda: None  # a weak reference
+        self._told: int | None = None  # epoch that the sampler was told last
+        self._runs = itertools.count()
+        self._bookmark: Bookmark | None = None  # where the consumer is
+        self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
+        streams = self._shards is not None
+        check_executor(executor, streams=streams)
+        context = check_context(mp_context, executor)
+        self._crew = Crew(
+            *(job, executor, context, num_workers, prefetch_factor, self.seed, budget, timeout),
+            streams=streams,
+        )
         self._plan = Plan(
-            depth=depth,
+            depth=self._crew.depth,
             in_order=bool(in_order),
             retries=retries,
             patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
@@ -192,63 +223,249 @@ class Loader:
             on_error=on_error,
             stats=Stats(),
         )
-
-        def make_slots() -> Slots | None:  # it must not know self, or nobody would end the loader
-            return Slots(budget, depth) if shared_memory else None
-
-        self._make_pool, shipment = _plan_pool(job, executor, mp_context, make_slots, timeout)
-        self._pools = [self._make_pool()]  # more than one only in a fork
-        self._end = weakref.finalize(self, _end, self._pools, shipment)
+        self._end = weakref.finalize(self, self._crew.close)
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
-        return self._pools[-1].num_workers
+        """Number of workers. Setting it adds or removes some, also in the middle of an epoch: the
+        batches stay the same, and what is under way is not lost.
+
+        Raises:
+            TypeError, ValueError: it is no number of workers; or there were none, and the dataset
+                cannot be sent to any.
+            RuntimeError: the loader is closed.
+        """
+        return self._crew.num_workers
+
+    @num_workers.setter
+    def num_workers(self, num_workers: int) -> None:
+        self._check_open()
+        num_workers = check_int("num_workers", num_workers, 0)
+        if num_workers != self._crew.num_workers:
+            self._crew.tidy()
+            self._crew.resize(num_workers)
+            self._plan.depth = self._crew.depth
 
     @property
     def stats(self) -> Stats:
         """How it went so far; see :class:`Stats`. A copy, as of now."""
-        slots = self._pools[-1].slots
-        count, size = slots.used if slots is not None else (0, 0)
-        replaced = self._pools[-1].replaced
-        return replace(self._plan.stats, slots=count, slot_bytes=size, replaced=replaced)
+        slots = [pool.slots.used for pool in self._crew.pools if pool.slots is not None]
+        return replace(
+            self._plan.stats,
+            slots=sum(count for count, _ in slots),
+            slot_bytes=sum(size for _, size in slots),
+            replaced=self._crew.replaced,
+        )
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
 
         Raises:
-            TypeError: the sampler has no length.
+            TypeError: the sampler has no length, or there is none.
         """
-        current = self._latest()
-        self._tell_epoch(current.epoch if current and current.under_way else self.epoch)
+        if self._shards is not None:
+            raise TypeError("this loader has no length, since its dataset is a stream")
+        current, told = self._bookmark, self._told
+        epoch = current.epoch if current and current.under_way else self.epoch
         try:
-            return len(self.sampler)  # type: ignore[arg-type]
+            if not hasattr(type(self.sampler), "__len__") or epoch == told:
+                return len(self.sampler)  # type: ignore[arg-type]
+            self._tell_epoch(epoch)
+            length = len(self.sampler)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
             ) from error
+        if told is not None:
+            self._tell_epoch(told)
+        return length
 
-    def __iter__(self) -> Epoch:
+    def __iter__(self) -> Epoch | StreamEpoch:
         """Begins a new epoch; with workers, its first batches are under way on return.
+
+        After :meth:`load_state_dict`: the rest of that state's epoch.
 
         Raises:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
+            ValueError: the sampler does not give what it gave when the state was taken.
         """
-        if self._plan.closed:
-            raise RuntimeError(CLOSED)
-        self._tell_epoch(self.epoch)
-        epoch = Epoch(self._plan, self._live_pool(), self.epoch, iter(self._items), self)
-        self.epoch += 1
-        self._latest = weakref.ref(epoch)
+        epoch = self._begin()
+        self._bookmark = epoch.bookmark
         return epoch
 
+    def _begin(self, before: Any = None) -> Epoch | StreamEpoch:
+        """Begins an epoch; ``before`` is one that is not over yet, and shares the workers."""
+        self._check_open()
+        self._crew.tidy()
+        resume = self._resume
+        epoch: Epoch | StreamEpoch
+        if self._shards is not None:
+            epoch = self._begin_stream(self._shards, resume, before)
+        else:
+            reader = self._read_sampler(resume)
+            epoch = Epoch(self._plan, self._crew.pool, self.epoch, reader, self, before)
+        self._crew.users.add(epoch)
+        self._resume = None  # not before: a state that was refused is not forgotten
+        self.epoch += 1
+        return epoch
+
+    def _read_sampler(self, resume: dict[str, Any] | None) -> Reader:
+        self._tell_epoch(self.epoch)
+        mark = Mark(**resume["sampler"]) if resume and resume["sampler"] else None
+        if mark is not None:
+            _put_back(self.sampler, mark)
+        items = iter(self._items)  # once: some samplers begin anew with each
+        if mark is not None:
+            _check_put_back(self.sampler, items, mark)
+        known = isinstance(self.sampler, Sampler)
+        reader = Reader(items, self.sampler, mark.at if mark else 0, known=known)
+        if resume is not None:
+            reader.resume(resume)
+        return reader
+
+    def _begin_stream(
+        self, count: int, resume: dict[str, Any] | None, before: StreamEpoch | None
+    ) -> StreamEpoch:
+        run = next(self._runs)
+        users = self._crew.users
+
+        def oldest() -> int:
+            return min((user.run for user in users if isinstance(user, StreamEpoch)), default=run)
+
+        places = resume["stream"]["shards"] if resume else [None] * count
+        former = before.shards if before else [None] * count
+        shards = [
+            ShardEpoch(
+                *(self._plan, partial(self._crew.pool, n), self.epoch, self),
+                *(Shard(run, run, n, count), oldest, places[n], former[n]),
+            )
+            for n in range(count)
+        ]
+        turn = resume["stream"]["turn"] if resume else 0
+        return StreamEpoch(self._plan, self.epoch, run, shards, turn)
+
+    def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Goes through the next epochs without a gap between them.
+
+        While the last batches of an epoch are made, workers that would be idle begin with the
+        next, all within ``prefetch_factor * num_workers`` tasks. Otherwise it is as if each epoch
+        were iterated by itself: order, errors, state.
+
+        Args:
+            n: how many, the rest of a loaded one counted; None: for ever.
+
+        Yields:
+            The number of the epoch and a batch.
+
+        Raises:
+            ValueError: for ever was asked, but an epoch has no batches.
+        """
+        if n is not None:
+            check_int("n", n, 0)
+        return Epochs(self, n)
+
     def _tell_epoch(self, epoch: int) -> None:
+        self._told = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, which decides its order and its seeds."""
+        """Sets the number of the next epoch, which decides its order and its seeds.
+
+        After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
+        """
         self.epoch = check_int("epoch", epoch, 0)
+        if self._resume is not None and self._resume["epoch"] != self.epoch:
+            self._resume = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: what was delivered, whatever was read ahead.
+
+        Of the epoch that was begun last, also when its iterator is gone; between epochs, the
+        beginning of the next. Small, and fit for JSON where the state of the sampler is, or that
+        of the stream.
+
+        Raises:
+            Exception: what the sampler's ``state_dict`` raises.
+        """
+        if self._resume is not None:
+            return copy.deepcopy(self._resume)
+        place = self._bookmark.place() if self._bookmark is not None else None
+        if self._bookmark is None or place is None:
+            epoch, place = self.epoch, self._beginning()
+        else:
+            epoch = self._bookmark.epoch
+        state: dict[str, Any] = {"version": VERSION, "seed": self.seed, "epoch": epoch} | place
+        if self._shards is not None:
+            state["stream"]["batch_size"] = self._batch_size
+        else:
+            state["length"] = self._length(epoch)
+        return state
+
+    def _beginning(self) -> Place:
+        """The place where the next epoch begins."""
+        if self._shards is not None:
+            place = {"batches": 0, "ended": False, "at": 0, "state": None}
+            return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(self._shards)]}}
+        mark = None
+        if isinstance(self.sampler, Sampler):
+            self._tell_epoch(self.epoch)
+            mark = Mark(0, self.sampler.state_dict(begin=True))
+        return Reader(iter(())).place_before(0, mark, [], None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next ``iter`` go on where :meth:`state_dict` was called.
+
+        Nothing that was delivered is loaded again. Number of workers, executor and the like may
+        be others; the dataset, the sampler and what makes batches of samples must not.
+
+        Args:
+            state: from a loader of this process or another.
+
+        Raises:
+            TypeError, ValueError: it is no state, or not of a loader like this one; both values
+                are named.
+            RuntimeError: the loader is closed.
+        """
+        self._check_open()
+        known = check_state(state, None if self._any_seed else self.seed, self._shards)
+        if self._any_seed:
+            self.seed = known["seed"]
+            self._crew.reseed(self.seed)
+            if self._own_sampler and isinstance(self.sampler, Sampler):
+                self.sampler.seed = self.seed
+        if self._shards is not None:
+            theirs = known["stream"]["batch_size"]
+            if theirs != self._batch_size:
+                raise ValueError(
+                    f"batch_size is {self._batch_size}, but the state is of a stream with "
+                    f"batch_size={theirs}; make the loader with that"
+                )
+            self._shards = len(known["stream"]["shards"])
+        else:
+            self._tell_epoch(known["epoch"])
+            _check_fit(known, self.sampler, partial(self._length, known["epoch"]))
+        self.epoch = known["epoch"]
+        self._resume = known
+        self._bookmark = None
+
+    def _length(self, epoch: int) -> int | None:
+        """Number of batches of an epoch; None where it is not known now."""
+        if self._told != epoch and hasattr(self.sampler, "set_epoch"):
+            return None  # to tell the sampler might disturb the epoch that it is in
+        try:
+            return len(self.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _unbegin(self, epoch: int) -> None:
+        """Gives back the number of an epoch that was begun ahead and not wanted."""
+        if self.epoch == epoch + 1:
+            self.epoch = epoch
+
+    def _check_open(self) -> None:
+        if self._plan.closed:
+            raise RuntimeError(CLOSED)
 
     def start(self) -> None:
         """Starts all workers now, without waiting for them, so that the first batch comes sooner.
@@ -256,9 +473,8 @@ class Loader:
         Raises:
             RuntimeError: the loader is closed.
         """
-        if self._plan.closed:
-            raise RuntimeError(CLOSED)
-        self._live_pool().start()
+        self._check_open()
+        self._crew.start()
 
     def close(self) -> None:
         """Ends the workers and all they started, at once, and lets the dataset's copy go.
@@ -275,14 +491,146 @@ class Loader:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _live_pool(self) -> pools.Pool:
-        """The pool; in a fork of the process that made the loader, one of the fork's own."""
-        if self._pools[-1].pid != os.getpid():
-            self._pools.append(self._make_pool())
-        return self._pools[-1]
+
+class Epochs:
+    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. Goes on after an
+    error.
+    """
+
+    def __init__(self, loader: Loader, n: int | None) -> None:
+        self._loader = loader
+        self._left = n
+        self._current: Epoch | StreamEpoch | None = None
+        self._following: Epoch | StreamEpoch | None = None
+        self._failure: Exception | None = None  # of beginning the following one
+        self._barren = False  # whether the current one has given no batch, and is a whole one
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        while True:
+            current = self._current or self._advance()
+            try:
+                batch = next(current)
+            except StopIteration:
+                self._current = None
+                if self._barren and self._left is None:
+                    self._left = 0
+                    raise ValueError(
+                        f"epoch {current.epoch} has no batches, and epochs() without a number "
+                        "would go through such for ever; look at the sampler, or give a number"
+                    ) from None
+                continue
+            self._barren = False
+            self._look_ahead(current)
+            return current.epoch, batch
+
+    def _advance(self) -> Epoch | StreamEpoch:
+        """The next epoch becomes the current one."""
+        failure, self._failure = self._failure, None
+        if self._left == 0:
+            raise StopIteration
+        if self._left is not None:
+            self._left -= 1
+        if failure is not None:
+            raise failure
+        self._barren = self._loader._resume is None
+        self._current = self._following or self._loader._begin()
+        self._following = None
+        self._loader._bookmark = self._current.bookmark
+        return self._current
+
+    def _look_ahead(self, current: Epoch | StreamEpoch) -> None:
+        """Has idle workers begin with the next epoch."""
+        if self._following is not None:
+            self._following.fill()
+        elif self._left != 0 and self._failure is None and current.drawn:
+            try:
+                self._following = self._loader._begin(current)
+            except Exception as error:  # in its turn
+                self._failure = error
+
+    def __del__(self) -> None:
+        if self._following is not None:
+            # Nobody has seen it: the next iteration is its.
+            self._loader._unbegin(self._following.epoch)
+
+
+# --- a sampler's state
+
+
+def _put_back(sampler: Any, mark: Mark) -> None:
+    try:
+        sampler.load_state_dict(copy.deepcopy(mark.state))  # some empty what they are given
+    except StopIteration as error:
+        raise ValueError(
+            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
+            "the state was taken"
+        ) from error
+
+
+def _check_put_back(sampler: Any, items: Any, mark: Mark) -> None:
+    """A sampler that is its own iterator must now say again what it said then."""
+    if items is sampler and sampler.state_dict() != mark.state:
+        raise ValueError(
+            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"{shown(sampler.state_dict())}, not {shown(mark.state)}; its load_state_dict is at "
+            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
+        )
+
+
+def _check_fit(state: Mapping[str, Any], sampler: Any, length: Callable[[], int | None]) -> None:
+    """Refuses a state whose sampler was another one, as far as that can be told."""
+    if state["sampler"] is not None and not is_stateful(sampler):
+        raise ValueError(
+            f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
+            "load_state_dict; give the loader the sampler that the state was taken with"
+        )
+    if state["sampler"] is not None and isinstance(sampler, Sampler):
+        sampler.load_state_dict(state["sampler"]["state"])  # says itself what differs
+        return
+    ours, theirs = length(), state["length"]
+    if None not in (ours, theirs) and ours != theirs:
+        raise ValueError(
+            f"the sampler has {ours} batches in epoch {state['epoch']}, but the state is of one "
+            f"with {theirs}; give the loader the sampler that the state was taken with"
+        )
 
 
 # --- arguments
+
+
+def _is_stream(dataset: Any, sampler: Any) -> bool:
+    if sampler is not None or not hasattr(type(dataset), "__iter__"):
+        return False
+    if not hasattr(type(dataset), "__getitem__"):
+        return True
+    # torch's has inherited a __getitem__ that only raises.
+    torch_data = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+
+
+def _check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any) -> None:
+    if batch_size is not None:
+        check_int("batch_size", batch_size, 1)
+    elif collate_fn is not None:
+        raise ValueError(
+            "collate_fn needs batch_size where the dataset is a stream (an iterable); without, "
+            "its elements are the batches: give batch_size, or use transform"
+        )
+    if shuffle:
+        raise ValueError(
+            f"shuffle={shuffle!r} is not for a stream (an iterable dataset), which decides its "
+            "order itself; drop shuffle, and shuffle in its __iter__"
+        )
+    if last_batch not in ("keep", "discard"):
+        raise ValueError(
+            f"last_batch must be 'keep' or 'discard' for a stream (an iterable dataset), got "
+            f"{last_batch!r}: what is left over of a shard is not kept for the next epoch"
+        )
+    if batch_size is None and last_batch != "keep":
+        raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
 
 
 def _make_sampler(
@@ -319,50 +667,6 @@ def _make_sampler(
     return BatchSampler(size, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)
 
 
-def _plan_pool(
-    job: Job,
-    executor: Any,
-    mp_context: BaseContext | str | None,
-    make_slots: Callable[[], Slots | None],
-    timeout: float | None,
-) -> tuple[Callable[[], pools.Pool], shipping.Shipment | None]:
-    """How to make the pool, and the job shipped, if it must leave this process."""
-    if executor not in ("process", "thread") and not isinstance(executor, Executor):
-        raise ValueError(
-            "executor must be 'process', 'thread' or a concurrent.futures.Executor, got "
-            f"{shown(executor)}"
-        )
-    if mp_context is not None and executor != "process":
-        raise ValueError(
-            f"mp_context={mp_context!r} is for executor='process' alone, but executor is "
-            f"{shown(executor)}; drop mp_context"
-        )
-    if mp_context is None or isinstance(mp_context, str):
-        try:
-            context: BaseContext = get_context(mp_context or "spawn")
-        except ValueError as error:
-            raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error
-    elif isinstance(mp_context, BaseContext):
-        context = mp_context
-    else:
-        raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
-
-    owner = os.getpid()
-    if job.num_workers == 0:
-        return (lambda: pools.InlinePool(job)), None
-    if executor == "thread":
-        return (lambda: pools.ThreadPool(job, job.num_workers, timeout)), None
-    if isinstance(executor, Executor) and pools.is_in_process(executor):
-        return (lambda: pools.ForeignPool(job, None, executor, owner, None)), None
-    shipment = _ship(job)
-    _check_room(shipment, job)
-    if isinstance(executor, Executor):
-        return (lambda: pools.ForeignPool(job, shipment, executor, owner, make_slots())), shipment
-    return (
-        lambda: ProcessPool(shipment, job.num_workers, context, make_slots(), timeout)
-    ), shipment
-
-
 def _check_timeout(timeout: Any, executor: Any) -> float | None:
     if timeout is None:
         return None
@@ -376,44 +680,3 @@ def _check_timeout(timeout: Any, executor: Any) -> float | None:
             "cannot; drop timeout, or use executor='process' or 'thread'"
         )
     return float(timeout)
-
-
-WORKER_BYTES = 50 << 20
-"""Bytes of memory that a worker takes which imports numpy and does little else."""
-
-
-def _check_room(shipment: shipping.Shipment, job: Job) -> None:
-    """Warns if the workers can be expected to be killed for want of memory."""
-    limit = memory_limit()
-    needed = shipment.size + job.num_workers * (job.memory_limit or WORKER_BYTES)
-    if needed > limit:
-        logger.warning(
-            "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the control "
-            "group of this process allows %d: the kernel may kill workers; use fewer, or a "
-            "dataset that reads from files",
-            *(shipment.size, job.num_workers, needed, limit),
-        )
-
-
-def _ship(job: Job) -> shipping.Shipment:
-    try:
-        return shipping.Shipment(job)
-    except Exception as error:
-        for name in ("dataset", "transform", "collate_fn", "worker_init_fn"):
-            found = transport.find_culprit(getattr(job, name), name)
-            if found is not None:
-                path, part, cause = found
-                raise TypeError(
-                    f"{name} cannot be sent to worker processes: {path} is a "
-                    f"{type(part).__qualname__} ({cause}); make it in worker_init_fn or when it "
-                    "is first used, leave it out in __getstate__, or use executor='thread'"
-                ) from error
-        raise
-
-
-def _end(live: list[pools.Pool], shipment: shipping.Shipment | None) -> None:
-    """What is left to do when a loader goes, by close(), garbage collection or exit."""
-    for pool in live:
-        pool.close()
-    if shipment is not None:
-        shipment.close()

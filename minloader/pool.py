@@ -27,9 +27,19 @@ from typing import Any, NamedTuple
 
 from minloader import shipping, transport, worker
 from minloader.slots import Slots
-from minloader.tasks import Job, Reply, Task
+from minloader.tasks import Job, Reply, Task, WorkerInfo
 
-__all__ = ["GRACE", "Fate", "ForeignPool", "Held", "InlinePool", "Pool", "ThreadPool", "packed"]
+__all__ = [
+    "GRACE",
+    "Fate",
+    "ForeignPool",
+    "Held",
+    "InlinePool",
+    "Pool",
+    "Terms",
+    "ThreadPool",
+    "packed",
+]
 
 logger = logging.getLogger("minloader")
 
@@ -38,11 +48,31 @@ GRACE = 0.5
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
 
 
+class Terms(NamedTuple):
+    """What the workers of a pool are told.
+
+    Attributes:
+        num_workers: how many there are.
+        seed: the loader's.
+        first_id: number of the first.
+        all_workers: how many the loader has in all its pools.
+    """
+
+    num_workers: int
+    seed: int
+    first_id: int
+    all_workers: int
+
+    def info(self, index: int) -> WorkerInfo:
+        """What the worker of this index in the pool is told in this process."""
+        return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
+
+
 class Pool(ABC):
     """Runs tasks somewhere.
 
     Attributes:
-        num_workers: how many tasks can run at once; 0 if submitting runs the task.
+        terms: what the workers are told.
         pid: process the pool belongs to. A fork of it must make one of its own.
         slots: shared memory for the batches; None where they need or want none.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
@@ -54,14 +84,19 @@ class Pool(ABC):
 
     replaces = False
 
-    def __init__(self, num_workers: int, slots: Slots | None = None) -> None:
-        self.num_workers = num_workers
+    def __init__(self, terms: Terms, slots: Slots | None = None) -> None:
+        self.terms = terms
         self.pid = os.getpid()
         self.slots = slots
         self.task_ids = itertools.count(1)
         self.fates: dict[int, Fate] = {}
         self.replaced = 0
         self.failed_starts: list[str] = []
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks can run at once; 0 if submitting runs the task."""
+        return self.terms.num_workers
 
     def hold(self, item: Any) -> Any:
         """Takes an item as it is now; the sampler may change it when it is asked for the next."""
@@ -87,6 +122,21 @@ class Pool(ABC):
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing. Harmless when repeated, or in a fork."""
+        deadline = time.monotonic() + GRACE
+        if self.retire():
+            self.end(deadline)
+
+    def retire(self) -> bool:
+        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
+        return os.getpid() == self.pid
+
+    def end(self, deadline: float) -> None:
+        """Waits until ``deadline`` (monotonic clock), then kills; second half of :meth:`close`."""
+        return
+
+    def release(self) -> None:
+        """Lets the workers leave when they have done what they were given. Others, by the terms
+        as they are then, take what is submitted later."""
         return
 
     def watch(self) -> None:
@@ -147,14 +197,15 @@ def packed(task: Task) -> Task:
 class InlinePool(Pool):
     """Makes each batch in the calling process, when it is submitted."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(0)
+    def __init__(self, terms: Terms, job: Job) -> None:
+        super().__init__(terms)
         self._job = job
         self._worker: worker.Worker | None = None
 
     def submit(self, task: Task) -> Future[Reply]:
         if self._worker is None:
-            self._worker = worker.Worker(self._job, 0, remote=False, borrow=True)
+            info = self.terms.info(0)
+            self._worker = worker.Worker(self._job, info, remote=False, borrow=True)
         future: Future[Reply] = Future()
         future.set_result(self._worker.run(task))
         return future
@@ -169,18 +220,19 @@ class ThreadPool(Pool):
 
     replaces = True
 
-    def __init__(self, job: Job, num_workers: int, timeout: float | None) -> None:
-        super().__init__(num_workers)
+    def __init__(self, terms: Terms, job: Job, timeout: float | None) -> None:
+        super().__init__(terms)
         self._job = job
         self._timeout = timeout
         self._tasks: queue.SimpleQueue[tuple[Future[Reply], Task] | None] = queue.SimpleQueue()
         self._threads: list[_Thread] = []
+        self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        for worker_id in range(len(self._threads), self.num_workers):
-            self._threads.append(_Thread(self._job, worker_id, self._tasks))
+        for index in range(len(self._threads), self.num_workers):
+            self._threads.append(_Thread(self._job, self.terms.info(index), self._tasks))
             self._threads[-1].start()
 
     def submit(self, task: Task) -> Future[Reply]:
@@ -192,59 +244,75 @@ class ThreadPool(Pool):
 
     def watch(self) -> None:
         with self._lock:
-            for n, thread in enumerate(self._threads):
-                entry, index, began = thread.entry, thread.index, thread.began
-                late = self._timeout is not None and time.monotonic() - began > self._timeout
-                if entry is None or not late or thread.ident is None:
-                    continue
-                stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident)))
-                if thread.entry is not entry or thread.index != index:
-                    continue  # it has just finished
-                # It cannot be ended: it is left alone, and ends when its batch does.
-                thread.abandoned = True
-                future, task = entry
-                cause = f"thread {thread.name} took too long"
-                self.fates[task.id] = Fate(index, n, os.getpid(), None, cause, stack, final=True)
-                self.replaced += 1
-                _settle(future, error=BrokenExecutor(cause))
-                logger.warning("%s with batch %d; another takes its place", cause, task.ordinal)
-                self._threads[n] = _Thread(self._job, n, self._tasks)
-                self._threads[n].start()
+            self._replace_late(self._threads)
+            self._replace_late(self._leaving)
+
+    def _replace_late(self, threads: list[_Thread]) -> None:
+        for n, thread in enumerate(threads):
+            entry, index, began = thread.entry, thread.index, thread.began
+            late = self._timeout is not None and time.monotonic() - began > self._timeout
+            if entry is None or not late or thread.ident is None:
+                continue
+            stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident)))
+            if thread.entry is not entry or thread.index != index:
+                continue  # it has just finished
+            # It cannot be ended: it is left alone, and ends when its batch does.
+            thread.abandoned = True
+            future, task = entry
+            cause = f"thread {thread.name} took too long"
+            fate = Fate(index, thread.info.id, os.getpid(), None, cause, stack, final=True)
+            self.fates[task.id] = fate
+            self.replaced += 1
+            _settle(future, error=BrokenExecutor(cause))
+            logger.warning("%s with batch %d; another takes its place", cause, task.ordinal)
+            info = WorkerInfo(thread.info.id, thread.info.num_workers, self.pid, self.terms.seed)
+            threads[n] = _Thread(self._job, info, thread.tasks)
+            threads[n].start()
 
     def losses(self) -> int:
         return self.replaced
 
-    def close(self) -> None:
-        if os.getpid() != self.pid:
-            return
+    def release(self) -> None:
+        with self._lock:
+            for _ in self._threads:
+                self._tasks.put(None)
+            self._leaving = [each for each in self._leaving if each.is_alive()] + self._threads
+            self._threads, self._tasks = [], queue.SimpleQueue()
+
+    def retire(self) -> bool:
+        if not super().retire():
+            return False
         for future in list(self._futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
                 _settle(future, error=CancelledError())
-        for _ in self._threads:
-            self._tasks.put(None)
-        deadline = time.monotonic() + GRACE
-        for thread in self._threads:
+        self.release()
+        return True
+
+    def end(self, deadline: float) -> None:
+        for thread in self._leaving:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads = []
+        self._leaving = []
 
 
 class _Thread(threading.Thread):
     """A worker thread. It knows the queue, not the pool, which may be collected.
 
     Attributes:
+        info: where its code is told that it runs.
+        tasks: where its tasks come from, until there is None.
         entry: what it is working on.
         index: which item of that.
         began: when it began with that, in seconds of the monotonic clock.
         abandoned: whether it was given up.
     """
 
-    def __init__(self, job: Job, worker_id: int, tasks: queue.SimpleQueue[Any]) -> None:
-        super().__init__(name=f"minloader-{worker_id}", daemon=True)
+    def __init__(self, job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> None:
+        super().__init__(name=f"minloader-{info.id}", daemon=True)
         self._job = job
-        self._worker_id = worker_id
-        self._tasks = tasks
+        self.info = info
+        self.tasks = tasks
         self.entry: tuple[Future[Reply], Task] | None = None
         self.index = 0
         self.began = 0.0
@@ -255,7 +323,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         maker: worker.Worker | None = None
-        while not self.abandoned and (entry := self._tasks.get()) is not None:
+        while not self.abandoned and (entry := self.tasks.get()) is not None:
             future, task = entry
             if not future.set_running_or_notify_cancel():
                 continue
@@ -263,7 +331,7 @@ class _Thread(threading.Thread):
             self.entry = entry
             try:
                 if maker is None:
-                    maker = worker.Worker(self._job, self._worker_id, remote=False, mark=self._mark)
+                    maker = worker.Worker(self._job, self.info, remote=False, mark=self._mark)
                 _settle(future, reply=maker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 _settle(future, error=error)
@@ -287,6 +355,7 @@ class ForeignPool(Pool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
+        terms: how many tasks the executor runs at once, as the user says.
         job: what workers in this process use as it is.
         shipment: what others load; None if the executor has no others.
         executor: runs the tasks.
@@ -296,16 +365,24 @@ class ForeignPool(Pool):
 
     def __init__(
         self,
+        terms: Terms,
         job: Job,
         shipment: shipping.Shipment | None,
         executor: Executor,
         owner: int,
         slots: Slots | None,
     ) -> None:
-        super().__init__(job.num_workers, slots)
+        super().__init__(terms, slots)
         self._owner = owner
-        self._attachment = worker.Attachment(job, shipment)
+        self._job = job
+        self._shipment = shipment
         self._executor = executor
+        self.release()
+
+    def release(self) -> None:
+        self._attachment = worker.Attachment(
+            *(self._job, self._shipment, self.num_workers, self.terms.seed)
+        )
 
     def hold(self, item: Any) -> Held:
         return Held(item)
@@ -321,8 +398,8 @@ class ForeignPool(Pool):
             )
         return self._executor.submit(worker.run_attached, self._attachment, task)
 
-    def close(self) -> None:
-        if self.slots is not None and os.getpid() == self.pid:
+    def end(self, deadline: float) -> None:
+        if self.slots is not None:
             self.slots.close()
 
 

@@ -137,11 +137,12 @@ class Slots:
     Args:
         budget: most bytes to hold in slots; None for half of the memory that is free.
         in_flight: most tasks that will be under way at once.
+        share: of how many like this the memory and the descriptors are for.
     """
 
-    def __init__(self, budget: int | None, in_flight: int) -> None:
+    def __init__(self, budget: int | None, in_flight: int, share: int = 1) -> None:
         self._lock = threading.RLock()  # reentrant: a lease may be collected while it is held
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
         self._leased: set[Slot] = set()
         self._all: set[Slot] = set()
@@ -152,8 +153,8 @@ class Slots:
         self._pid = os.getpid()
         self.folder = _make_folder()
         self._committed = 0  # bytes that the slots have, or may grow to while they are lent
-        self.budget = _free_space(self.folder) // 2 if budget is None else budget
-        self._most_open = most_files() // 4
+        self.budget = (_free_space(self.folder) // 2 if budget is None else budget) // share
+        self._most_open = most_files() // 4 // share
         _all_slots.add(self)
 
     @property
@@ -180,7 +181,7 @@ class Slots:
             # What it may grow to: what a batch was seen to need, or a share of what is left, such
             # that together they stay within the budget whatever each of them does.
             left = max(0, self.budget - self._committed)
-            growth = max(self._largest * 5 // 4 - slot.size, left // (2 * self._in_flight))
+            growth = max(self._largest * 5 // 4 - slot.size, left // (2 * self.in_flight))
             slot.limit = slot.size + min(growth, left)
             self._committed += slot.limit - slot.size
             return slot
@@ -236,7 +237,7 @@ class Slots:
     def free(self, slot: Slot, *, retire: bool = False) -> None:
         """Takes back a settled slot that nobody looks at."""
         with self._lock:
-            if retire or self._ended or slot.fd < 0 or len(self._free) > self._in_flight:
+            if retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight:
                 self._discard(slot)
             else:
                 self._free.append(slot)

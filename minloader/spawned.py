@@ -29,7 +29,7 @@ from typing import Any, cast
 from minloader import shipping, worker
 from minloader.board import Board, Line
 from minloader.errors import WorkerDied
-from minloader.pool import GRACE, Fate, Held, Pool, packed
+from minloader.pool import GRACE, Fate, Held, Pool, Terms, packed
 from minloader.processes import (
     NO_LIMIT,
     kill_group,
@@ -279,7 +279,8 @@ class _Executor(ProcessPoolExecutor):
             if stack is not None:
                 cause = "killed, since a batch took too long"
             line = self.board.line(worker_id)
-            yield line, Fate(line.place, worker_id, pid, exitcode, cause, stack)
+            name = self.station.first_id + worker_id
+            yield line, Fate(line.place, name, pid, exitcode, cause, stack)
 
 
 def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
@@ -327,8 +328,8 @@ class ProcessPool(Pool):
     finishes what it was given beside another.
 
     Args:
+        terms: how many processes, at most, and what they are told.
         shipment: the job, serialized once for all workers there will ever be.
-        num_workers: how many processes, at most.
         context: how to start them.
         slots: shared memory for their batches.
         timeout: seconds that a batch may take.
@@ -338,13 +339,13 @@ class ProcessPool(Pool):
 
     def __init__(
         self,
+        terms: Terms,
         shipment: shipping.Shipment,
-        num_workers: int,
         context: BaseContext,
         slots: Slots | None,
         timeout: float | None,
     ) -> None:
-        super().__init__(num_workers, slots)
+        super().__init__(terms, slots)
         self._shipment = shipment
         self._context = context
         self._timeout = timeout
@@ -368,7 +369,10 @@ class ProcessPool(Pool):
             board = Board(self.num_workers)
             folder = self.slots.folder if self.slots is not None else None
             token = secrets.token_hex(8)
-            station = worker.Station(self._shipment.cargo, folder, board.path, token)
+            station = worker.Station(
+                *(self._shipment.cargo, folder, board.path, token),
+                *(self.terms.first_id, self.terms.all_workers, self.terms.seed),
+            )
             executor = _Executor(station, board, self.num_workers, self._context)
             self._executors.append(executor)
         return self._executors[-1]
@@ -453,16 +457,15 @@ class ProcessPool(Pool):
                 pid,
             )
             self.replaced += len(current.workers)
-            current.leaving = True
-            current.shutdown(wait=False)
+            self.release()
 
-    def close(self) -> None:
-        deadline = time.monotonic() + GRACE
-        if self.retire():
-            self.end(deadline)
+    def release(self) -> None:
+        with self._lock:
+            if self._executors and not self._executors[-1].leaving:
+                self._executors[-1].leaving = True
+                self._executors[-1].shutdown(wait=False)
 
     def retire(self) -> bool:
-        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
         if os.getpid() != self.pid:
             return False
         self._closed = True
@@ -471,7 +474,6 @@ class ProcessPool(Pool):
         return True
 
     def end(self, deadline: float) -> None:
-        """Waits until ``deadline`` (monotonic clock), then kills; second half."""
         with self._lock:
             while self._executors:
                 self._executors[-1].end(deadline)

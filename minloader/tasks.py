@@ -5,14 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from minloader import slots, transport
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Failure", "Job", "Reply", "Task", "WorkerInfo"]
+__all__ = ["END", "Failure", "Job", "Reply", "Shard", "Task", "WorkerInfo"]
 
 
 @dataclass
@@ -24,18 +24,18 @@ class Job:
         transform: applied to each sample, or to the batch when nothing is collated.
         collate_fn: samples to batch; None if the dataset gives whole batches.
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
-        seed: the loader's seed.
-        num_workers: how many workers there are.
         memory_limit: bytes that a worker process may have for itself.
+        batch_size: samples in a batch of a stream; None if its elements are the batches.
+        keep_last: whether a stream's incomplete last batch is one.
     """
 
     dataset: Any
     transform: Callable[[Any], Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
     worker_init_fn: Callable[[WorkerInfo], Any] | None
-    seed: int
-    num_workers: int
     memory_limit: int | None = None
+    batch_size: int | None = None
+    keep_last: bool = True
 
     def fetch(self, item: Any) -> Any:
         """Makes the batch of one item."""
@@ -64,20 +64,57 @@ class Job:
             samples = list(self.dataset.__getitems__(indices))
         else:
             samples = [self._get(index) for index in indices]
-        if self.transform is not None:
-            samples = [self.transform(sample) for sample in samples]
-        return collate_fn(samples)
+        return collate_fn(self.transformed(samples))
+
+    def transformed(self, samples: list[Any]) -> list[Any]:
+        return samples if self.transform is None else [self.transform(each) for each in samples]
+
+
+class Shard(NamedTuple):
+    """The part of a stream that a task reads on in, and how to get there if nobody has.
+
+    Attributes:
+        run: which pass over the stream, counted by the loader.
+        oldest: no task of a pass before this one will come.
+        id: number of the shard.
+        total: number of shards.
+        at: how many batches had been read when ``state`` was taken.
+        state: of the stream, packed; None if it has none to give.
+    """
+
+    run: int
+    oldest: int
+    id: int
+    total: int
+    at: int = 0
+    state: bytes | None = None
+
+    def ordinal(self, index: int) -> int:
+        """Place in the epoch of a batch of this shard: as in a round where no shard has ended."""
+        return index * self.total + self.id
+
+
+class _End:
+    """The type of :data:`END`, a constant that survives pickling."""
+
+    def __reduce__(self) -> str:
+        return "END"
+
+
+END: Final = _End()
+"""In place of a batch: the shard has no more."""
 
 
 class Task(NamedTuple):
     """A chunk of batches to make, mostly one. Items are packed when they leave the process.
 
     Attributes:
-        ordinal: place of the first batch in its epoch, from 0.
+        ordinal: place of the first batch in its epoch, or in its shard, from 0.
         epoch: their epoch.
         items: what to make them from.
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
+        shard: of a stream; None if the batches are made from the items.
     """
 
     ordinal: int
@@ -85,6 +122,7 @@ class Task(NamedTuple):
     items: list[Any]
     slot: slots.Address | None = None
     id: int = 0
+    shard: Shard | None = None
 
 
 class Reply(NamedTuple):
@@ -102,6 +140,7 @@ class Reply(NamedTuple):
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
         memory: bytes that the worker has for itself, if there is a limit.
+        state: of the stream, behind the last of the outcomes, packed; None if it has none.
     """
 
     worker: int
@@ -114,6 +153,7 @@ class Reply(NamedTuple):
     slot_retired: bool = False
     overflowed: int = 0
     memory: int = 0
+    state: bytes | None = None
 
 
 class Failure(NamedTuple):
@@ -150,8 +190,10 @@ class WorkerInfo:
     """What code in a worker may want to know about where it runs.
 
     Attributes:
-        id: number of the worker, from 0; -1 on an executor that the user brought.
-        num_workers: number of workers of the loader; 0 in the calling process.
+        id: number of the worker, from 0; -1 on an executor that the user brought. While a
+            stream is read: number of the shard.
+        num_workers: number of workers of the loader; 0 in the calling process. While a stream
+            is read: number of shards.
         pid: process the worker is, or runs in.
         seed: the loader's seed.
         epoch: epoch of the batch being made.
@@ -164,6 +206,7 @@ class WorkerInfo:
     epoch: int = 0
     _ordinal: int | None = field(default=None, repr=False)
     _rng: np.random.Generator | None = field(default=None, repr=False)
+    _key: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -178,9 +221,10 @@ class WorkerInfo:
             if self._ordinal is None:
                 entropy = np.random.SeedSequence(self.seed, spawn_key=(max(self.id, 0),))
             else:
-                entropy = np.random.SeedSequence([self.seed, self.epoch, self._ordinal])
+                place = [self.seed, self.epoch, self._ordinal]
+                entropy = np.random.SeedSequence(place, spawn_key=self._key)
             self._rng = np.random.default_rng(entropy)
         return self._rng
 
-    def _begin(self, epoch: int, ordinal: int) -> None:
-        self.epoch, self._ordinal, self._rng = epoch, ordinal, None
+    def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
+        self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key

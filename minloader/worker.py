@@ -8,6 +8,7 @@ this: its workers meet a loader's job by an :class:`Attachment`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing.util
 import os
 import shutil
@@ -15,19 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
 from minloader.board import READY, Mark, attend
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
-from minloader.tasks import Failure, Job, Reply, Task, WorkerInfo
+from minloader.shards import Cursor, Cursors
+from minloader.tasks import END, Failure, Job, Reply, Shard, Task, WorkerInfo
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["READING", "Attachment", "Station", "Worker"]
 
-__all__ = ["Attachment", "Station", "Worker"]
-
+logger = logging.getLogger("minloader")
 
 CHUNK_SECONDS = 2e-3
 """Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
@@ -39,27 +39,32 @@ class Worker:
 
     Args:
         job: what to make them from.
-        worker_id: see :class:`WorkerInfo`.
+        info: where this is.
         remote: whether parent and worker are different processes, so that items and batches
             are packed, and the process's global generators are the worker's to seed.
         borrow: seed the global generators of the caller's process around each batch. Threads
             do neither: the global generators are shared by all of them.
         packed: whether items come packed even so.
         mark: told of each item before it is begun.
+        reload: gives the dataset once more, for a stream that is read in several places.
     """
 
     def __init__(
         self,
         job: Job,
-        worker_id: int,
+        info: WorkerInfo,
         *,
         remote: bool,
         borrow: bool = False,
         packed: bool = False,
         mark: Mark = lambda task, index: None,
+        reload: Callable[[], Any] | None = None,
     ) -> None:
-        self.info = WorkerInfo(worker_id, job.num_workers, os.getpid(), job.seed)
+        self.info = info  # while a stream is read, its shard's
+        self._id = info.id
         self._job = job
+        shared = not remote and not borrow
+        self._cursors = Cursors(job, info.seed, reload, shared=shared)
         self._remote = remote
         self._packed = remote or packed
         self._borrow = borrow
@@ -104,24 +109,27 @@ class Worker:
         Whatever the user's code raises is in the reply, never raised; but for what ends a
         program (Ctrl-C) in the process that the program is.
         """
-        info = self.info
+        pid = self.info.pid
         if self._broken is not None:
             failures = [self._broken] * len(task.items)
-            return Reply(info.id, info.pid, self._remote, failures)
+            return Reply(self._id, pid, self._remote, failures)
         writer = slots.SlotWriter(task.slot) if task.slot is not None else None
         if writer is not None:
             slots.use(writer)
         outcomes: list[Any] = []
         overflowed = 0
+        state = None
         begin = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
                 self._mark(task.id, n)
-                outcomes.append(self._make(task.epoch, task.ordinal + n, item, writer))
+                outcomes.append(self._make(task, n, item, writer))
                 overflowed += writer is not None and writer.overflowed
                 seconds = time.perf_counter() - begin
-                if seconds > 2 * CHUNK_SECONDS:
+                if seconds > 2 * CHUNK_SECONDS or outcomes[-1] is END:
                     break
+            if task.shard is not None:
+                state = self._end_stream_task(task.shard, outcomes)
         except BaseException:
             # Of a chunk in a thread, the rest is to be tried one by one.
             if len(task.items) == 1:
@@ -131,7 +139,7 @@ class Worker:
             if writer is not None:
                 slots.use(None)
         size = sum(map(transport.size_in_band, outcomes)) if self._remote else 0
-        reply = Reply(info.id, info.pid, self._remote, outcomes, seconds, size)
+        reply = Reply(self._id, pid, self._remote, outcomes, seconds, size, state=state)
         if self._job.memory_limit is not None and self._remote:
             reply = reply._replace(memory=processes.private_memory())
         if writer is None:
@@ -144,23 +152,30 @@ class Worker:
             overflowed=overflowed,
         )
 
-    def _make(self, epoch: int, ordinal: int, item: Any, writer: slots.SlotWriter | None) -> Any:
+    def _make(self, task: Task, n: int, item: Any, writer: slots.SlotWriter | None) -> Any:
         """One batch, or its failure."""
-        self.info._begin(epoch, ordinal)
         if writer is not None:
             writer.begin()
+        cursor = None
         try:
-            if self._packed:
-                item = transport.unpack(item)
-            batch = self._call(self._job.fetch, item, batch_seed(self.info.seed, epoch, ordinal))
+            if task.shard is not None:
+                cursor = self._find_cursor(task, n, task.shard)
+                batch = self._call(cursor.fetch, None, self._batch_seed(task, cursor.begin()))
+            else:
+                self.info._begin(task.epoch, task.ordinal + n)
+                if self._packed:
+                    item = transport.unpack(item)
+                seed = self._batch_seed(task, task.ordinal + n)
+                batch = self._call(self._job.fetch, item, seed)
         except BaseException as error:
             # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
             # the executor would try to pickle it.
             if not self._remote and not isinstance(error, Exception):
                 raise
             self._end_fork()
-            return Failure.of(error, packed=self._remote)
-        if not self._remote:
+            stage = READING if cursor is not None and cursor.reading else ""
+            return Failure.of(error, packed=self._remote, stage=stage)
+        if not self._remote or batch is END:
             return batch
         self._end_fork()
         try:
@@ -180,10 +195,62 @@ class Worker:
             return parcel
         return parcel._replace(buffers=writer.end(parcel.buffers))
 
+    def _batch_seed(self, task: Task, ordinal: int) -> int:
+        return batch_seed(self.info.seed, task.epoch, ordinal)
+
+    def _find_cursor(self, task: Task, n: int, shard: Shard) -> Cursor:
+        """The cursor before the batch; batches before that are passed over, if need be."""
+        index = task.ordinal + n
+        cursor = self._cursors.find(shard, task.epoch, index, self.info.pid)
+        self.info = cursor.info
+        if cursor.ended or cursor.position == index:
+            return cursor
+        samples = None
+        while cursor.position < index and not cursor.ended:
+            self._mark(task.id, n)  # the time that each may take begins
+            try:
+                samples = self._call(cursor.draw, None, self._batch_seed(task, cursor.begin()))
+            except BaseException as error:
+                if cursor.ended or (not self._remote and not isinstance(error, Exception)):
+                    raise
+                self._end_fork()
+                logger.debug("batch %d of shard %d fails again: %r", index, shard.id, error)
+        given = cursor.position - (samples is END)
+        if given < index:
+            raise RuntimeError(
+                f"the stream has ended after {given} batches of shard {shard.id}, but gave {index} "
+                "when it was read before; it must give the same samples each time, for the same "
+                "epoch, shard and seed"
+            )
+        self._mark(task.id, n)
+        return cursor
+
+    def _end_stream_task(self, shard: Shard, outcomes: list[Any]) -> bytes | None:
+        """The state of the stream behind the outcomes; END behind them if it has ended."""
+        cursor = self._cursors.current(shard)
+        if cursor is None:
+            return None
+        if cursor.ended:
+            if outcomes[-1] is not END:
+                outcomes.append(END)
+            return None
+        try:
+            return cursor.state()
+        except BaseException as error:
+            if not self._remote and not isinstance(error, Exception):
+                raise
+            stage = "when the stream was asked for its state"
+            outcomes[-1] = Failure.of(error, packed=self._remote, stage=stage)
+            return None
+
     def _end_fork(self) -> None:
         """Ends a fork of the worker that came back from the dataset, before it answers too."""
         if self._remote and os.getpid() != self.info.pid:
             os._exit(1)
+
+
+READING = "when the stream was read"
+"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:
@@ -226,12 +293,22 @@ class Station(NamedTuple):
         folder: where slots have names; None if they have none.
         board: path of the board.
         token: what everything is marked with that the worker starts.
+        first_id: id of the first worker that is started from here.
+        num_workers: of the loader.
+        seed: of the loader.
     """
 
     cargo: shipping.Cargo
     folder: str | None
     board: str
     token: str
+    first_id: int
+    num_workers: int
+    seed: int
+
+    def load_dataset(self) -> Any:
+        """Another copy of the dataset; large arrays are mapped, not copied."""
+        return self.cargo.load(forever=True).dataset
 
     def clean_up(self) -> None:
         """Removes files that have names, when the parent was killed."""
@@ -247,12 +324,12 @@ TOKEN = "MINLOADER_TOKEN"
 """Environment variable by which the processes that a worker started are known when it is dead."""
 
 
-def start(station: Station, worker_id: int) -> None:
+def start(station: Station, index: int) -> None:
     """First thing that runs in a worker process. Never raises: that would break the pool."""
     global _process_worker, _start_reply
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
-    pid = os.getpid()
+    pid, worker_id = os.getpid(), station.first_id + index
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = station.token
@@ -262,8 +339,9 @@ def start(station: Station, worker_id: int) -> None:
     multiprocessing.util.Finalize(None, processes.kill_descendants, exitpriority=100)
     try:
         job = station.cargo.load(forever=True)
-        mark = attend(station.board, worker_id)
-        _process_worker = Worker(job, worker_id, remote=True, mark=mark)
+        mark = attend(station.board, index)
+        info = WorkerInfo(worker_id, station.num_workers, pid, station.seed)
+        _process_worker = Worker(job, info, remote=True, mark=mark, reload=station.load_dataset)
         mark(READY, 0)
         _check_memory(job.memory_limit)
     except BaseException as error:
@@ -297,7 +375,7 @@ def warm_up() -> None:
 
 # --- a worker of somebody else's executor
 
-_attached: dict[shipping.Cargo, Worker] = {}
+_attached: dict[tuple[shipping.Cargo, int, int], Worker] = {}
 _attach_lock = threading.Lock()
 
 
@@ -308,35 +386,42 @@ class Attachment:
     the address of the shipped job, which each process loads once.
     """
 
-    def __init__(self, job: Job, shipment: shipping.Shipment | None) -> None:
+    def __init__(
+        self, job: Job, shipment: shipping.Shipment | None, num_workers: int, seed: int
+    ) -> None:
         self._job = job
         self._shipment = shipment
+        self._num_workers = num_workers
+        self._seed = seed
         self._threads = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._shipment is None:
             raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
-        return _attach, (self._shipment.cargo,)
+        return _attach, (self._shipment.cargo, self._num_workers, self._seed)
 
     def __call__(self) -> Worker:
         """The worker of the calling thread."""
         worker: Worker | None = getattr(self._threads, "worker", None)
         if worker is None:
-            worker = self._threads.worker = Worker(self._job, -1, remote=False, packed=True)
+            info = WorkerInfo(-1, self._num_workers, os.getpid(), self._seed)
+            worker = self._threads.worker = Worker(self._job, info, remote=False, packed=True)
         return worker
 
 
-def _attach(cargo: shipping.Cargo) -> Callable[[], Worker]:
+def _attach(cargo: shipping.Cargo, num_workers: int, seed: int) -> Callable[[], Worker]:
     """What an attachment unpickles to. Loading waits for the call: an error here would be
     raised while the executor reads its queue, which kills the worker."""
 
     def worker() -> Worker:
+        key = cargo, num_workers, seed
         with _attach_lock:
-            if cargo not in _attached:
-                for other in [other for other in _attached if not other.exists()]:
+            if key not in _attached:
+                for other in [other for other in _attached if not other[0].exists()]:
                     del _attached[other]  # its loader is closed
-                _attached[cargo] = Worker(cargo.load(forever=False), -1, remote=True)
-            return _attached[cargo]
+                info = WorkerInfo(-1, num_workers, os.getpid(), seed)
+                _attached[key] = Worker(cargo.load(forever=False), info, remote=True)
+            return _attached[key]
 
     return worker
 

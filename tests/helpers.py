@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -367,3 +368,315 @@ def kill_at(index: int) -> int:
     if index == 33:
         os.kill(os.getpid(), signal.SIGKILL)
     return index
+
+
+class Guarded:
+    """Gives the item and some noise; some items are not to be asked for, some fail.
+
+    Args:
+        faulty: items that raise.
+        delay: longest that an item takes, in seconds.
+        gate: item 0 waits until there is a file of this name.
+    """
+
+    def __init__(self, faulty: Any = (), delay: float = 0.0, gate: str | None = None) -> None:
+        self.faulty = list(faulty)
+        self.delay = delay
+        self.gate = gate
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: Any) -> Any:
+        if self.delay:
+            threading.Event().wait(random.SystemRandom().random() * self.delay)
+        while self.gate is not None and item == 0 and not os.path.exists(self.gate):
+            threading.Event().wait(0.01)
+        if item in self.faulty:
+            raise ValueError(f"item {item} is bad")
+        info = get_worker_info()
+        assert info is not None
+        return item, info.rng.integers(1 << 40)
+
+    @staticmethod
+    def forbid(loader: Any, items: Any) -> None:
+        """From now on, none of these may be loaded: told by whatever submits tasks."""
+        forbidden = list(items)
+        pool = loader._crew.pools[0]
+        pack = type(pool).pack.__get__(pool)
+
+        def checked(task: Any) -> Any:
+            for item in task.items:
+                assert getattr(item, "item", item) not in forbidden, f"{item} is loaded again"
+            return pack(task)
+
+        pool.pack = checked
+
+
+class Stateful:
+    """A sampler with a state, as torchdata's: iterators are generators, and count on the object."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+        self.drawn = 0
+        self.yielded = 0
+        self.start = 0
+
+    def __iter__(self):
+        self.yielded, self.start = self.start, 0
+        for item in list(self.items)[self.yielded :]:
+            self.yielded += 1
+            self.drawn += 1
+            yield item
+
+    def state_dict(self) -> Any:
+        return {"yielded": self.yielded, "nested": [1]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state.pop("yielded")
+        state["nested"].append(2)
+
+
+class SelfIterating:
+    """A sampler that is its own iterator and begins anew with ``iter``, as lhotse's."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = list(items)
+        self.drawn = 0
+        self.position = 0
+        self.epoch = 0
+        self.restored = False
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.position, self.restored = epoch, 0, False
+
+    def __iter__(self) -> SelfIterating:
+        if not self.restored:
+            self.position = 0
+        return self
+
+    def __next__(self) -> Any:
+        self.restored = False
+        if self.position == len(self.items):
+            raise StopIteration
+        self.position += 1
+        self.drawn += 1
+        return self.items[self.position - 1]
+
+    def state_dict(self) -> Any:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state.pop("position")
+        self.restored = True
+
+
+class Lazily:
+    """An iterable that does not tell its length."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __iter__(self):
+        yield from self.values
+
+
+SAMPLERS: dict[str, Any] = {
+    "range": lambda: range(40),
+    "list": lambda: [[n, n + 1] for n in range(40)],
+    "strings": lambda: [f"file {n}" for n in range(40)],
+    "batches": lambda: minloader.BatchSampler(120, 3, shuffle=True),
+    "rolling": lambda: minloader.BatchSampler(119, 3, shuffle=True, last_batch="rollover"),
+    "nested": lambda: minloader.BatchSampler(list(range(200, 320)), 3, shuffle=True, seed=4),
+    "dynamic": lambda: minloader.DynamicBatchSampler(
+        [5] * 120, max_total=15, buckets=2, shuffle=True
+    ),
+    "lazy": lambda: minloader.DynamicBatchSampler(Lazily([5] * 120), max_total=15),
+    "ranked": lambda: minloader.BatchSampler(240, 3, shuffle=True, rank=1, world_size=2),
+    "stateful": lambda: Stateful(range(40)),
+    "self-iterating": lambda: SelfIterating(range(40)),
+}
+"""Samplers of 40 batches in epoch 2, one of each kind."""
+
+
+def make_sampler(kind: str, epoch: int | None = None) -> Any:
+    sampler = SAMPLERS[kind]()
+    if epoch is not None and hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return sampler
+
+
+def once_in(folder: str, number: int) -> bool:
+    """Whether this is the first to ask for the number."""
+    try:
+        os.close(os.open(f"{folder}/did-{number}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _same(number: int) -> int:
+    return number
+
+
+class Numbers:
+    """A stream: every shard has each so many-th number.
+
+    Args:
+        n: how many there are in all; None: no end of them.
+        on_sample: called with each, when it is read.
+    """
+
+    def __init__(self, n: int | None, on_sample: Any = _same) -> None:
+        self.n = n
+        self.on_sample = on_sample
+
+    def numbers(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        if self.n is None:
+            return itertools.count(info.id, info.num_workers)
+        return range(info.id, self.n, info.num_workers)
+
+    def __iter__(self):
+        yield from map(self.on_sample, self.numbers())
+
+
+class StatefulNumbers(Numbers):
+    """Its position is the object's, and what it goes on from."""
+
+    def __init__(
+        self, *args: Any, forbidden: int = 0, broken_state: bool = False, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.position = 0
+        self.forbidden = forbidden
+        self.broken_state = broken_state
+
+    def __iter__(self):
+        numbers = self.numbers()
+        while self.position < len(numbers):
+            assert self.position >= self.forbidden, "it was read from the beginning"
+            self.position += 1
+            yield self.on_sample(numbers[self.position - 1])
+        self.position = 0
+
+    def state_dict(self) -> Any:
+        if self.broken_state and self.position:
+            raise OSError("no state")
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+class StatefulIterator(Numbers):
+    """Its iterators know their positions, and can go on after an error."""
+
+    def __init__(self, *args: Any, bad: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bad = bad
+
+    def __iter__(self):
+        return _NumbersIterator(self)
+
+
+class _NumbersIterator:
+    def __init__(self, stream: StatefulIterator) -> None:
+        self.stream = stream
+        self.numbers = stream.numbers()
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= len(self.numbers):
+            raise StopIteration
+        number = self.numbers[self.position]
+        self.position += 1
+        if number == self.stream.bad:
+            raise ValueError(f"{number} is bad")
+        return self.stream.on_sample(number)
+
+    def state_dict(self) -> Any:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+class Scripted(Numbers):
+    """Numbers, with things that happen at some of them.
+
+    Args:
+        deeds: what happens, by number.
+        opens: a file that is open while the stream is read.
+        epochs: gives the epoch that it was told together with the number.
+        noise: adds random numbers, from a generator that is "kept" from the first sample on,
+            "asked" for with each, or "global".
+        shrinks: a file; if it is there, the stream has 10 numbers.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        deeds: Any = (),
+        opens: str | None = None,
+        epochs: bool = False,
+        noise: str | None = None,
+        shrinks: str | None = None,
+        on_sample: Any = _same,
+    ) -> None:
+        super().__init__(n, on_sample)
+        self.deeds = dict(deeds)
+        self.opens = opens
+        self.epochs = epochs
+        self.noise = noise
+        self.shrinks = shrinks
+        self.epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        with open(self.opens or os.devnull, "a"):
+            numbers = self.numbers()
+            if self.shrinks is not None and os.path.exists(self.shrinks):
+                numbers = numbers[:10]
+            info = get_worker_info()
+            assert info is not None
+            kept = info.rng
+            for number in numbers:
+                self.act(number, *self.deeds.get(number, (None,)))
+                number = self.on_sample(number)
+                if self.noise == "global":
+                    number += random.random() + np.random.random()
+                elif self.noise is not None:
+                    number += (kept if self.noise == "kept" else get_worker_info().rng).random()
+                yield (self.epoch, number) if self.epochs else number
+
+    def act(self, number: int, deed: str | None, path: str = "") -> None:
+        if deed == "raises":
+            raise ValueError(f"{number} is bad")
+        if deed == "waits":
+            while not os.path.exists(path):
+                threading.Event().wait(0.01)
+        if deed == "dies" and once_in(path, number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "hangs" and once_in(path, number):
+            while not os.path.exists(f"{path}/go"):
+                threading.Event().wait(0.01)
+
+
+def add_noise(number: float) -> float:
+    """From the generators that the stream uses too."""
+    info = get_worker_info()
+    assert info is not None
+    return number + 1000 * info.rng.random() + random.random() * 0
+
+
+class BrokenStream:
+    def __iter__(self):
+        raise OSError("no such disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from itertools import count, islice
@@ -27,7 +28,7 @@ from helpers import (
 from minloader import SKIP, BatchError, Loader, WorkerDied, worker
 from minloader.epoch import CHUNK_BYTES, CHUNK_MOST
 from minloader.transport import pack
-from minloader.worker import CHUNK_SECONDS, Job, Task, Worker
+from minloader.worker import CHUNK_SECONDS, Job, Task, Worker, WorkerInfo
 
 N = 60
 CHUNK = 8
@@ -57,7 +58,7 @@ def chunks(make, monkeypatch):
 
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
-    pool = loader._pools[0]
+    pool = loader._crew.pools[0]
     pack = pool.pack
 
     def recording(task: Task) -> Task:
@@ -297,7 +298,11 @@ def test_a_worker_that_is_of_no_use_says_so_for_each_batch(chunks, dataset, init
 
 def test_a_worker_cuts_a_slow_chunk_short(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    maker = Worker(Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None, 0, 1), 0, remote=True)
+    maker = Worker(
+        Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None),
+        WorkerInfo(0, 1, os.getpid(), 0),
+        remote=True,
+    )
     task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)])
     made = len(maker.run(task).outcomes)
     assert 1 <= made <= 4

@@ -296,10 +296,10 @@ def test_a_batch_that_always_kills_its_worker(num_workers, retries):
 def test_workers_killed_between_epochs_are_replaced():
     with Loader(Squares(6), num_workers=2) as loader:
         assert len(list(loader)) == 6
-        victims = [process.pid for process in loader._pools[0]._executors[-1].workers]
+        victims = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: loader._pools[0]._executors[-1]._broken)
+        assert eventually(lambda: loader._crew.pools[0]._executors[-1]._broken)
         assert list(loader) == [i * i for i in range(6)]
 
 
@@ -308,7 +308,7 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
     with Loader(Squares(1000, delay=0.2), num_workers=1, prefetch_factor=16) as loader:
         batches = iter(loader)
         next(batches)
-        (process,) = loader._pools[0]._executors[-1].workers
+        (process,) = loader._crew.pools[0]._executors[-1].workers
         os.kill(process.pid, signal.SIGSTOP)  # nothing is taken from the queue meanwhile
         del batches  # cancels what is queued
         os.kill(process.pid, signal.SIGKILL)
@@ -329,14 +329,14 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
     options = {"num_workers": 2, "worker_init_fn": ignore_sigterm}
     with Loader(Squares(200, delay=0.01), **options) as loader:
         loader.start()
-        victim, other = loader._pools[0]._executors[-1].workers
+        victim, other = loader._crew.pools[0]._executors[-1].workers
         (orphan,) = eventually(psutil.Process(victim.pid).children)
         (child,) = eventually(psutil.Process(other.pid).children)
         batches = iter(loader)
         got = [next(batches) for _ in range(20)]
         os.kill(victim.pid, signal.SIGKILL)
         if end == "close":
-            assert eventually(lambda: loader._pools[0]._executors[-1]._broken)
+            assert eventually(lambda: loader._crew.pools[0]._executors[-1]._broken)
             loader.close()
         else:
             assert got + list(batches) == [i * i for i in range(200)]
@@ -419,8 +419,8 @@ def test_foreign_executor_in_a_fork_is_refused():
             "last_batch='discard' needs a batch_size",
         ),
         ({"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
-        ({"dataset": 3}, TypeError, "dataset must have __getitem__ or be callable, got 3"),
-        ({"dataset": iter([]), "sampler": None}, TypeError, "dataset must have __getitem__"),
+        ({"dataset": 3}, TypeError, "dataset must have __getitem__ or __iter__, or be callable"),
+        ({"dataset": iter([])}, TypeError, "dataset must have __getitem__ or __iter__, or be"),
         ({"dataset": len, "sampler": None}, TypeError, r"sampler is needed.*no len\(\)"),
     ],
 )

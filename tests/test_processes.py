@@ -117,7 +117,7 @@ def test_the_dataset_is_serialized_once_and_not_copied():
         for _ in range(2):
             batches = list(loader)
             assert {(total, size) for _, total, size in batches} == {(8.0, 50_000_000)}
-        workers = [process.pid for process in loader._pools[0]._executors[-1].workers]
+        workers = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
         assert len(workers) == 4
         assert Big.serialized == 1
         assert (dataset.array == 1).all()
@@ -372,7 +372,7 @@ def test_garbage_collection_ends_the_workers():
     for batch in loader:
         if batch == 9:
             break
-    pids = [process.pid for process in loader._pools[0]._executors[-1].workers]
+    pids = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
     assert all(map(alive, pids))
     del loader
     gc.collect()
@@ -386,7 +386,7 @@ def test_a_handled_error_does_not_keep_the_loader():
         loader = Loader(int, ["1", "x", "3"], num_workers=1)
         batches = iter(loader)
         next(batches)
-        (process,) = loader._pools[0]._executors[-1].workers
+        (process,) = loader._crew.pools[0]._executors[-1].workers
         with suppress(ValueError):
             next(batches)
         assert next(batches) == 3
@@ -418,7 +418,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
             waiting.result(PROMISE)
     if executor == "process":  # a consumer that was just past the check
         with pytest.raises(RuntimeError, match="closed"):
-            loader._pools[0].submit(Task(0, 0, b""))
+            loader._crew.pools[0].submit(Task(0, 0, b""))
     RELEASE.set()
     RELEASE.clear()
 
@@ -465,7 +465,7 @@ def test_what_a_killed_worker_started_is_killed():
 def used(loader: Loader) -> list[Any]:
     """The worker processes of a loader, after an epoch."""
     assert len(list(loader)) == len(loader)
-    return list(loader._pools[0]._executors[-1].workers)
+    return list(loader._crew.pools[0]._executors[-1].workers)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -21,13 +21,18 @@ ORDER = [
     "shipping",
     "collate",
     "board",
+    "progress",
     "tasks",
+    "shards",
     "worker",
     "pool",
     "spawned",
+    "crew",
     "samplers",
+    "dynamic",
     "stats",
     "epoch",
+    "streams",
     "loader",
 ]
 

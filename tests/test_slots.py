@@ -40,7 +40,7 @@ import minloader
 from minloader import Loader, TransportError, collate, pad_collate, slots, transport, worker
 from minloader.slots import ALIGN, LARGE, Slots, SlotWriter, empty
 from minloader.transport import pack, pack_batch, unpack_batch
-from minloader.worker import Job, Task, Worker
+from minloader.worker import Job, Task, Worker, WorkerInfo
 
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
@@ -215,7 +215,7 @@ def test_a_slot_lives_as_long_as_any_view(kind, size):
         assert_unchanged()
         assert 0 < loader.stats.slots <= len(kept) + 4 + 2
     assert_unchanged()
-    pool = loader._pools[0].slots
+    pool = loader._crew.pools[0].slots
     del loader, batches, batch
     gc.collect()
     assert_unchanged()
@@ -276,7 +276,7 @@ def test_nothing_accumulates():
             moments.append(held(loader))
             assert len(moments) < 6, moments  # the workers have long started
         assert loader.stats.slots <= 4 + 2
-        workers = [process.pid for process in loader._pools[0]._executors[-1].workers]
+        workers = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
         hoard = list(loader)
         assert loader.stats.slots > 50
         del hoard  # most slots are closed now, and the workers are to notice
@@ -308,8 +308,8 @@ def bench(monkeypatch):
     def trip(dataset: Any, items: list[Any]) -> list[Any]:
         """The batches of one task."""
         if dataset not in workers:
-            job = Job(dataset, None, None, None, 0, 1)
-            workers[dataset] = Worker(job, 0, remote=True)
+            job = Job(dataset, None, None, None)
+            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True)
         slot = pool.lend()
         packed = [pack(item, down=True) for item in items]
         reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot)))
@@ -458,10 +458,10 @@ def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
             return numbered(index)
 
     dataset = Failing()
-    job = Job(dataset, None, None, None, 0, 1)
+    job = Job(dataset, None, None, None)
     slot = bench.pool.lend()
     task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot))
-    reply = Worker(job, 0, remote=True).run(task)
+    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run(task)
     assert reply.slot_retired
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot, retire=reply.slot_retired)
@@ -605,8 +605,8 @@ def test_no_address_space_in_the_parent(bench, monkeypatch):
 def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""
     assert set(bench.trip(numbered, [1])[0]) == {1}
-    job = Job(numbered, None, None, refuse, 0, 1)
-    run = Worker(job, 0, remote=True).run
+    job = Job(numbered, None, None, refuse)
+    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run
     if stage == "load":
         monkeypatch.setattr(worker, "_start_reply", run(Task(0, 0, [0])))
         run = worker.run
@@ -626,7 +626,7 @@ def test_files_with_names():
     code = """
 import helpers, minloader
 with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
-    folder = loader._pools[0].slots.folder
+    folder = loader._crew.pools[0].slots.folder
     kept = list(loader)
     assert loader.stats.slots > 0 and loader.stats.overflowed == 0
     del kept[:20]
@@ -647,7 +647,7 @@ import helpers, minloader
 loader = minloader.Loader(helpers.numbered, range(40), num_workers=2)
 batches = iter(loader)
 kept = [next(batches), next(batches)]
-print(loader._pools[0].slots.folder, len(os.listdir(loader._pools[0].slots.folder)))
+print(loader._crew.pools[0].slots.folder, len(os.listdir(loader._crew.pools[0].slots.folder)))
 os.sys.stdout.flush()
 os.kill(os.getpid(), 9)
 """
@@ -678,7 +678,7 @@ def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(slots.tempfile, "mkdtemp", refused)
     monkeypatch.delattr(os, "memfd_create")
     with Loader(numbered, range(10)) as loader:
-        assert os.path.dirname(loader._pools[0].slots.folder) == str(tmp_path)
+        assert os.path.dirname(loader._crew.pools[0].slots.folder) == str(tmp_path)
         for n, batch in enumerate(loader):
             assert (batch == n).all()
         assert loader.stats.slots > 0
@@ -736,7 +736,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode}" for slot in loader._pools[0].slots._leased}
+        files = {f"{slot.inode}" for slot in loader._crew.pools[0].slots._leased}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()

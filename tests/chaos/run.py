@@ -167,7 +167,9 @@ class Killer(threading.Thread):
     def worked(self) -> bool:
         """Whether a batch was made since the last death; nobody is there to make one at times."""
         try:
-            return self.loader is not None and bool(self.loader._pools[0]._executors[-1].worked)
+            return self.loader is not None and bool(
+                self.loader._crew.pools[0]._executors[-1].worked
+            )
         except (AttributeError, IndexError):
             return False
 

@@ -1,0 +1,311 @@
+"""How far a run has come: what ``state_dict`` says of an epoch, and how it is gone on with.
+
+A state counts what the consumer was given, not what was read ahead. For a sampler that can be
+put back (``state_dict`` and ``load_state_dict``) it has the sampler's own state from a little
+before the first batch that was not delivered, and how many items to draw from there; any other
+sampler is read from its beginning, without loading what its items stand for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+from minloader.errors import check_int, shown
+
+__all__ = [
+    "VERSION",
+    "Bookmark",
+    "Mark",
+    "Place",
+    "Reader",
+    "check_state",
+    "digest",
+    "is_stateful",
+]
+
+VERSION = 1
+
+Place = dict[str, Any]
+"""The part of a state that says where in the epoch it is."""
+
+MARK_COST = 100
+"""A sampler is asked for its state only if it last took less than this fraction of the time since
+then; drawing a few items more mends what is missed."""
+
+
+class Stateful(Protocol):
+    """What can tell where it is, and be put there."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def is_stateful(thing: Any) -> TypeGuard[Stateful]:
+    """Whether something can tell where it is, and be put there."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+class Mark(NamedTuple):
+    """What a sampler said of itself after some of its items."""
+
+    at: int
+    state: Any
+
+
+class Reader:
+    """Reads a sampler for one epoch.
+
+    Args:
+        items: from the sampler.
+        sampler: what they are from.
+        position: ordinal of the first of the items.
+        known: whether the sampler is of a kind that tells the truth before its first item and
+            behind its last. Others may still be, or already be, in another epoch.
+
+    Attributes:
+        position: ordinal of the next item.
+        ended: whether there are no more.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], sampler: Any = None, position: int = 0, *, known: bool = False
+    ) -> None:
+        self._items = items
+        self._sampler = sampler if is_stateful(sampler) else None
+        self._known = known
+        self._drawn = False
+        self.position = position
+        self.ended = False
+        self._done: list[tuple[int, int]] = []  # from, to: delivered in an earlier life
+        self._ahead: list[Any] = []  # drawn by resume()
+        self._last: Any = None
+        self._mark: Mark | None = None
+        self._mark_due = 0.0
+
+    @property
+    def adjoins(self) -> bool:
+        """Whether the next item follows on the last one, with nothing to leave out between."""
+        return not self._done or self._done[0][0] > self.position
+
+    def mark(self) -> Mark | None:
+        """A state of the sampler, here or not far back; None if it has none to give."""
+        now = time.perf_counter()
+        sure = self._known or (self._drawn and not self.ended)
+        if self._sampler is not None and sure and now >= self._mark_due and not self._ahead:
+            try:
+                self._mark = Mark(self.position, copy.deepcopy(self._sampler.state_dict()))
+            except NotImplementedError:  # inherited, but not meant
+                self._sampler = None
+            self._mark_due = now + MARK_COST * (time.perf_counter() - now)
+        return self._mark
+
+    def draw(self) -> Any:
+        """The next item.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        while not self.adjoins:
+            self._next()
+            if self.position == self._done[0][1]:
+                del self._done[0]
+        return self._next()
+
+    def _next(self) -> Any:
+        if self._ahead:
+            item = self._ahead.pop()
+        else:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self.ended = True
+                raise
+        self.position += 1
+        self._last, self._drawn = item, True
+        return item
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        """Draws up to where a state was taken, and looks whether the items are still the same."""
+        batches = place["batches"]
+        if self._sampler is not None and place["sampler"] is not None:
+            self._mark = Mark(**place["sampler"])
+        self._done = [(start, stop) for start, stop in place["beyond"]]
+        if place["ended"]:
+            self.position, self.ended = batches, True
+            return
+        ordinal, expected = place["check"] or (-1, None)
+        try:
+            while self.position <= max(batches - 1, ordinal):
+                here, item = self.position, self._next()
+                if here == ordinal and expected not in (None, digest(item)):
+                    raise ValueError(
+                        f"the state does not fit: item {here} of the sampler is {shown(item)}, "
+                        "but it was another one when the state was taken; the order must follow "
+                        "from the sampler's arguments and set_epoch alone, or the sampler must "
+                        "have state_dict and load_state_dict"
+                    )
+        except StopIteration:
+            raise ValueError(
+                f"the state does not fit: it is at batch {batches}, but the sampler has ended "
+                f"after {self.position}"
+            ) from None
+        if self.position > batches:  # one looked at, not delivered
+            self.position, self._ahead = batches, [item]
+
+    def place(self) -> Place:
+        """Where it is when all that was drawn has been delivered."""
+        check = None
+        if self._ahead:
+            check = self.position, digest(self._ahead[0])
+        elif self._drawn:
+            check = self.position - 1, digest(self._last)
+        return self.place_before(self.position, self.mark(), [], check, ended=self.ended)
+
+    def place_before(
+        self,
+        ordinal: int,
+        mark: Mark | None,
+        undone: list[tuple[int, int]],
+        check: tuple[int, str | None] | None,
+        *,
+        ended: bool = False,
+    ) -> Place:
+        """Where it is when ``ordinal`` is the first batch that was not delivered.
+
+        Args:
+            ordinal: of that batch.
+            mark: of the sampler, there or before.
+            undone: first ordinal, and the one after the last, of all that was not delivered.
+            check: an ordinal and the digest of its item.
+            ended: whether there are no more items.
+        """
+        beyond, reached = [], ordinal
+        for start, stop in [*sorted(undone), (self.position, self.position)]:
+            if start > reached:
+                beyond.append([reached, start])
+            reached = max(reached, stop)
+        beyond += [[max(a, self.position), b] for a, b in self._done if b > self.position]
+        return {
+            "batches": ordinal,
+            "beyond": beyond,
+            "ended": ended,
+            "sampler": mark and {"at": mark.at, "state": copy.deepcopy(mark.state)},
+            "check": list(check) if check else None,
+        }
+
+
+def digest(item: Any) -> str | None:
+    """What tells plain items (numbers, strings, lists of them) apart; None of any other."""
+    try:
+        text = json.dumps(item, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError
+
+
+class _Epoch(Protocol):
+    epoch: int
+
+    @property
+    def under_way(self) -> bool: ...
+    def place(self) -> Place | None: ...
+
+
+class Bookmark:
+    """Where the consumer is in an epoch. It outlives the iterator, which leaves its last place.
+
+    Attributes:
+        epoch: number of the epoch.
+        last: place where the iterator was left; None if the epoch was over.
+    """
+
+    def __init__(self, iterator: _Epoch) -> None:
+        self.epoch = iterator.epoch
+        self.last: Place | None = None
+        self._iterator = weakref.ref(iterator)
+
+    def place(self) -> Place | None:
+        """None when the epoch is over."""
+        iterator = self._iterator()
+        return self.last if iterator is None else iterator.place()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there may be batches to come."""
+        iterator = self._iterator()
+        return iterator is not None and iterator.under_way
+
+
+def check_state(state: Any, seed: int | None, shards: int | None) -> dict[str, Any]:
+    """Refuses a state that cannot be one, or is not for this loader.
+
+    Args:
+        state: what was given as one.
+        seed: the loader's; None if it takes any.
+        shards: of the loader's stream; None if it has a sampler.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"the state is of version {state.get('version')!r}, but this minloader reads version "
+            f"{VERSION}; load it with the minloader that saved it"
+        )
+    if seed is not None and state.get("seed") != seed:
+        raise ValueError(
+            f"the state is of a loader with seed={state.get('seed')!r}, but this one has "
+            f"seed={seed}; make it with that seed, or with seed=None, which takes the state's"
+        )
+    kinds = "a sampler", "a stream (an iterable dataset)"
+    if ("stream" in state) != (shards is not None):
+        raise ValueError(
+            f"the state is of a loader with {kinds['stream' in state]}, but this one has "
+            f"{kinds[shards is not None]}"
+        )
+    try:
+        return _checked(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, with all that will be needed."""
+    known = {"version": VERSION, "seed": check_int("seed", state["seed"], 0)}
+    known["epoch"] = check_int("epoch", state["epoch"], 0)
+    if "stream" in state:
+        stream = state["stream"]
+        places = [
+            {
+                "batches": check_int("batches", place["batches"], 0),
+                "ended": bool(place["ended"]),
+                "at": check_int("at", place["at"], 0),
+                "state": copy.deepcopy(place["state"]),
+            }
+            for place in stream["shards"]
+        ]
+        turn = check_int("turn", stream["turn"], 0)
+        return known | {
+            "stream": {"turn": turn, "shards": places, "batch_size": stream["batch_size"]}
+        }
+    sampler = state["sampler"]
+    return known | {
+        "batches": check_int("batches", state["batches"], 0),
+        "beyond": [[int(start), int(stop)] for start, stop in state["beyond"]],
+        "ended": bool(state["ended"]),
+        "length": state["length"],
+        "sampler": sampler
+        and {"at": check_int("at", sampler["at"], 0), "state": copy.deepcopy(sampler["state"])},
+        "check": state["check"] and [int(state["check"][0]), state["check"][1]],
+    }

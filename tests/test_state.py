@@ -1,0 +1,700 @@
+"""A run goes on where it was interrupted: every sampler, executor, number of workers, batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import require
+from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minloader import SKIP, BatchSampler, DynamicBatchSampler, Loader
+
+N = 40  # batches of an epoch of each of SAMPLERS
+
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "thread-3": {"executor": "thread", "num_workers": 3},
+    "process-1": {"num_workers": 1},
+    "process-3": {"num_workers": 3},
+}
+
+
+def plain(batches: Any) -> Any:
+    """As they look after JSON."""
+    return json.loads(json.dumps(batches, default=lambda value: value.tolist()))
+
+
+# --- after every batch ---------------------------------------------------------------------------
+
+RESTORE = """
+import json, sys
+from test_state import restore
+print(json.dumps(restore(*json.load(sys.stdin))))
+"""
+
+
+def restore(kind: str, epoch: int, states: list[Any], way: str, fresh: bool) -> Any:
+    """What is delivered from each state on. Loading what was delivered before is an error."""
+    loader, given = None, []
+    everything = list(make_sampler(kind, epoch))
+    for state in states:
+        if fresh or loader is None:
+            loader = Loader(Guarded(), make_sampler(kind), **WAYS[way])
+        loader.load_state_dict(state)
+        Guarded.forbid(loader, everything[: state["batches"]])
+        given.append(plain(list(loader)))
+        if fresh:
+            loader.close()
+    loader.close()
+    return given
+
+
+def in_fresh_process(*arguments: Any) -> Any:
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(
+        [sys.executable, "-c", RESTORE],
+        input=json.dumps(arguments),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_after_every_batch_of_an_epoch(kind, way):
+    """The states of one run, restored in a fresh process with other numbers of workers."""
+    epoch = 2
+    with Loader(Guarded(), make_sampler(kind), **WAYS[way]) as loader:
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        states, expected = [loader.state_dict()], []
+        for batch in batches:
+            expected.append(plain(batch))
+            states.append(plain(loader.state_dict()))
+        assert len(expected) == N
+        assert loader.state_dict()["epoch"] == epoch + 1
+    given = in_fresh_process(kind, epoch, states, "inline" if way != "inline" else "thread-3", True)
+    assert given == [expected[k:] for k in range(N + 1)]
+    if way == "inline":
+        for other in ("process-1", "process-3"):
+            given = in_fresh_process(kind, epoch, states, other, False)
+            assert given == [expected[k:] for k in range(N + 1)], other
+        given = in_fresh_process(kind, epoch, states[::13], "process-3", True)
+        assert given == [expected[k:] for k in range(0, N + 1, 13)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(list(SAMPLERS)),
+    stops=st.lists(st.integers(0, 15), max_size=4),
+    ways=st.lists(st.sampled_from(["inline", "thread-3"]), min_size=5, max_size=5),
+    depth=st.integers(1, 5),
+    in_order=st.booleans(),
+    faults=st.sets(st.integers(0, 38), max_size=5),
+    epoch=st.integers(0, 3),
+)
+def test_several_interruptions(kind, stops, ways, depth, in_order, faults, epoch):
+    """Nothing is lost and nothing comes twice, whatever comes first and whatever is skipped."""
+    everything = list(make_sampler(kind, epoch))
+    dataset = Guarded(faulty=[everything[fault] for fault in sorted(faults)])
+    expected = [plain([item, ""])[0] for n, item in enumerate(everything) if n not in faults]
+    given: list[Any] = []
+    state = None
+    for stop, way in zip([*stops, None], ways, strict=False):
+        options = WAYS[way] | {"in_order": in_order, "prefetch_factor": depth}
+        with Loader(dataset, make_sampler(kind), on_error="skip", **options) as loader:
+            loader.set_epoch(epoch)
+            if state is not None:
+                loader.load_state_dict(state)
+            given += [plain(batch)[0] for batch in itertools.islice(loader, stop)]
+            state = plain(loader.state_dict())
+        if state["epoch"] > epoch:
+            break
+    assert state["epoch"] == epoch + 1
+    if in_order:
+        assert given == expected
+    else:
+        assert sorted(map(str, given)) == sorted(map(str, expected))
+
+
+@pytest.mark.parametrize("way", ["inline", "thread-3", "process-3"])
+def test_what_is_ready_first_is_not_given_again(way, tmp_path):
+    """Batch 0 is held up while 20 others are delivered."""
+    gate = tmp_path / "open"
+    options = WAYS[way] | {"in_order": False, "prefetch_factor": 3}
+    with Loader(Guarded(gate=str(gate)), range(N), **options) as loader:
+        batches = iter(loader)
+        if way == "inline":
+            gate.touch()
+        first = [next(batches)[0] for _ in range(20)]
+        state = plain(loader.state_dict())
+        gate.touch()
+    assert way == "inline" or (state["batches"], state["beyond"][0][0]) == (0, 1)
+    with Loader(Guarded(), range(N), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        Guarded.forbid(loader, first)
+        assert sorted(first + [batch[0] for batch in loader]) == list(range(N))
+
+
+def test_chunks(monkeypatch):
+    """In the middle of a task of many batches."""
+    monkeypatch.setattr("minloader.epoch.CHUNK_SECONDS", 60)
+    with Loader(Guarded(), range(1000), executor="thread", num_workers=2) as loader:
+        expected = list(loader)
+        loader.set_epoch(0)
+        batches = iter(loader)
+        states = [(k, loader.state_dict()) for k, _ in enumerate(batches, 1)]
+        assert loader.stats.chunk_size > 1
+    with Loader(Guarded(), range(1000), num_workers=0) as loader:
+        for k, state in states[::37]:
+            loader.load_state_dict(state)
+            Guarded.forbid(loader, range(k))
+            assert plain(list(loader)) == plain(expected[k:])
+
+
+# --- what a state is of --------------------------------------------------------------------------
+
+
+def test_the_epoch_goes_on_and_the_next_is_whole(make):
+    loader = make(np.arange(10), batch_size=3, shuffle=True)
+    expected = [[batch.tolist() for batch in loader] for _ in range(3)]
+    for k in range(5):
+        other = make(np.arange(10), batch_size=3, shuffle=True)
+        other.set_epoch(1)
+        for _ in zip(range(k), other, strict=False):
+            pass
+        state = other.state_dict()
+        again = make(np.arange(10), batch_size=3, shuffle=True)
+        again.load_state_dict(state)
+        assert again.epoch == state["epoch"]
+        assert again.state_dict() == state
+        epochs = [[batch.tolist() for batch in again] for _ in range(2)]
+        if state["epoch"] == 1:
+            assert epochs == [expected[1][k:], expected[2]]
+        else:  # all were taken, and the end was seen
+            assert epochs[0] == expected[2]
+
+
+def test_left_early_and_begun_anew():
+    with Loader(Guarded(), range(10), num_workers=0) as loader:
+        assert loader.state_dict()["batches"] == 0
+        for n, _ in enumerate(loader):
+            if n == 3:
+                break
+        state = loader.state_dict()  # the iterator is gone
+        assert (state["epoch"], state["batches"]) == (0, 4)
+        iter(loader)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
+        list(loader)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (3, 0)
+        loader.load_state_dict(state)
+        assert [batch[0] for batch in loader] == list(range(4, 10))
+        assert [batch[0] for batch in loader] == list(range(10))
+
+
+def test_a_batch_that_failed_was_delivered(make):
+    loader = make(Guarded(faulty=[2]), range(6))
+    batches = iter(loader)
+    first = [next(batches)[0] for _ in range(2)]
+    with pytest.raises(ValueError, match="item 2 is bad"):
+        next(batches)
+    state = loader.state_dict()
+    again = make(Guarded(), range(6))
+    again.load_state_dict(state)
+    assert first + [batch[0] for batch in again] == [0, 1, 3, 4, 5]
+
+
+def test_another_epoch_drops_the_place_the_same_keeps_it():
+    with Loader(Guarded(), range(6), num_workers=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with Loader(Guarded(), range(6), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert len(loader) == 6
+        assert [batch[0] for batch in loader] == [1, 2, 3, 4, 5]
+        loader.load_state_dict(state)
+        loader.set_epoch(4)
+        assert loader.state_dict()["batches"] == 0
+        assert [batch[0] for batch in loader] == list(range(6))
+
+
+def test_a_drawn_seed_is_in_the_state(make):
+    first = make(Guarded(), batch_size=None, sampler=range(12), seed=None)
+    batches = iter(first)
+    expected = [next(batches) for _ in range(12)]
+    first.set_epoch(0)
+    next(iter(first))
+    state = first.state_dict()
+    again = make(Guarded(), range(12), seed=None)
+    again.start()  # with another seed, so far
+    assert again.seed != first.seed
+    again.load_state_dict(state)
+    assert again.seed == first.seed
+    assert plain(list(again)) == plain(expected[1:])
+
+
+def test_the_loaders_own_sampler_takes_the_seed_over():
+    options = {"batch_size": 2, "shuffle": True, "seed": None, "num_workers": 0}
+    with Loader(np.arange(20), **options) as loader:
+        expected = [batch.tolist() for batch in loader]
+        loader.set_epoch(0)
+        next(iter(loader))
+        state = loader.state_dict()
+    with Loader(np.arange(20), **options) as loader:
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == expected[1:]
+
+
+def test_a_state_is_a_copy(make):
+    """Neither the loader nor the sampler changes one that was given or taken."""
+    sampler = Stateful(range(8))
+    loader = make(Guarded(), sampler)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    list(batches)
+    assert state == before
+    again = make(Guarded(), Stateful(range(8)))
+    for _ in range(2):
+        again.load_state_dict(state)
+        assert [batch[0] for batch in again] == [3, 4, 5, 6, 7]
+        assert state == before
+
+
+def test_small():
+    sampler = BatchSampler(1_000_000, 32, shuffle=True)
+    with Loader(np.arange(1_000_000), sampler, num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(1000):
+            next(batches)
+        assert len(json.dumps(loader.state_dict())) < 1000
+
+
+def test_rollover_goes_on_over_epochs():
+    def make(sampler: Any) -> Loader:
+        return Loader(np.arange(10), sampler, num_workers=0)
+
+    def sampler(kind: str) -> BatchSampler:
+        inner = 10 if kind == "range" else range(10)
+        return BatchSampler(inner, 4, shuffle=kind == "range", last_batch="rollover")
+
+    for kind in ("range", "inner"):
+        with make(sampler(kind)) as loader:
+            expected = [[batch.tolist() for batch in loader] for _ in range(4)]
+        for taken in range(4):
+            with make(sampler(kind)) as loader:
+                list(loader)
+                batches = iter(loader)
+                for _ in range(taken):
+                    next(batches, None)
+                state = plain(loader.state_dict())
+            with make(sampler(kind)) as loader:
+                loader.load_state_dict(state)
+                epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+            if state["epoch"] == 1:
+                assert epochs == [expected[1][taken:], *expected[2:]]
+            else:
+                assert epochs[:2] == expected[2:]
+
+
+# --- foreign samplers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Stateful, SelfIterating])
+def test_a_sampler_with_a_state_is_put_back(make, kind):
+    """It is not read from its beginning."""
+    loader = make(Guarded(), kind(range(100)))
+    batches = iter(loader)
+    expected = [next(batches) for _ in range(100)][60:]
+    loader.set_epoch(0)
+    batches = iter(loader)
+    for _ in range(60):
+        next(batches)
+    state = loader.state_dict()
+    assert state["sampler"] is not None
+    del batches
+    sampler = kind(range(100))
+    again = make(Guarded(), sampler)
+    again.load_state_dict(state)
+    assert plain(list(again)) == plain(expected)
+    assert sampler.drawn <= 100 - state["sampler"]["at"]
+    assert [batch[0] for batch in again] == list(range(100))
+
+
+def test_a_sampler_that_is_its_own_iterator_serves_every_epoch(make):
+    loader = make(Guarded(), SelfIterating(range(7)))
+    for _ in range(3):
+        assert [batch[0] for batch in loader] == list(range(7))
+
+
+def test_a_sampler_that_does_not_come_back_is_refused():
+    class Forgetful(SelfIterating):
+        def load_state_dict(self, state: Any) -> None:
+            super().load_state_dict({"position": state["position"] + 1})
+
+    with Loader(Guarded(), Forgetful(range(20)), num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="does not return to the state that it gave"):
+            iter(loader)
+
+
+def test_a_state_that_was_only_inherited():
+    class Abstract(SelfIterating):
+        def state_dict(self) -> Any:
+            raise NotImplementedError
+
+    with Loader(Guarded(), Abstract(range(9)), num_workers=0) as loader:
+        batches = iter(loader)
+        first = [next(batches)[0] for _ in range(4)]
+        loader.load_state_dict(loader.state_dict())
+        assert first + [batch[0] for batch in loader] == list(range(9))
+
+
+def test_a_refused_state_is_not_forgotten():
+    state = state_of(Guarded(), sampler=[5, 6, 7, 8])
+    with Loader(Guarded(), [8, 7, 6, 5], num_workers=0) as loader:
+        loader.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="was another one when the state was taken"):
+                iter(loader)
+        loader.set_epoch(1)
+        assert [batch[0] for batch in loader] == [8, 7, 6, 5]
+
+
+def test_an_iterator_is_drawn_from_once_and_only_as_far_as_needed():
+    drawn = []
+
+    def items():
+        for n in itertools.count():
+            drawn.append(n)
+            yield n
+
+    with Loader(Guarded(), items(), num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+    drawn.clear()
+    with Loader(Guarded(), items(), executor="thread", num_workers=2) as loader:
+        loader.load_state_dict(state)
+        assert drawn == []  # only when it is iterated
+        assert [next(batch)[0] for batch in [iter(loader)]] == [5]
+        assert drawn[:6] == list(range(6))
+
+
+def test_torch_samplers(make):
+    torch = require("torch")
+    data = torch.utils.data
+
+    def samplers() -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return [
+            data.RandomSampler(range(30), generator=generator),
+            data.BatchSampler(data.SequentialSampler(range(30)), 4, drop_last=False),
+            data.DistributedSampler(range(30), num_replicas=3, rank=1, seed=2),
+        ]
+
+    for which in range(3):
+        expected = list(make(Guarded(), samplers()[which]))
+        half = make(Guarded(), samplers()[which])
+        batches = iter(half)
+        first = [next(batches) for _ in range(3)]
+        again = make(Guarded(), samplers()[which])
+        again.load_state_dict(half.state_dict())
+        assert plain(first + list(again)) == plain(expected)
+    # This one is told the epoch.
+    loader = make(Guarded(), samplers()[2])
+    epochs = [[batch[0] for batch in loader] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    loader.set_epoch(1)
+    batches = iter(loader)
+    next(batches)
+    again = make(Guarded(), samplers()[2])
+    again.load_state_dict(loader.state_dict())
+    assert [batch[0] for batch in again] == epochs[1][1:]
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def state_of(dataset: Any, taken: int = 3, **options: Any) -> Any:
+    with Loader(dataset, num_workers=0, **options) as loader:
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        return loader.state_dict()
+
+
+def refuses(state: Any, message: str, error: type[Exception] = ValueError, **options: Any) -> None:
+    options = {"dataset": Guarded(), "sampler": range(20)} | options
+    with Loader(num_workers=0, **options) as loader:
+        with pytest.raises(error, match=message):
+            loader.load_state_dict(state)
+        given = [batch[0] for batch in itertools.islice(loader, 2)]
+        assert given == list(itertools.islice(options["sampler"], 2))  # it is as it was
+
+
+def test_states_that_do_not_fit():
+    state = state_of(Guarded(), sampler=range(20))
+    refuses(state | {"version": 99}, "version 99, but this minloader reads version 1")
+    refuses(state, "seed=0, but this one has seed=7", seed=7)
+    refuses(state, "21 batches in epoch 0, but the state is of one with 20", sampler=range(21))
+    refuses([1, 2], r"dict, got \[1, 2\]", TypeError)
+    refuses({}, "version None")
+    refuses({"version": 1, "seed": 0}, "damaged.*epoch")
+    refuses(state | {"batches": -1}, "damaged.*at least 0")
+    refuses(state | {"batches": "x"}, "damaged.*must be an int")
+    refuses(state | {"beyond": [[1]]}, "damaged")
+    refuses(state | {"stream": {}}, r"a stream \(an iterable dataset\), but this one has a sampler")
+    sampler = Stateful(range(20))
+    refuses(state_of(Guarded(), sampler=sampler), "has no load_state_dict")
+
+
+def test_other_samplers_are_refused_with_both_values():
+    state = state_of(Guarded(), sampler=BatchSampler(20, 2, rank=0, world_size=2))
+    message = "world_size.*(4.*2|2.*4)"
+    other = BatchSampler(20, 1, rank=0, world_size=4)
+    with (
+        Loader(Guarded(), other, num_workers=0) as loader,
+        pytest.raises(ValueError, match=message),
+    ):
+        loader.load_state_dict(state)
+    state = state_of(Guarded(), sampler=DynamicBatchSampler(range(1, 20), max_total=30))
+    with (
+        Loader(Guarded(), DynamicBatchSampler(range(2, 21), max_total=30), num_workers=0) as loader,
+        pytest.raises(ValueError, match=r"batches|lengths"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_another_order_is_noticed():
+    """A sampler that shuffles by itself cannot be gone on with: better an error than other data."""
+    items = list(range(50))
+    state = state_of(Guarded(), sampler=random.Random(1).sample(items, 50))
+    with Loader(Guarded(), random.Random(2).sample(items, 50), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"item 2 of the sampler is \d+, but it was another"):
+            iter(loader)
+
+
+def test_a_sampler_that_has_become_shorter():
+    def items(n):
+        yield from range(n)
+
+    state = state_of(Guarded(), sampler=items(20), taken=15)
+    with Loader(Guarded(), items(10), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="at batch 15, but the sampler has ended after 10"):
+            iter(loader)
+
+
+def test_a_closed_loader_takes_no_state():
+    loader = Loader(Guarded(), range(3), num_workers=0)
+    state = loader.state_dict()
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.load_state_dict(state)
+
+
+# --- several epochs without a gap ----------------------------------------------------------------
+
+
+def test_epochs_are_those_of_a_loop(make):
+    def loader(**options: Any) -> Loader:
+        return make(Guarded(delay=0.001), BatchSampler(17, 3, shuffle=True), **options)
+
+    whole = loader()
+    expected = [(epoch, plain(batch)) for epoch in range(4) for batch in whole]
+    one = loader()
+    assert [(epoch, plain(batch)) for epoch, batch in one.epochs(4)] == expected
+    assert one.epoch == 4
+    assert [(epoch, plain(batch)) for epoch, batch in one.epochs(0)] == []
+    endless = itertools.islice(loader().epochs(), len(expected))
+    assert [(epoch, plain(batch)) for epoch, batch in endless] == expected
+
+
+def test_epochs_go_on_from_every_state(make):
+    def loader() -> Loader:
+        return make(Guarded(), BatchSampler(11, 3, shuffle=True))
+
+    run = loader().epochs(3)
+    first = loader()
+    states, expected = [], []
+    for epoch, batch in first.epochs(3):
+        expected.append((epoch, plain(batch)))
+        states.append(plain(first.state_dict()))
+    assert [(epoch, plain(batch)) for epoch, batch in run] == expected
+    for k, state in enumerate(states, 1):
+        again = loader()
+        again.load_state_dict(state)
+        rest = again.epochs(3 - state["epoch"])
+        assert [(epoch, plain(batch)) for epoch, batch in rest] == expected[k:]
+
+
+def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken():
+    """All within the tasks that may be under way."""
+    drawn: list[int] = []
+
+    class Counted:
+        def __iter__(self):
+            for n in range(8):
+                drawn.append(n)
+                yield n
+
+    with Loader(Guarded(delay=0.01), Counted(), executor="thread", num_workers=2) as loader:
+        ahead = []
+        for taken, _ in enumerate(loader.epochs(3), 1):
+            ahead.append(len(drawn) - taken)
+    assert max(ahead) <= 4 * 2
+    assert ahead[7] > 0
+    assert ahead[15] > 0
+    assert ahead[-1] == 0
+
+
+def test_epochs_go_on_after_an_error(make):
+    loader = make(Guarded(faulty=[2]), range(4))
+    run, got = loader.epochs(2), []
+    while True:
+        try:
+            epoch, batch = next(run)
+        except StopIteration:
+            break
+        except ValueError as error:
+            got.append(str(error))
+        else:
+            got.append((epoch, batch[0]))
+    bad = "item 2 is bad"
+    assert got == [(0, 0), (0, 1), bad, (0, 3), (1, 0), (1, 1), bad, (1, 3)]
+
+
+def test_epochs_of_what_serves_one(make):
+    loader = make(Guarded(), iter(range(5)))
+    run = loader.epochs()
+    assert [next(run)[1][0] for _ in range(5)] == list(range(5))
+    with pytest.raises(RuntimeError, match="serves one epoch"):
+        next(run)
+
+
+def test_epochs_without_batches_end(make):
+    run = make(Guarded(), []).epochs()
+    with pytest.raises(ValueError, match="epoch 0 has no batches"):
+        next(run)
+    with pytest.raises(StopIteration):
+        next(run)
+    run = make(Guarded(faulty=[0, 1]), range(2), on_error=lambda error: SKIP).epochs()
+    with pytest.raises(ValueError, match="epoch 0 has no batches"):
+        next(run)
+
+
+def test_epochs_left_early(make):
+    loader = make(Guarded(), range(10))
+    for epoch, batch in loader.epochs(5):
+        if (epoch, batch[0]) == (1, 9):
+            break
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 10)
+    assert loader.epoch == 2
+    assert [batch[0] for batch in loader] == list(range(10))
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, True])
+def test_epochs_need_a_number(n):
+    loader = Loader(Guarded(), range(3), num_workers=0)
+    with pytest.raises((TypeError, ValueError), match=r"n must be"):
+        loader.epochs(n)
+
+
+# --- other numbers of workers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_resized_in_the_middle(executor):
+    """The batches stay the same, all of them."""
+    sampler = BatchSampler(80, 4, shuffle=True)
+    with Loader(Guarded(), sampler, num_workers=0) as loader:
+        expected = [plain(batch) for _ in range(3) for batch in loader]
+    got = []
+    numbers = itertools.cycle([2, 0, 1, 3, 0, 0, 4, 1])
+    with Loader(Guarded(delay=0.002), sampler, executor=executor, num_workers=1) as loader:
+        for epoch in range(3):
+            for n, batch in enumerate(loader):
+                got.append(plain(batch))
+                if n % 7 == 3:
+                    loader.num_workers = number = next(numbers)
+                    assert loader.num_workers == number
+            assert loader.epoch == epoch + 1
+    assert got == expected
+
+
+def test_resized_between_epochs(make):
+    loader = make(Guarded(), range(20))
+    expected = [plain(list(loader)) for _ in range(4)]
+    loader.set_epoch(0)
+    for epoch, number in enumerate([1, 0, 3, 2]):
+        loader.num_workers = number
+        assert plain(list(loader)) == expected[epoch]
+
+
+def test_the_workers_are_as_many_as_was_said():
+    with Loader(Guarded(), range(4), num_workers=2) as loader:
+        loader.num_workers = 3
+        loader.start()
+        assert len(loader._crew.pools[0]._executors[-1].workers) == 3
+        loader.num_workers = 1
+        loader.start()
+        assert len(loader._crew.pools[0]._executors[-1].workers) == 1
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])
+def test_impossible_numbers_of_workers(number):
+    with Loader(Guarded(), range(4), num_workers=0) as loader:
+        with pytest.raises((TypeError, ValueError), match="num_workers must be"):
+            loader.num_workers = number
+        assert len(list(loader)) == 4
+
+
+def test_resized_to_workers_that_cannot_have_the_dataset():
+    lock = threading.Lock()
+    with Loader(lambda item: (lock, item)[1], range(4), num_workers=0) as loader:
+        with pytest.raises(TypeError, match="dataset cannot be sent to worker processes"):
+            loader.num_workers = 2
+        assert loader.num_workers == 0
+        assert list(loader) == list(range(4))
+
+
+def test_several_epochs_at_once_while_resized(make):
+    loader = make(Guarded(), range(12))
+    one = iter(loader)
+    first = [next(one)[0] for _ in range(3)]
+    loader.num_workers = 0
+    other = iter(loader)
+    second = [next(other)[0] for _ in range(3)]
+    loader.num_workers = 2
+    first += [batch[0] for batch in one]
+    second += [batch[0] for batch in other]
+    assert first == second == list(range(12))

@@ -1,0 +1,605 @@
+"""Streams: every shard read by one worker at a time, in turns, the same each time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import trouble
+from conftest import EXECUTORS, eventually, require
+from helpers import (
+    BrokenStream,
+    Numbers,
+    Scripted,
+    StatefulIterator,
+    StatefulNumbers,
+    add_noise,
+    once_in,
+)
+
+from minloader import SKIP, BatchTimeout, Loader, WorkerDied, get_worker_info, pad_collate
+
+OWN = [name for name in EXECUTORS if not name.startswith("foreign")]
+own = pytest.mark.parametrize("make", OWN, indirect=True)
+foreign = pytest.mark.parametrize("make", sorted({*EXECUTORS} - {*OWN}), indirect=True)
+STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
+
+
+def plain(batches: Any) -> Any:
+    return json.loads(json.dumps(batches, default=lambda value: value.tolist()))
+
+
+def in_turns(n: int, shards: int, size: int, last: str = "keep") -> list[list[int]]:
+    """What a loader over Numbers(n) should give."""
+    parts = [list(range(shard, n, shards)) for shard in range(shards)]
+    cut = [[part[i : i + size] for i in range(0, len(part), size)] for part in parts]
+    if last == "discard":
+        cut = [[batch for batch in batches if len(batch) == size] for batches in cut]
+    rounds = itertools.zip_longest(*cut)
+    return [batch for each in rounds for batch in each if batch is not None]
+
+
+# --- what is given -------------------------------------------------------------------------------
+
+
+@own
+@pytest.mark.parametrize("last", ["keep", "discard"])
+@pytest.mark.parametrize("n", [0, 1, 2, 12, 23, 24, 25])
+def test_shards_in_turns(make, n, last):
+    loader = make(Numbers(n), batch_size=3, last_batch=last)
+    expected = in_turns(n, max(1, loader.num_workers), 3, last)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == expected
+
+
+@own
+def test_elements_are_batches_without_a_batch_size(make):
+    loader = make(Numbers(10), transform=str)
+    expected = in_turns(10, max(1, loader.num_workers), 1)
+    assert list(loader) == [str(number) for (number,) in expected]
+
+
+@own
+def test_transform_and_collate_run_in_the_worker(make):
+    loader = make(Numbers(12), batch_size=2, transform=np.ones, collate_fn=pad_collate())
+    shards = max(1, loader.num_workers)
+    for padded, numbers in zip(loader, in_turns(12, shards, 2), strict=True):
+        assert padded.lengths.tolist() == numbers
+        assert padded.values.sum() == sum(numbers)
+
+
+def test_batches_are_born_in_the_slot():
+    stream = Numbers(8)
+    with Loader(stream, batch_size=2, transform=wide, num_workers=2) as loader:
+        for batch in loader:
+            assert batch.shape == (2, 100_000)
+            batch += 1
+            assert (batch == batch[:, :1]).all()
+        assert loader.stats.slots > 0
+        assert loader.stats.overflowed == 0
+
+
+def wide(number: int) -> Any:
+    return np.full(100_000, number)
+
+
+@own
+def test_infinite_streams(make):
+    loader = make(Numbers(None), batch_size=2)
+    shards = max(1, loader.num_workers)
+    expected = in_turns(400, shards, 2)[:100]
+    for _ in range(2):
+        assert [batch.tolist() for batch in itertools.islice(loader, 100)] == expected
+
+
+def test_tiny_batches_share_tasks():
+    with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
+        assert [batch.tolist() for batch in loader] == in_turns(4000, 2, 2)
+        assert loader.stats.chunk_size > 1
+
+
+def test_each_shard_stays_with_its_worker():
+    with Loader(Numbers(24), transform=whereabouts, num_workers=3) as loader:
+        places = list(loader)
+    assert len({pid for pid, _, _ in places}) == 3
+    assert [shard for _, shard, _ in places] == [0, 1, 2] * 8
+    assert len({(pid, shard) for pid, shard, _ in places}) == 3
+    assert {count for _, _, count in places} == {3}
+
+
+def whereabouts(sample: Any) -> Any:
+    info = get_worker_info()
+    assert info is not None
+    return os.getpid(), info.id, info.num_workers
+
+
+@own
+def test_what_is_ready_first(make):
+    loader = make(Numbers(40), batch_size=2, in_order=False)
+    shards = max(1, loader.num_workers)
+    got = [batch.tolist() for batch in loader]
+    assert sorted(got) == sorted(in_turns(40, shards, 2))
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_slow_shard_does_not_hold_up_the_others(executor, tmp_path):
+    gate = tmp_path / "open"
+    stream = Scripted(30, {0: ("waits", str(gate))})
+    with Loader(stream, num_workers=3, executor=executor, in_order=False) as loader:
+        batches = iter(loader)
+        first = [next(batches) for _ in range(20)]
+        gate.touch()
+        assert sorted(first) == [n for n in range(30) if n % 3]
+        assert list(batches) == list(range(0, 30, 3))
+
+
+@own
+def test_several_passes_at_once(make):
+    loader = make(StatefulNumbers(20), batch_size=2)
+    expected = in_turns(20, max(1, loader.num_workers), 2)
+    one, other = iter(loader), iter(loader)
+    got: tuple[list[Any], list[Any]] = ([], [])
+    for _ in range(4):
+        got[0].append(next(one).tolist())
+        got[1].append(next(other).tolist())
+    third = iter(loader)
+    got[0].extend(batch.tolist() for batch in one)
+    del other
+    assert got[0] == expected
+    assert got[1] == expected[:4]
+    assert [batch.tolist() for batch in third] == expected
+
+
+@own
+@pytest.mark.parametrize("stream", STREAMS)
+def test_left_early_and_begun_anew(make, stream):
+    loader = make(stream(20), batch_size=3)
+    expected = in_turns(20, max(1, loader.num_workers), 3)
+    for taken in (0, 1, 4):
+        assert [batch.tolist() for batch in itertools.islice(loader, taken)] == expected[:taken]
+    assert [batch.tolist() for batch in loader] == expected
+
+
+def test_what_was_left_is_let_go(tmp_path):
+    """The files that a pass has open are closed when the next one begins."""
+    stream = Scripted(100, {}, opens=str(tmp_path / "file"))
+    with Loader(stream, transform=open_files, num_workers=1) as loader:
+        for _ in range(5):
+            assert next(iter(loader)) == 1
+
+
+def open_files(sample: Any) -> int:
+    names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return sum(name.endswith("file") for name in names)
+
+
+@own
+def test_streams_are_told_the_epoch(make):
+    loader = make(Scripted(6, {}, epochs=True))
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        assert [told for told, _ in loader] == [epoch] * 6
+
+
+@own
+def test_epochs_without_a_gap(make):
+    loader = make(StatefulNumbers(13), batch_size=2)
+    expected = [(e, batch.tolist()) for e in range(3) for batch in loader]
+    loader.set_epoch(0)
+    assert [(epoch, batch.tolist()) for epoch, batch in loader.epochs(3)] == expected
+
+
+@own
+def test_no_length(make):
+    with pytest.raises(TypeError, match="no length, since its dataset is a stream"):
+        len(make(Numbers(3)))
+
+
+def test_torch_streams():
+    torch = require("torch")
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            info = get_worker_info()
+            for n in range(info.id, 10, info.num_workers):
+                yield torch.full((3,), n)
+
+    for workers in (0, 1, 2):
+        with Loader(Stream(), num_workers=workers) as loader:
+            batches = list(loader)
+        assert all(isinstance(batch, torch.Tensor) for batch in batches)
+        expected = in_turns(10, max(1, workers), 1)
+        assert [batch.tolist() for batch in batches] == [number * 3 for number in expected]
+
+
+# --- randomness ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["kept", "asked", "global"])
+def test_random_streams_are_the_same_everywhere(kind):
+    """Also from the middle, where the batches before are passed over."""
+    shards = 2
+    runs: list[Any] = []
+    options: Any
+    for options in ({}, {"prefetch_factor": 5}, {"executor": "thread"}):
+        if kind == "global" and options.get("executor") == "thread":
+            continue  # threads share the global generators
+        options = {"batch_size": 3, "transform": add_noise, "num_workers": shards} | options
+        with Loader(Scripted(30, {}, noise=kind), **options) as loader:
+            epochs = [plain(list(loader)) for _ in range(2)]
+            loader.set_epoch(1)
+            batches = iter(loader)
+            for _ in range(5):
+                next(batches)
+            state = plain(loader.state_dict())
+        runs.append(epochs)
+        for number in (0, 1, 3):
+            with Loader(Scripted(30, {}, noise=kind), **options | {"num_workers": number}) as again:
+                if kind == "global" and number == 0:
+                    random.seed(99)
+                again.load_state_dict(state)
+                assert plain(list(again)) == epochs[1][5:]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0][0] != runs[0][1]
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+@own
+@pytest.mark.parametrize("stream", STREAMS)
+def test_after_every_batch(make, stream):
+    """Gone on with by other numbers of workers, which take over the shards as they were."""
+    loader = make(stream(31), batch_size=2)
+    loader.set_epoch(3)
+    batches = iter(loader)
+    states, expected = [plain(loader.state_dict())], []
+    for batch in batches:
+        expected.append(batch.tolist())
+        states.append(plain(loader.state_dict()))
+    for options in ({"num_workers": 0}, {"num_workers": 2, "executor": "thread"}):
+        for k, state in enumerate(states):
+            with Loader(stream(31), batch_size=2, **options) as other:
+                other.load_state_dict(state)
+                assert other.state_dict() == state
+                assert [batch.tolist() for batch in other] == expected[k:]
+                assert other.epoch == 4
+                assert [batch.tolist() for batch in other] == expected
+    for k in (0, 3, len(expected)):
+        with Loader(stream(31), batch_size=2, num_workers=2) as other:
+            other.load_state_dict(states[k])
+            assert [batch.tolist() for batch in other] == expected[k:]
+            assert [batch.tolist() for batch in other] == expected
+
+
+@own
+def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
+    monkeypatch.setattr("minloader.epoch.CHUNK_MOST", 2)
+    loader = make(StatefulNumbers(60), batch_size=2)
+    batches = iter(loader)
+    for _ in range(20):
+        next(batches)
+    state = plain(loader.state_dict())
+    expected = [batch.tolist() for batch in batches]
+    shards = state["stream"]["shards"]
+    assert all(shard["batches"] - shard["at"] <= 2 for shard in shards)
+    forbidden = min(shard["at"] for shard in shards) * 2
+    again = make(StatefulNumbers(60, forbidden=forbidden), batch_size=2)
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == expected
+
+
+def test_unordered_states_lose_nothing():
+    with Loader(Numbers(60), batch_size=2, num_workers=3, in_order=False) as loader:
+        batches = iter(loader)
+        first = [next(batches).tolist() for _ in range(13)]
+        state = plain(loader.state_dict())
+    with Loader(Numbers(60), batch_size=2, num_workers=0, in_order=False) as loader:
+        loader.load_state_dict(state)
+        got = first + [batch.tolist() for batch in loader]
+    assert sorted(got) == sorted(in_turns(60, 3, 2))
+
+
+def test_states_that_do_not_fit():
+    with Loader(Numbers(20), batch_size=2, num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(8):
+            next(batches)
+        state = loader.state_dict()
+    with (
+        Loader(Numbers(20), batch_size=3, num_workers=0) as loader,
+        pytest.raises(ValueError, match=r"batch_size is 3, but.*batch_size=2"),
+    ):
+        loader.load_state_dict(state)
+    with (
+        Loader(range(20), num_workers=0) as loader,
+        pytest.raises(ValueError, match=r"with a stream.*this one has a sampler"),
+    ):
+        loader.load_state_dict(state)
+    with Loader(Numbers(10), batch_size=2, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="ended after 5 batches of shard 0, but gave 8"):
+            next(iter(loader))
+
+
+# --- resized -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_resized_in_the_middle(stream, executor):
+    """The shards are as many as before; others read them."""
+    expected = in_turns(61, 2, 2)
+    numbers = itertools.cycle([1, 3, 0, 2])
+    with Loader(stream(61), batch_size=2, executor=executor, num_workers=2) as loader:
+        for _ in range(2):
+            got = []
+            for n, batch in enumerate(loader):
+                got.append(batch.tolist())
+                if n % 5 == 4:
+                    loader.num_workers = next(numbers)
+            assert got == expected
+
+
+# --- errors, deaths, hangs -----------------------------------------------------------------------
+
+
+@own
+def test_an_error_in_transform_costs_a_batch(make):
+    loader = make(Numbers(12), batch_size=2, transform=Refuses(4), num_workers=1)
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="4 is bad") as caught:
+        next(batches)
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("minloader")]
+    assert "batch 2 of epoch 0, item (0, 2)" in note
+    state = plain(loader.state_dict())
+    rest = [[6, 7], [8, 9], [10, 11]]
+    assert [batch.tolist() for batch in batches] == rest
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == rest
+
+
+class Refuses:
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def __call__(self, number: int) -> int:
+        if number == self.bad:
+            raise ValueError(f"{number} is bad")
+        return number
+
+
+@own
+def test_an_error_in_the_stream_ends_a_generator(make, caplog):
+    """As it does without a loader; but it is said."""
+    loader = make(Scripted(12, {5: ("raises",)}), batch_size=2, num_workers=1)
+    got: list[Any] = []
+    batches = iter(loader)
+    with caplog.at_level(logging.WARNING, "minloader"):
+        while True:
+            try:
+                got.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                got += [str(error), error.__notes__[0].split(", ")[-1]]
+    assert got == [[0, 1], [2, 3], "5 is bad", "when the stream was read"]
+    assert "shard 0 of the stream ended with the error in its batch 2" in caplog.text
+
+
+@own
+def test_an_iterator_that_can_goes_on_after_an_error(make):
+    loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=1, on_error="skip")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+
+
+@own
+def test_only_the_shard_with_the_error_ends(make):
+    loader = make(Scripted(30, {6: ("raises",)}), on_error=lambda error: SKIP)
+    shards = max(1, loader.num_workers)
+    lost = {n for n in range(6, 30) if n % shards == 6 % shards}
+    assert sorted(loader) == [n for n in range(30) if n not in lost]
+
+
+@own
+def test_a_stream_that_cannot_begin(make):
+    loader = make(BrokenStream())
+    for _ in range(2):
+        batches = iter(loader)
+        with pytest.raises(OSError, match="no such disk"):
+            next(batches)
+    assert list(make(BrokenStream(), on_error="skip")) == []
+
+
+def test_a_stream_that_cannot_be_gone_on_with():
+    with Loader(Numbers(20), num_workers=0) as loader:
+        list(zip(range(5), loader, strict=False))
+        state = loader.state_dict()
+    with Loader(BrokenStream(), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(OSError, match="no such disk"):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("stream", [Scripted, StatefulNumbers, StatefulIterator])
+@pytest.mark.parametrize("where", ["stream", "transform"])
+def test_a_death_loses_nothing(stream, where, tmp_path):
+    """Another worker goes on, from the stream's own state or by passing over."""
+    deadly = Deadly({4, 11, 25, 34}, str(tmp_path))
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "retries": 1}
+    if where == "transform":
+        dataset = stream(40)
+        options["transform"] = deadly
+    else:
+        dataset = stream(40, on_sample=deadly)
+    with Loader(dataset, **options) as loader:
+        assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
+        assert 1 <= loader.stats.retries <= 4
+        assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
+
+
+class Deadly:
+    """Kills the worker at some numbers, once each, or always."""
+
+    def __init__(self, numbers: set[int], folder: str | None) -> None:
+        self.numbers = numbers
+        self.folder = folder
+
+    def __call__(self, number: int) -> int:
+        if number in self.numbers and (self.folder is None or once_in(self.folder, number)):
+            trouble.die()
+        return number
+
+
+def test_a_transform_that_always_kills_costs_one_batch():
+    deadly = Deadly({13}, None)
+    expected = [batch for batch in in_turns(40, 2, 3) if 13 not in batch]
+    with Loader(Numbers(40), batch_size=3, transform=deadly, num_workers=2) as loader:
+        got, lost = [], []
+        batches = iter(loader)
+        while True:
+            try:
+                got.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except WorkerDied as error:
+                lost.append(error)
+        assert got == expected
+        (error,) = lost
+        assert (error.ordinal, error.item) == (5, (1, 2))
+
+
+def test_a_stream_that_always_kills_ends_its_shard(caplog):
+    stream = Numbers(None, on_sample=Deadly({13}, None))
+    with Loader(stream, num_workers=2, on_error="skip", retries=0) as loader:
+        got = list(itertools.islice(loader, 30))
+    assert [n for n in got if n % 2] == [1, 3, 5, 7, 9, 11]
+    assert [n for n in got if n % 2 == 0] == list(range(0, 48, 2))
+    assert "shard 1 of the stream ends: no worker gets past its batch 6" in caplog.text
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_hangs(executor, tmp_path):
+    stream = Scripted(20, {7: ("hangs", str(tmp_path))})
+    options: dict[str, Any] = {"num_workers": 2, "timeout": 1, "executor": executor}
+    with Loader(stream, retries=1, **options) as loader:
+        if executor == "process":
+            assert list(loader) == list(range(20))
+            assert loader.stats.retries == 1
+            return
+        batches = iter(loader)
+        assert [next(batches) for _ in range(7)] == list(range(7))
+        with pytest.raises(BatchTimeout) as caught:
+            next(batches)
+        assert "helpers.py" in caught.value.stack
+        assert list(batches) == list(range(8, 20))
+        (tmp_path / "go").touch()  # the thread that was given up
+
+
+def test_passing_over_takes_its_time():
+    """Not counted as one batch's."""
+    stream = Numbers(60, on_sample=Slowly())
+    with Loader(stream, num_workers=1, timeout=1.0) as loader:
+        batches = iter(loader)
+        first = [next(batches) for _ in range(30)]
+        (process,) = loader._crew.pools[0]._executors[-1].workers
+        process.kill()
+        assert first + list(batches) == list(range(60))
+        assert loader.stats.retries <= 1
+
+
+class Slowly:
+    def __call__(self, number: int) -> int:
+        threading.Event().wait(0.05)
+        return number
+
+
+def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
+    """The stream is shorter when another worker reads it."""
+    stream = Scripted(40, {21: ("dies", str(tmp_path))}, shrinks=str(tmp_path / "did-21"))
+    with Loader(stream, num_workers=1, retries=2) as loader:
+        got, errors = [], []
+        batches = iter(loader)
+        for _ in range(60):
+            try:
+                got.append(next(batches))
+            except StopIteration:
+                break
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert 10 < len(got) <= 21
+        assert got == list(range(len(got)))
+        assert all("ended after 10 batches of shard 0, but gave" in text for text in errors)
+        assert errors
+
+
+def test_a_state_that_cannot_be_told():
+    stream = StatefulNumbers(9, broken_state=True)
+    with Loader(stream, batch_size=3, num_workers=1) as loader:
+        with pytest.raises(OSError, match="no state") as caught:
+            next(iter(loader))
+        assert "when the stream was asked for its state" in caught.value.__notes__[0]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle": True}, "shuffle=True is not for a stream"),
+        ({"last_batch": "rollover", "batch_size": 2}, "last_batch must be 'keep' or 'discard'"),
+        ({"last_batch": "discard"}, "last_batch='discard' needs a batch_size"),
+        ({"collate_fn": list}, "collate_fn needs batch_size"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_arguments_that_are_not_for_streams(options, message):
+    with pytest.raises(ValueError, match=message):
+        Loader(Numbers(3), num_workers=0, **options)
+
+
+@foreign
+def test_streams_need_workers_of_our_own(make):
+    with pytest.raises(ValueError, match="an executor of your own gives a task to any"):
+        make(Numbers(3))
+
+
+def test_generators_are_read_once():
+    with Loader((n for n in range(4)), num_workers=0) as loader:
+        assert list(loader) == [0, 1, 2, 3]
+        with pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
+            next(iter(loader))
+    with pytest.raises(TypeError, match="dataset is a generator"):
+        Loader((n for n in range(4)), num_workers=1)
+    loader = Loader((n for n in range(4)), num_workers=2, executor="thread")
+    with loader, pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
+        next(iter(loader))
+
+
+def test_copies_of_an_iterator_are_each_read_once():
+    """A process has its own, and takes another one for each epoch."""
+    with Loader(iter(range(4)), num_workers=1) as loader:
+        for _ in range(3):
+            assert list(loader) == [0, 1, 2, 3]
+
+
+# --- nothing is left -----------------------------------------------------------------------------
+
+
+def test_workers_of_a_stream_end_together():
+    loader = Loader(Numbers(None), num_workers=4, transform=whereabouts)
+    pids = {pid for pid, _, _ in itertools.islice(loader, 8)}
+    assert len(pids) == 4
+    loader.close()
+    assert eventually(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(loader)
