@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unordered": {"size": 8_000, "in_order": False},
     "fork": {"size": 8_000, "mp_context": "fork"},
     "spawn": {"size": 8_000, "mp_context": "spawn"},
+    "stream": {"size": 3_000, "seconds": 0.0005},  # what was delivered is passed over again
 }
 """What loaders are run with; ``size`` is the mean number of float64 in a batch, ``seconds`` the
 mean time that one takes besides."""
@@ -84,6 +85,19 @@ class Work:
             for start in range(0, size, 10_000):
                 array[start : start + 10_000] = info.rng.random(len(array[start : start + 10_000]))
         return {"item": item, "array": array, "random": random.random(), "text": str(item) * 10}
+
+
+class Stream:
+    """The same batches, read one after the other."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        for item in range(info.id, EPOCH, info.num_workers):
+            yield self.work[item]
 
 
 def digest(batch: Any) -> str:
@@ -167,8 +181,8 @@ class Killer(threading.Thread):
     def worked(self) -> bool:
         """Whether a batch was made since the last death; nobody is there to make one at times."""
         try:
-            return self.loader is not None and bool(
-                self.loader._crew.pools[0]._executors[-1].worked
+            return self.loader is not None and any(
+                pool._executors[-1].worked for pool in self.loader._crew.pools
             )
         except (AttributeError, IndexError):
             return False
@@ -244,8 +258,9 @@ def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> st
     """
     options = dict(VARIANTS[variant])
     mark = f"{secrets.randbelow(10**9) + 10**9}.5"  # so many seconds does the program sleep
-    dataset = Work(mark, *(options.pop(name) for name in ("size", "seconds") if name in options))
+    work = Work(mark, *(options.pop(name) for name in ("size", "seconds") if name in options))
     length = EPOCH * (5 if variant == "chunks" else 1)
+    source: tuple[Any, ...] = (Stream(work),) if variant == "stream" else (work, range(length))
     draw = random.Random(f"{variant} {seed}")
     watch, killer = Watch(), Killer(kills, seed)
     made = retries = replaced = 0
@@ -257,19 +272,21 @@ def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> st
             break
         settings: dict[str, Any] = {"seed": seed + number}
         with (
-            Loader(dataset, range(length), num_workers=0, **settings) as plain,
+            Loader(*source, num_workers=workers, **settings) as plain,
             Loader(
-                *(dataset, range(length)),
+                *source,
                 **(settings | options),
                 num_workers=workers,
                 retries=1000,
                 prefetch_factor=draw.choice([1, 2, 4]),
             ) as loader,
         ):
+            plain.num_workers = 0  # a stream has its shards as they were before
             killer.loader = loader
             for _ in range(draw.randint(1, 3)):
                 stop = length if draw.random() < 0.5 else draw.randrange(length)  # or left early
-                made += compare(plain, loader, stop, watch, ordered=variant != "unordered")
+                ordered = variant != "unordered"
+                made += compare(plain, loader, stop, watch, whole=stop == length, ordered=ordered)
             retries += loader.stats.retries
             replaced += loader.stats.replaced
             plain.close()
@@ -290,14 +307,16 @@ def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> st
     )
 
 
-def compare(plain: Loader, loader: Loader, stop: int, watch: Watch, *, ordered: bool) -> int:
+def compare(
+    plain: Loader, loader: Loader, stop: int, watch: Watch, *, whole: bool, ordered: bool
+) -> int:
     """Compares the first batches of an epoch, or which they are, if they come in any order."""
     expected = (digest(batch) for batch in plain)
     got = _watched(iter(loader), watch)
     if ordered:
         for n, batch in enumerate(itertools.islice(got, stop)):
             assert digest(batch) == next(expected), f"batch {n} of epoch {loader.epoch - 1}"
-        if stop == len(loader):
+        if whole:
             assert next(got, None) is None
         return stop
     some = [digest(batch) for batch in itertools.islice(got, stop)]
