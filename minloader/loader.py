@@ -22,12 +22,19 @@ The *epoch* (``epoch.py``, what ``iter(loader)`` returns) owns the deque of pend
 waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into
 batches or errors. Several epochs may be under way at once: they share nothing but the pool.
 
+A *stream* has an epoch for each of its shards, taken in turns (``streams.py``), and a pool for each
+worker, so that a shard stays where it is being read (``shards.py``).
+
+The *state* (``progress.py``) is what the consumer was given: the first batch that was not
+delivered, what was delivered beyond that, and how the sampler gets there again.
+
 The *slots* (``slots.py``) are shared memory that travels with the tasks, so that the parent never
 copies a batch.
 
 The *pool* (``pool.py``, ``spawned.py``) knows where tasks run, and replaces lost workers; the
-*worker* (``worker.py``) what a task is. The job (dataset, transform, collate_fn) is shipped to
-the workers once, when the loader is made (``shipping.py``).
+*crew* (``crew.py``) which pools there are now; the *worker* (``worker.py``) what a task is. The job
+(dataset, transform, collate_fn) is shipped to the workers once, when the first pool of processes is
+made (``shipping.py``).
 """
 
 from __future__ import annotations
