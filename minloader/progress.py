@@ -276,7 +276,7 @@ def check_state(state: Any, seed: int | None, shards: int | None) -> dict[str, A
         )
     try:
         return _checked(state)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
 
 
@@ -296,16 +296,19 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
             for place in stream["shards"]
         ]
         turn = check_int("turn", stream["turn"], 0)
+        places[turn]  # there must be such a shard
         return known | {
             "stream": {"turn": turn, "shards": places, "batch_size": stream["batch_size"]}
         }
-    sampler = state["sampler"]
+    sampler, check = state["sampler"], state["check"]
+    if sampler is not None:
+        at = check_int("at", sampler["at"], 0)
+        sampler = {"at": at, "state": copy.deepcopy(sampler["state"])}
     return known | {
         "batches": check_int("batches", state["batches"], 0),
         "beyond": [[int(start), int(stop)] for start, stop in state["beyond"]],
         "ended": bool(state["ended"]),
         "length": state["length"],
-        "sampler": sampler
-        and {"at": check_int("at", sampler["at"], 0), "state": copy.deepcopy(sampler["state"])},
-        "check": state["check"] and [int(state["check"][0]), state["check"][1]],
+        "sampler": sampler,
+        "check": None if check is None else [int(check[0]), check[1]],
     }

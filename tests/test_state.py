@@ -471,6 +471,8 @@ def test_states_that_do_not_fit():
     refuses(state | {"batches": -1}, "damaged.*at least 0")
     refuses(state | {"batches": "x"}, "damaged.*must be an int")
     refuses(state | {"beyond": [[1]]}, "damaged")
+    refuses(state | {"sampler": {}}, "damaged")
+    refuses(state | {"check": 5}, "damaged")
     refuses(state | {"stream": {}}, r"a stream \(an iterable dataset\), but this one has a sampler")
     sampler = Stateful(range(20))
     refuses(state_of(Guarded(), sampler=sampler), "has no load_state_dict")

@@ -324,6 +324,10 @@ def test_states_that_do_not_fit():
     ):
         loader.load_state_dict(state)
     with Loader(Numbers(10), batch_size=2, num_workers=0) as loader:
+        for damage in ({}, {"shards": []}, {"shards": [{}]}, {"turn": 9}, {"turn": None}):
+            damaged = state["stream"] | damage if damage else None
+            with pytest.raises(ValueError, match="the state is damaged"):
+                loader.load_state_dict(state | {"stream": damaged})
         loader.load_state_dict(state)
         with pytest.raises(RuntimeError, match="ended after 5 batches of shard 0, but gave 8"):
             next(iter(loader))
