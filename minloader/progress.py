@@ -140,8 +140,12 @@ class Reader:
             self.position, self.ended = batches, True
             return
         ordinal, expected = place["check"] or (-1, None)
+        last = max(batches - 1, ordinal)
+        if self._mark is not None and not self._known:
+            # The generator of a sampler must begin, or what was put back would hold for the next.
+            last = max(last, batches)
         try:
-            while self.position <= max(batches - 1, ordinal):
+            while self.position <= last:
                 here, item = self.position, self._next()
                 if here == ordinal and expected not in (None, digest(item)):
                     raise ValueError(
@@ -151,6 +155,8 @@ class Reader:
                         "have state_dict and load_state_dict"
                     )
         except StopIteration:
+            if self.position >= max(batches, ordinal + 1):
+                return
             raise ValueError(
                 f"the state does not fit: it is at batch {batches}, but the sampler has ended "
                 f"after {self.position}"
@@ -165,7 +171,8 @@ class Reader:
             check = self.position, digest(self._ahead[0])
         elif self._drawn:
             check = self.position - 1, digest(self._last)
-        return self.place_before(self.position, self.mark(), [], check, ended=self.ended)
+        mark = self.mark() if self._known or not self.ended else None
+        return self.place_before(self.position, mark, [], check, ended=self.ended)
 
     def place_before(
         self,

@@ -57,6 +57,9 @@ def restore(kind: str, epoch: int, states: list[Any], way: str, fresh: bool) -> 
         Guarded.forbid(loader, everything[: state["batches"]])
         given.append(plain(list(loader)))
         if fresh:
+            following = list(make_sampler(kind, epoch + 1))
+            Guarded.forbid(loader, [])
+            assert [batch[0] for batch in loader] == following, "the next epoch is not whole"
             loader.close()
     loader.close()
     return given
@@ -341,6 +344,19 @@ def test_a_sampler_with_a_state_is_put_back(make, kind):
     assert plain(list(again)) == plain(expected)
     assert sampler.drawn <= 100 - state["sampler"]["at"]
     assert [batch[0] for batch in again] == list(range(100))
+
+
+@pytest.mark.parametrize("kind", [Stateful, SelfIterating])
+@pytest.mark.parametrize("taken", [0, 5, 20])
+def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, taken):
+    loader = make(Guarded(), kind(range(20)))
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    again = make(Guarded(), kind(range(20)))
+    again.load_state_dict(loader.state_dict())
+    iter(again)  # and left at once
+    assert [batch[0] for batch in again] == list(range(20))
 
 
 def test_a_sampler_that_is_its_own_iterator_serves_every_epoch(make):

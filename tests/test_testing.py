@@ -1,0 +1,624 @@
+"""The audit passes what is reproducible, and says of what is not where to look."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import itertools
+import os
+import pickle
+import random
+import sysconfig
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import require
+from helpers import (
+    AllNoise,
+    Faulty,
+    Guarded,
+    Noise,
+    Numbers,
+    Scripted,
+    SelfIterating,
+    Squares,
+    Stateful,
+    StatefulIterator,
+    StatefulNumbers,
+    numbered,
+    once_in,
+)
+
+from minloader import (
+    SKIP,
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    get_worker_info,
+    pad_collate,
+    testing,
+)
+from minloader.testing import IrreproducibleError, check_reproducible
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+QUICK = {"workers": (0, 1), "batches": 8}
+
+
+def definitions(name: str) -> dict[str, Any]:
+    """What an example defines, without its program."""
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+    body = itertools.takewhile(lambda node: not is_program(node), tree.body)
+    tree.body = [node for node in body if isinstance(node, kinds)]
+    names: dict[str, Any] = {"__name__": f"example_{name}"}
+    exec(compile(tree, name, "exec"), names)
+    return names
+
+
+def is_program(node: ast.AST) -> bool:
+    """Whether an example's top level begins to do things."""
+    return "ArgumentParser" in ast.dump(node) and isinstance(node, ast.Assign)
+
+
+def failure(make_loader: Any, **options: Any) -> IrreproducibleError:
+    with pytest.raises(IrreproducibleError) as caught:
+        check_reproducible(make_loader, **(QUICK | options))
+    return caught.value
+
+
+# --- what passes ---------------------------------------------------------------------------------
+
+
+def test_quickstart_example():
+    require("tqdm")
+    example = definitions("quickstart")
+    folder = Path(sysconfig.get_paths()["stdlib"]) / "json"
+    chunks, _ = example["find_chunks"](folder, 2048)
+    corpus = example["Corpus"](chunks)
+    lengths = [len(corpus[index]) for index in range(len(corpus))]
+
+    def dynamic() -> Loader:
+        sampler = DynamicBatchSampler(lengths, max_padded=4096, buckets=4, shuffle=True)
+        return Loader(corpus, sampler, collate_fn=pad_collate())
+
+    report = check_reproducible(dynamic, **QUICK)
+    assert min(report.batches) > 3
+    check_reproducible(
+        lambda: Loader(corpus, batch_size=4, shuffle=True, collate_fn=pad_collate()), **QUICK
+    )
+
+
+def test_audio_example(tmp_path):
+    require("imageio_ffmpeg")
+    require("tqdm")
+    example = definitions("subprocess_io")
+    paths = [tmp_path / f"tone{n}.wav" for n in range(6)]
+    for n, path in enumerate(paths):
+        example["encode"](path, "pcm_s16le", 0.2 + 0.1 * n, 200 + 100 * n)
+    durations = [example["probe"](path) for path in paths]
+
+    def make() -> Loader:
+        sampler = DynamicBatchSampler(durations, max_padded=1.0, buckets=2, shuffle=True)
+        return Loader(example["AudioFiles"](paths), sampler)
+
+    assert check_reproducible(make, workers=(0,), batches=4, epochs=1).batches[0] > 2
+
+
+THREADS = {"executor": "thread", "num_workers": 3}
+
+GOOD: dict[str, Any] = {
+    "noise": lambda: Loader(AllNoise()),
+    "shared memory": lambda: Loader(numbered, range(9), in_order=False),
+    "stream": lambda: Loader(Numbers(20), num_workers=2, batch_size=2),
+    "stateful stream": lambda: Loader(StatefulNumbers(20), num_workers=1),
+    "list": lambda: Loader(Squares(), list(range(7)), **THREADS),
+    "batches": lambda: Loader(Noise(), batch_size=2, shuffle=True, **THREADS),
+    "samplers": lambda: Loader(Guarded(), BatchSampler(40, None, shuffle=True, seed=3), **THREADS),
+    "stateful sampler": lambda: Loader(Guarded(), Stateful(range(9)), **THREADS),
+    "own iterator": lambda: Loader(Guarded(), SelfIterating(range(9)), **THREADS),
+    "endless": lambda: Loader(Noise(), Endless(), **THREADS),
+    "unordered": lambda: Loader(Squares(delay=0.01), range(20), in_order=False, **THREADS),
+    "skipped": lambda: Loader(Faulty(9, {3: ValueError}), on_error="skip", **THREADS),
+    "replaced": lambda: Loader(Faulty(9, {3: ValueError}), on_error=item_of, **THREADS),
+    "dropped": lambda: Loader(Faulty(9, {3: ValueError}), on_error=lambda _: SKIP, **THREADS),
+    "one batch": lambda: Loader(Squares(1), **THREADS),
+    "stateful iterator": lambda: Loader(StatefulIterator(20), batch_size=3, **THREADS),
+    "noisy stream": lambda: Loader(Scripted(20, noise="kept", epochs=True), **THREADS),
+    "endless stream": lambda: Loader(Numbers(None), in_order=False, **THREADS),
+    "inline": lambda: Loader(AllNoise(), num_workers=0),
+}
+
+
+def item_of(error: Any) -> Any:
+    return error.item
+
+
+class Endless:
+    def __iter__(self) -> Any:
+        return itertools.count()
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_passes(name):
+    report = check_reproducible(GOOD[name], workers=(0,), batches=8)
+    assert len(report.batches) == 2
+    assert report.batches[0] == report.batches[1] > 0
+    assert report.runs[:2] == ["num_workers=0", "num_workers=0 again"]
+
+
+def test_report():
+    report = check_reproducible(lambda: Loader(Squares(5)), workers=(2, 0))
+    assert report.batches == [5, 5]
+    assert report.runs == [
+        "num_workers=0",
+        "num_workers=0 again",
+        "num_workers=1",
+        "num_workers=2",
+        "an epoch left after 2 of its batches, num_workers=2",
+        "a resume after 0 batches, num_workers=0",
+        "a resume after 1 batches, num_workers=1",
+        "a resume after 2 batches, num_workers=2",
+        "a resume after 5 batches, num_workers=0",
+        "a worker killed, num_workers=2",
+    ]
+    assert str(report).startswith("reproducible: 5 + 5 batches are the same with num_workers=0; ")
+
+
+def test_executors_of_ones_own():
+    with ThreadPoolExecutor(2) as threads:
+        check_reproducible(lambda: Loader(Noise(), executor=threads), workers=(0, 2))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        report = check_reproducible(lambda: Loader(Noise(), executor=processes), **QUICK)
+    assert not any("killed" in run for run in report.runs)
+
+
+def test_a_sampler_that_is_an_iterator():
+    def make() -> Loader:
+        return Loader(Squares(), iter(range(9)), num_workers=0)
+
+    assert check_reproducible(make, epochs=1, workers=()).batches == [9]
+    with pytest.raises(RuntimeError, match="is an iterator"):
+        check_reproducible(make, workers=())
+
+
+def test_a_worker_is_killed(caplog):
+    """And replaced, though the loader has no retries."""
+    caplog.set_level("INFO", "minloader")
+    check_reproducible(lambda: Loader(Squares(10, delay=0.01), retries=0), workers=(1,))
+    assert "kills a worker" in caplog.text
+    assert "killed by signal 9" in caplog.text
+
+
+def test_global_generators_are_left_alone():
+    random.seed(5)
+    before = random.getstate()
+    check_reproducible(lambda: Loader(AllNoise()), workers=(0,), batches=3)
+    assert random.getstate() == before
+
+
+def test_several_workers_take_part():
+    """Also where one that starts first could make all batches before the others are there."""
+    error = failure(
+        lambda: Loader(lambda item: get_worker_info().id, range(200)), workers=(1, 3), batches=200
+    )
+    assert error.run == "num_workers=3"
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+class Counting:
+    """Counts its batches."""
+
+    count = 0
+
+    def __getitem__(self, item: int) -> Any:
+        self.count += 1
+        threading.Event().wait(0.005)
+        return {"item": item, "counts": [("x", self.count)]}
+
+
+class CountingAll(Counting):
+    """Counts those of all datasets."""
+
+    def __getitem__(self, item: int) -> Any:
+        CountingAll.count += 1
+        return super().__getitem__(item)
+
+
+def test_a_global_counter():
+    error = failure(lambda: Loader(CountingAll(), range(20), num_workers=0))
+    assert (error.run, error.epoch, error.ordinal) == ("num_workers=0 again", 0, 0)
+    assert error.leaf == "batch['counts'][0][1]"
+    assert "the loaders share a dataset or a sampler that counts" in str(error)
+
+
+def test_a_counter_that_needs_several_workers():
+    """Each of them has one of its own."""
+    error = failure(lambda: Loader(Counting(), range(20)), workers=(0, 1, 3), batches=50)
+    assert (error.run, error.epoch, error.leaf) == ("num_workers=3", 0, "batch['counts'][0][1]")
+    assert 0 < error.ordinal < 6
+    assert f"batch {error.ordinal} of epoch 0 is not the same with num_workers=3" in str(error)
+    assert f"\n  num_workers=0  {error.ordinal + 1}\n  num_workers=3  " in str(error)
+    assert "a counter, a cache or an open generator in the dataset" in str(error)
+
+
+def test_a_counter_in_the_only_worker():
+    error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), batches=50)
+    assert error.run == "an epoch left after 10 of its batches, num_workers=1"
+    assert "remembers the epoch that was left" in str(error)
+
+
+def test_a_counter_and_resuming():
+    error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), epochs=1)
+    assert (error.run, error.ordinal) == ("a resume after 1 batches, num_workers=1", 1)
+    assert "a dataset must not count its batches" in str(error)
+
+
+def default_rng(item: int) -> Any:
+    noise = np.random.default_rng().random(2) if item > 1 else np.zeros(2)
+    return item, {"noise": noise}
+
+
+def system_random(item: int) -> Any:
+    return item, {"noise": random.SystemRandom().random() if item > 1 else 0}
+
+
+@pytest.mark.parametrize("dataset", [default_rng, system_random])
+def test_unseeded_randomness(dataset):
+    error = failure(lambda: Loader(dataset, range(20)))
+    assert (error.run, error.ordinal) == ("num_workers=0 again", 2)
+    assert error.leaf == "batch[1]['noise']"
+    assert "Use get_worker_info().rng" in str(error)
+    assert "default_rng() without a seed" in str(error)
+
+
+def test_global_randomness_in_threads():
+    def noise(item: int) -> float:
+        return random.random()
+
+    error = failure(lambda: Loader(noise, range(20), executor="thread"), workers=(0, 1))
+    assert error.run == "num_workers=1"
+    assert "global generators, which are not seeded" in str(error)
+
+
+def test_no_seed():
+    error = failure(lambda: Loader(Noise(), seed=None))
+    assert "every loader has another seed" in str(error)
+
+
+def test_the_id_of_the_worker():
+    def which(item: int) -> Any:
+        threading.Event().wait(0.005)
+        return [item, get_worker_info().id]
+
+    error = failure(lambda: Loader(which, range(20)), workers=(1, 2))
+    assert (error.run, error.leaf) == ("num_workers=2", "batch[1]")
+    assert "num_workers=1  0\n  num_workers=2  1\n" in str(error)
+    assert "get_worker_info().id" in str(error)
+
+
+@pytest.mark.parametrize("workers", [(0, 1), (1,)])
+def test_the_pid_of_the_worker(workers):
+    error = failure(lambda: Loader(lambda item: os.getpid(), range(9)), workers=workers)
+    assert error.run == ("num_workers=1" if 0 in workers else "num_workers=1 again")
+    assert (error.ordinal, error.leaf) == (0, "batch")
+    assert f"num_workers=0  {os.getpid()}\n" in str(error) or 0 not in workers
+    assert ("os.getpid()" in str(error)) == (0 in workers)
+
+
+def test_the_order_of_a_set_of_strings():
+    """It is another one in each process."""
+    words = [f"word {n}" for n in range(50)]
+    error = failure(lambda: Loader(lambda item: list(set(words)), range(3)))
+    assert error.run == "num_workers=1"
+    assert "the order of a set of strings" in str(error)
+    check_reproducible(lambda: Loader(lambda item: set(words), range(3)), workers=(0,), epochs=1)
+
+
+def test_an_unseeded_sampler():
+    def make() -> Loader:
+        return Loader(Squares(40), np.random.default_rng().permutation(40).tolist())
+
+    error = failure(make, batches=40)
+    assert error.run == "num_workers=0 again"
+    assert "which is batch " in str(error)
+    assert " of epoch 0 of the former" in str(error)
+
+
+class GloballyShuffled:
+    """Its order depends on how often anybody asked."""
+
+    def __iter__(self) -> Any:
+        order = list(range(40))
+        random.shuffle(order)
+        return iter(order)
+
+
+def test_a_sampler_with_global_randomness():
+    assert failure(lambda: Loader(Squares(40), GloballyShuffled())).run == "num_workers=0 again"
+
+    def seeded() -> Loader:
+        random.seed(1)
+        return Loader(Squares(40), GloballyShuffled())
+
+    error = failure(seeded)
+    assert error.run == "an epoch left after 4 of its batches, num_workers=1"
+    assert "must begin anew" in str(error)
+    assert "which is batch 0 of epoch 1 of the former" in str(error)
+
+
+class Forgetful(Stateful):
+    """Goes on one item too late."""
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.start += self.start > 0
+
+
+def test_a_sampler_with_a_wrong_state():
+    error = failure(lambda: Loader(Squares(40), Forgetful(range(40))))
+    assert error.run.startswith("a resume after")
+    assert "load_state_dict must bring it back" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches", "says"),
+    [
+        ([5, 5, 6], 50, "epoch 0 has 5 batches with num_workers=0, but more with num_workers=0"),
+        ([5, 5, 4], 50, "ends after 4 batches with num_workers=0 again, but has 5 batches with"),
+        (
+            [5, 5, 4],
+            5,
+            "ends after 4 batches with num_workers=0 again, but has 5 batches or more with",
+        ),
+    ],
+)
+def test_numbers_of_batches(lengths, batches, says):
+    given = iter(lengths)
+
+    class Sampler:
+        def __iter__(self) -> Any:
+            return iter(range(next(given)))
+
+    error = failure(lambda: Loader(Squares(), Sampler()), batches=batches)
+    assert says in str(error)
+    assert (error.run, error.epoch, error.leaf) == ("num_workers=0 again", 0, "")
+    assert error.ordinal == min(lengths[0], lengths[2])
+
+
+class Reloaded:
+    """Another one when it is loaded a second time for the same loader.
+
+    Args:
+        folder: where it is noted.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.first = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.folder = state["folder"]
+        self.first = once_in(self.folder, 0)
+
+    def __getitem__(self, item: int) -> Any:
+        return {"item": item, "first": self.first}
+
+
+def test_what_a_killed_worker_takes_along(tmp_path):
+    folders = itertools.count()
+
+    def make() -> Loader:
+        folder = tmp_path / str(next(folders))
+        folder.mkdir()
+        return Loader(Reloaded(str(folder)), range(60))
+
+    error = failure(make, workers=(1,), batches=60)
+    assert error.run == "a worker killed, num_workers=1"
+    assert error.leaf == "batch['first']"
+    assert error.epoch == 1 or error.ordinal >= 30
+    assert "num_workers=1                   True\n" in str(error)
+    assert "keeps something in the worker" in str(error)
+
+
+def test_an_error_in_one_run_only():
+    here = os.getpid()
+
+    def works_here(item: int) -> int:
+        if os.getpid() != here and item == 4:
+            raise KeyError("no such sample")
+        return item
+
+    error = failure(lambda: Loader(works_here, range(9)))
+    assert (error.run, error.ordinal) == ("num_workers=1", 4)
+    assert "raised KeyError with num_workers=1, but not with num_workers=0: 'no such" in str(error)
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_an_error_in_all_runs_is_the_loaders():
+    with pytest.raises(ValueError, match="item 3 is bad"):
+        check_reproducible(lambda: Loader(Faulty(9, {3: ValueError})), **QUICK)
+
+
+def test_the_second_epoch():
+    def make() -> Loader:
+        return Loader(lambda item: (item, time.time_ns() * get_worker_info().epoch), range(4))
+
+    error = failure(make)
+    assert (error.epoch, error.ordinal, error.leaf) == (1, 0, "batch[1]")
+
+
+def test_the_error_survives_pickling():
+    error = failure(lambda: Loader(default_rng, range(20)))
+    other = pickle.loads(pickle.dumps(error))
+    assert (str(other), vars(other)) == (str(error), vars(error))
+    assert isinstance(error, AssertionError)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def test_the_same_loader_twice():
+    with Loader(Squares()) as loader, pytest.raises(ValueError, match="the same Loader again"):
+        check_reproducible(lambda: loader, **QUICK)
+
+
+def test_arguments():
+    with pytest.raises(TypeError, match="make_loader must be a function that makes a Loader"):
+        check_reproducible(5)
+    with pytest.raises(TypeError, match=r"make_loader must return a minloader.Loader, got \[1\]"):
+        check_reproducible(lambda: [1])
+    with pytest.raises(ValueError, match="no batches in epoch 0"):
+        check_reproducible(lambda: Loader(Squares(), []))
+    with pytest.raises(ValueError, match="batches must be at least 1, got 0"):
+        check_reproducible(lambda: Loader(Squares()), batches=0)
+    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
+        check_reproducible(lambda: Loader(Squares()), epochs=0)
+    with pytest.raises(ValueError, match="workers must be at least 0, got -1"):
+        check_reproducible(lambda: Loader(Squares()), workers=[-1])
+
+
+# --- leaves --------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    name: str
+    data: Any
+
+
+class Plain:
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+def parts() -> list[Any]:
+    """One batch of each kind."""
+    fields = np.zeros(3, [("a", "i1"), ("b", "f8")])
+    return [
+        *(None, True, 3, 2.5, 1j, "text", b"bytes", bytearray(b"x"), float("nan"), int, len),
+        *({"b": 1, "a": [1, 2]}, Pair(1, [2]), Slotted("n", {1: 2}), Plain({"x": (1,)})),
+        *({1, "two", (3,)}, frozenset({1}), OrderedDict(a=1), defaultdict(list, a=[1])),
+        *(Counter("aab"), Path("/x"), range(3), np.float32(1.5), np.array(3), np.zeros((2, 0))),
+        *(np.arange(12.0).reshape(3, 4), np.arange(200), np.array(["a", None], object), fields),
+        *(np.ma.array([1, 2], mask=[0, 1]), np.array(["2020-01-01"], "datetime64[D]")),
+        [[float("nan")], np.array([np.nan, 1])],
+    ]
+
+
+def digests(batch: Any) -> Any:
+    return testing._digests(testing._leaves(batch))
+
+
+def test_leaves_tell_everything_apart():
+    """And nothing more: copies are the same, also after a way through a pipe."""
+    for batch, twin in zip(parts(), parts(), strict=True):
+        assert digests(batch) == digests(twin) == digests(copy.deepcopy(batch))
+        assert digests(batch) == digests(pickle.loads(pickle.dumps(batch)))
+    found = [tuple(sorted(digests(batch).items())) for batch in parts()]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "path"),
+    [
+        ([1, 2], [1, 3], "batch[1]"),
+        ([1, 2], (1, 2), "batch"),
+        ([1], [1, 2], "batch"),
+        (1, 1.0, "batch"),
+        (0.0, -0.0, "batch"),
+        ({"a": {"b": [0, {"c": 1}]}}, {"a": {"b": [0, {"c": 2}]}}, "batch['a']['b'][1]['c']"),
+        (Pair(1, [Plain([1])]), Pair(1, [Plain([2])]), "batch.right[0].data[0]"),
+        (Slotted("a", 1), Slotted("b", 1), "batch.name"),
+        ({"a": 1}, {"b": 1}, "batch['a']"),
+        (np.zeros(3, "f4"), np.zeros(3, "f8"), "batch"),
+        (np.zeros((2, 3)), np.zeros((3, 2)), "batch"),
+        ([np.arange(3)], [np.array([0, 5, 2])], "batch[0]"),
+        (np.float64(1), 1.0, "batch"),
+        (np.array([{"a": 1}]), np.array([{"a": 2}]), "batch state[4][0]['a']"),
+        ({1, 2}, {1, 3}, "batch"),
+        (Path("/x/a"), Path("/x/b"), None),
+        (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[0, 0]), None),
+    ],
+)
+def test_the_first_leaf_that_differs(ours, theirs, path):
+    batches = itertools.chain([ours], itertools.repeat(theirs))
+    error = failure(lambda: Loader(lambda item: next(batches), [0], num_workers=0), workers=())
+    assert path is None or error.leaf == path
+
+
+def test_dtype_is_named():
+    kinds = itertools.chain(["f4"], itertools.repeat("f8"))
+    error = failure(lambda: Loader(lambda item: {"x": np.ones(2, next(kinds))}, [0], num_workers=0))
+    assert "num_workers=0        array of float32, shape (2,): 1.0, 1.0\n" in str(error)
+    assert "num_workers=0 again  array of float64, shape (2,): 1.0, 1.0\n" in str(error)
+    values = itertools.count(5)
+    error = failure(
+        lambda: Loader(lambda item: np.array([1, 2, 3, 4, next(values)]), [0], num_workers=0)
+    )
+    assert "value 4: 5 and " in str(error)
+
+
+def test_order_of_keys_is_no_difference():
+    assert digests({"a": 1, "b": 2}) == digests({"b": 2, "a": 1})
+
+
+def test_views_are_what_they_show():
+    array = np.arange(24).reshape(4, 6)
+    assert digests(array[:, ::2]) == digests(array[:, ::2].copy())
+    assert digests(np.asfortranarray(array)) == digests(array)
+
+
+def test_large_batches_take_little_memory():
+    leaves = testing._leaves(list(range(5000)))
+    assert len(leaves) == testing.MOST_LEAVES + 1
+    other = testing._leaves([*range(4999), -1])
+    assert [path for path in leaves if leaves[path].digest != other[path].digest] == [
+        "what comes after the first 1,000 parts of it"
+    ]
+
+
+def test_a_batch_that_contains_itself():
+    batch: list[Any] = [1]
+    batch.append(batch)
+    assert digests(batch) == digests(pickle.loads(pickle.dumps(batch)))
+    assert digests(batch) != digests([1, [1]])
+
+
+def test_deep_below():
+    def nest(value: Any) -> Any:
+        for _ in range(100):
+            value = [value]
+        return value
+
+    assert digests(nest(1)) == digests(nest(1)) != digests(nest(2))
+
+
+def test_what_cannot_be_looked_into():
+    assert digests(threading.Lock()) == digests(threading.Lock())
+
+
+def test_tensors():
+    torch = require("torch")
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert digests(tensor.T) == digests(tensor.T.clone()) != digests(tensor)
+    assert digests(tensor) != digests(tensor.to(torch.float64))
+    assert digests(tensor) != digests(tensor.numpy())
+    assert digests(tensor.requires_grad_().bfloat16()) == digests(tensor.bfloat16())
+    assert digests(tensor.detach().to_sparse()) == digests(tensor.detach().to_sparse())
+    assert digests(tensor.detach().to_sparse()) != digests((tensor.detach() * 2).to_sparse())
+    assert digests([torch.tensor(2), torch.zeros(0, 3)]) != digests([torch.tensor(3)])
+    check_reproducible(
+        lambda: Loader(lambda item: {"x": torch.rand(3)}, range(4), num_workers=0), workers=()
+    )
