@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import making, require
 from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +30,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "process-1": {"num_workers": 1},
     "process-3": {"num_workers": 3},
 }
+
+
+@pytest.fixture(params=["inline", "thread", "process-3", "foreign-process"])
+def make(request):
+    """One executor of each kind: how many workers there are is tested with every sampler below."""
+    with making(request.param) as factory:
+        yield factory
 
 
 def plain(batches: Any) -> Any:
@@ -94,14 +101,15 @@ def test_after_every_batch_of_an_epoch(kind, way):
             states.append(plain(loader.state_dict()))
         assert len(expected) == N
         assert loader.state_dict()["epoch"] == epoch + 1
-    given = in_fresh_process(kind, epoch, states, "inline" if way != "inline" else "thread-3", True)
-    assert given == [expected[k:] for k in range(N + 1)]
-    if way == "inline":
-        for other in ("process-1", "process-3"):
-            given = in_fresh_process(kind, epoch, states, other, False)
-            assert given == [expected[k:] for k in range(N + 1)], other
-        given = in_fresh_process(kind, epoch, states[::13], "process-3", True)
-        assert given == [expected[k:] for k in range(0, N + 1, 13)]
+    if way != "inline":  # with states that say the same, the rest would be the same once more
+        given = restore(kind, epoch, states, "inline", True)
+        assert given == [expected[k:] for k in range(N + 1)]
+        return
+    for other, fresh in (("thread-3", True), ("process-1", False), ("process-3", False)):
+        given = in_fresh_process(kind, epoch, states, other, fresh)
+        assert given == [expected[k:] for k in range(N + 1)], other
+    given = in_fresh_process(kind, epoch, states[::13], "process-3", True)
+    assert given == [expected[k:] for k in range(0, N + 1, 13)]
 
 
 @settings(max_examples=60, deadline=None)

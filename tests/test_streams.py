@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trouble
-from conftest import EXECUTORS, eventually, require
+from conftest import eventually, require
 from helpers import (
     BrokenStream,
     Numbers,
@@ -26,9 +26,8 @@ from helpers import (
 
 from minloader import SKIP, BatchTimeout, Loader, WorkerDied, get_worker_info, pad_collate
 
-OWN = [name for name in EXECUTORS if not name.startswith("foreign")]
-own = pytest.mark.parametrize("make", OWN, indirect=True)
-foreign = pytest.mark.parametrize("make", sorted({*EXECUTORS} - {*OWN}), indirect=True)
+own = pytest.mark.parametrize("make", ["inline", "thread", "process-3"], indirect=True)
+foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
 STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
 
 
