@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from minloader.errors import check_int, shown
-from minloader.samplers import Place, Repeatable, Sampler
+from minloader.samplers import Position, Repeatable, Sampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,7 @@ class DynamicBatchSampler(Sampler):
             batches = self._planned(self._costs, place.epoch)[0]
         return self._counted(islice(batches, place.yielded, None), place)
 
-    def _counted(self, batches: Iterator[list[int]], place: Place) -> Iterator[list[int]]:
+    def _counted(self, batches: Iterator[list[int]], place: Position) -> Iterator[list[int]]:
         for batch in batches:
             place.yielded += 1
             yield list(batch)  # a copy: the plan serves again, for len() and for the same epoch

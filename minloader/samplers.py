@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-__all__ = ["BatchSampler", "Place", "Repeatable", "Sampler"]
+__all__ = ["BatchSampler", "Position", "Repeatable", "Sampler"]
 
 CHUNK = 65_536
 """Indices that are Python integers at a time, 2 MB: a larger share of them gains no speed."""
@@ -59,7 +59,7 @@ class Repeatable:
 
 
 @dataclass
-class Place:
+class Position:
     """Where an iterator stands.
 
     Attributes:
@@ -87,7 +87,7 @@ class Sampler:
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
-        self._place: Place | None = None  # of the iterator made last, or loaded
+        self._place: Position | None = None  # of the iterator made last, or loaded
         self._loaded = False  # if loaded: the next iterator continues there
         self._dropped = 0  # in the last epoch that was gone through
 
@@ -145,17 +145,17 @@ class Sampler:
             "seed": self.seed,
         }
 
-    def _rest_of_state(self, place: Place) -> dict[str, Any]:
+    def _rest_of_state(self, place: Position) -> dict[str, Any]:
         return {}
 
-    def _place_of(self, state: dict[str, Any]) -> Place:
+    def _place_of(self, state: dict[str, Any]) -> Position:
         epoch, yielded = (_entry(state, name) for name in ("epoch", "yielded"))
-        return Place(check_int("epoch", epoch, 0), check_int("yielded", yielded, 0))
+        return Position(check_int("epoch", epoch, 0), check_int("yielded", yielded, 0))
 
-    def _new_place(self) -> Place:
-        return Place(self.epoch)
+    def _new_place(self) -> Position:
+        return Position(self.epoch)
 
-    def _begin(self) -> Place:
+    def _begin(self) -> Position:
         """The place of an iterator that is being made: the loaded one, or a new one."""
         if not self._loaded or self._place is None:
             self._place = self._new_place()
@@ -274,7 +274,7 @@ class BatchSampler(Sampler):
             place.inner, start = None, 0  # the inner sampler has been restored where it stood
         return self._batches(chain(pending, self._order(place.epoch, start)), place)
 
-    def _batches(self, indices: Iterator[Any], place: Place) -> Iterator[Any]:
+    def _batches(self, indices: Iterator[Any], place: Position) -> Iterator[Any]:
         rank, world_size = self.rank, self.world_size
         while len(step := list(islice(indices, self._step))) == self._step:
             place.yielded += 1
@@ -347,10 +347,10 @@ class BatchSampler(Sampler):
             "last_batch": self.last_batch,
         }
 
-    def _new_place(self) -> Place:
-        return Place(self.epoch, left=self._left)
+    def _new_place(self) -> Position:
+        return Position(self.epoch, left=self._left)
 
-    def _rest_of_state(self, place: Place) -> dict[str, Any]:
+    def _rest_of_state(self, place: Position) -> dict[str, Any]:
         if self._inner is None:
             return {}
         inner = place.inner
@@ -360,7 +360,7 @@ class BatchSampler(Sampler):
         left = [i.item() if hasattr(i, "item") else i for i in place.left]  # no numpy in JSON
         return {"left": left, "ended": place.ended, "inner": inner}
 
-    def _place_of(self, state: dict[str, Any]) -> Place:
+    def _place_of(self, state: dict[str, Any]) -> Position:
         place = super()._place_of(state)
         if self._inner is None:
             return place

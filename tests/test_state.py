@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minloader import SKIP, BatchSampler, DynamicBatchSampler, Loader
+from minloader.epoch import Epoch
+from minloader.progress import MARK_COST
 
 N = 40  # batches of an epoch of each of SAMPLERS
 
@@ -356,7 +360,8 @@ def test_a_sampler_with_a_state_is_put_back(make, kind):
 
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 @pytest.mark.parametrize("taken", [0, 5, 20])
-def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, taken):
+def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, taken, monkeypatch):
+    monkeypatch.setattr("minloader.progress.MARK_COST", 0)  # the mark is where the state is
     loader = make(Guarded(), kind(range(20)))
     batches = iter(loader)
     for _ in range(taken):
@@ -386,6 +391,22 @@ def test_a_sampler_that_does_not_come_back_is_refused():
         loader.load_state_dict(state)
         with pytest.raises(ValueError, match="does not return to the state that it gave"):
             iter(loader)
+
+
+def test_a_sampler_whose_state_is_costly_is_rarely_asked():
+    class Costly(SelfIterating):
+        asked = 0
+
+        def state_dict(self) -> Any:
+            self.asked += 1
+            threading.Event().wait(0.02)
+            return super().state_dict()
+
+    sampler = Costly(range(50))
+    began = time.monotonic()
+    with Loader(Guarded(), sampler, num_workers=0) as loader:
+        assert len(list(loader)) == 50
+    assert sampler.asked <= 1 + (time.monotonic() - began) / (MARK_COST * 0.02)
 
 
 def test_a_state_that_was_only_inherited():
@@ -599,9 +620,16 @@ def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch)
         for taken, _ in enumerate(loader.epochs(3), 1):
             ahead.append(len(drawn) - taken)
     assert max(ahead) == 2 * 2
-    assert ahead[7] > 0
-    assert ahead[15] > 0
+    assert ahead[7] == ahead[15] == 2 * 2
     assert ahead[-1] == 0
+
+
+def test_epochs_that_are_over_are_let_go():
+    with Loader(Guarded(), range(3), executor="thread", num_workers=2) as loader:
+        for epoch, _ in loader.epochs(30):
+            assert loader.epoch <= epoch + 2
+            gc.collect()
+            assert sum(type(thing) is Epoch for thing in gc.get_objects()) <= 2
 
 
 def test_epochs_go_on_after_an_error(make):
@@ -725,3 +753,32 @@ def test_several_epochs_at_once_while_resized(make):
     first += [batch[0] for batch in one]
     second += [batch[0] for batch in other]
     assert first == second == list(range(12))
+
+
+# --- the end of the program ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["inline", "thread-3", "process-1"])
+def test_a_program_that_ends_in_the_middle_says_nothing(way):
+    """Iterators that are collected last of all still note where they are."""
+    code = f"""
+import helpers, minloader
+def begin(*source):
+    loader = minloader.Loader(*source, **{WAYS[way]!r})
+    batches, epochs = iter(loader), loader.epochs()
+    next(batches), next(epochs)
+    kept = [batches, epochs]
+    kept.append(kept)
+    return kept
+kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
+"""
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

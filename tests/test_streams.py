@@ -249,6 +249,25 @@ def test_random_streams_are_the_same_everywhere(kind):
     assert runs[0][0] != runs[0][1]
 
 
+def draw(sample: float) -> Any:
+    info = get_worker_info()
+    assert info is not None
+    return sample, info.rng.random()
+
+
+@own
+def test_every_batch_has_seeds_of_its_own(make):
+    """Those of its ordinal; what is done with a sample does not repeat what the stream drew."""
+    loader = make(Scripted(7, {}, noise="asked"), transform=draw)
+    shards = max(1, loader.num_workers)
+    rounds = [(n % shards, n // shards) for n in range(7)]
+    for (shard, index), (number, drawn) in zip(rounds, loader, strict=True):
+        place = np.random.SeedSequence([0, 0, index * shards + shard])
+        expected = np.random.default_rng(place).random()
+        assert number == shard + index * shards + expected
+        assert drawn != expected
+
+
 # --- state ---------------------------------------------------------------------------------------
 
 
@@ -349,6 +368,14 @@ def test_resized_in_the_middle(stream, executor):
                 if n % 5 == 4:
                     loader.num_workers = next(numbers)
             assert got == expected
+
+
+def test_who_has_begun_with_a_shard_keeps_it():
+    with Loader(Numbers(None), transform=whereabouts, num_workers=2) as loader:
+        batches = iter(loader)
+        before = dict(next(batches)[1::-1] for _ in range(2))
+        loader.num_workers = 3
+        assert dict(next(batches)[1::-1] for _ in range(20)) == before
 
 
 # --- errors, deaths, hangs -----------------------------------------------------------------------
