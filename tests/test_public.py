@@ -35,6 +35,7 @@ ORDER = [
     "streams",
     "loader",
     "testing",
+    "doctor",
 ]
 
 
