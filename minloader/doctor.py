@@ -5,17 +5,16 @@
     python -m minloader.doctor train.py:make_loader
 
 runs the loader for a few seconds with each number of workers, then with each ``prefetch_factor``
-at the best of these, and prints a table, verdicts (serialized, reproducible, leaking) and what it
-recommends. The consumer does nothing with a batch, or sleeps for ``--step`` milliseconds.
+at the best of these, and prints a table, three verdicts (serialized, reproducible, leaking) and
+what it recommends. The consumer does nothing with a batch, or sleeps for ``--step`` milliseconds.
 
-All of it runs in the calling process; every loader is new, and closed when its *trial* is over.
+All of it runs in the calling process; every *trial* has a loader of its own, closed at its end.
 What a trial counts begins after a third of its time: until then workers start and caches fill.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -42,32 +41,34 @@ from minloader.testing import IrreproducibleError, check_reproducible, executors
 
 __all__ = ["Report", "Row", "Verdict", "examine", "main"]
 
-logger = logging.getLogger("minloader")
+SECONDS = 3.0
+"""Seconds of a trial: short enough for a dozen of them, and some hundred batches for most."""
 
 TOLERANCE = 0.05
-"""Share of the best throughput that is not worth more workers, or more prefetching."""
+"""Share of the best rate that is not worth more workers, or more prefetching."""
 
 LOOKS = 40
-"""How often a trial looks at the processes: often enough for a trend, and 1 % of its time."""
+"""How often a trial looks at its processes: often enough for a trend, in 1 % of its time."""
 
 LEAST_LOOKS = 12
 """Looks from which on a trend can be told from chance."""
 
 LEAK = 1 << 20
-"""Bytes that a process may grow by: allocators round up by as much."""
+"""Bytes that a process may grow by: what allocators round up by."""
 
 WIDTH = 96
-"""Columns of a report's text."""
+"""Columns of a report."""
+
+Progress = Callable[[float, str], object]
+"""Called with the share that is done, 0 to 1, and what is being done."""
+
+
+# --- what is reported
 
 
 @dataclasses.dataclass
 class Verdict:
-    """An answer.
-
-    Attributes:
-        answer: "yes", "no", "in part", "perhaps" or "unknown".
-        text: why.
-    """
+    """An answer ("yes", "no", "in part", "perhaps" or "unknown"), and why."""
 
     answer: str
     text: str
@@ -86,10 +87,10 @@ class Row:
         batches: how many were counted.
         rate: batches a second.
         noise: standard error of that, as a share of it.
-        bytes_rate: bytes a second, of batches.
+        byte_rate: bytes a second.
         wait: share of the time that the consumer waited, 0 to 1.
-        busy: share of the time that the workers were busy; None if it is not known.
-        memory: bytes of memory of all workers (PSS: what they share is counted once); None if
+        busy: share of the time that a worker was busy, on average; None if there are none.
+        memory: bytes of memory of all workers, where what they share counts once (PSS); None if
             there are none, or it is not known.
         first: seconds to the first batch, with the start of the workers.
     """
@@ -99,18 +100,25 @@ class Row:
     batches: int
     rate: float
     noise: float
-    bytes_rate: float
+    byte_rate: float
     wait: float
     busy: float | None
     memory: int | None
     first: float
 
-    @property
-    def setting(self) -> str:
-        """As arguments."""
-        if self.num_workers == 0:
-            return "num_workers=0"
-        return f"num_workers={self.num_workers}, prefetch_factor={self.prefetch_factor}"
+    def cells(self) -> list[str]:
+        """As a line of the table."""
+        return [
+            str(self.num_workers),
+            str(self.prefetch_factor) if self.num_workers else "-",
+            f"{self.rate:,.{2 if self.rate < 10 else 1 if self.rate < 100 else 0}f}",
+            f"{self.noise:.0%}",
+            f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
+            f"{self.wait:.0%}",
+            "-" if self.busy is None else f"{self.busy:.0%}",
+            "-" if self.memory is None else _size(self.memory),
+            f"{self.first:.2f} s",
+        ]
 
 
 @dataclasses.dataclass
@@ -119,9 +127,9 @@ class Report:
 
     Attributes:
         rows: one for each setting.
-        recommended: the row whose setting is the best.
-        recommendation: the same in words.
-        bottleneck: what holds that setting up.
+        best: the row with the recommended setting.
+        recommended: that setting in words, and what it gains.
+        bottleneck: what holds it up.
         serialized: whether more workers do not help, and why.
         reproducible: whether the batches are always the same.
         leaking: whether memory, descriptors, threads or processes grow.
@@ -129,8 +137,8 @@ class Report:
     """
 
     rows: list[Row]
-    recommended: Row
-    recommendation: str
+    best: Row
+    recommended: str
     bottleneck: str
     serialized: Verdict
     reproducible: Verdict
@@ -138,130 +146,40 @@ class Report:
     notes: list[str]
 
     def __str__(self) -> str:
-        head = ("workers", "prefetch", "batches/s", "+-", "MB/s", "wait", "busy", "memory", "first")
-        table = [head, *(_cells(row) for row in self.rows)]
+        head = ["workers", "prefetch", "batches/s", "+-", "MB/s", "wait", "busy", "memory", "first"]
+        table = [head, *(row.cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(map(str.rjust, cells, widths)) + " *" * (row is self.recommended)
-            for cells, row in zip(table, [None, *self.rows], strict=True)
-        ]
-        parts = {
-            "serialized": str(self.serialized),
-            "reproducible": str(self.reproducible),
-            "leaking": str(self.leaking),
-            "bottleneck": self.bottleneck,
-            "recommended": self.recommendation,
-        }
-        lines += ["", *(_paragraph(name, text) for name, text in parts.items() if text)]
-        return "\n".join(lines + [_paragraph("note", note) for note in self.notes])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        str(row.num_workers),
-        str(row.prefetch_factor) if row.num_workers else "-",
-        f"{row.rate:,.{max(0, 2 - int(math.log10(max(1, row.rate))))}f}",
-        f"{row.noise:.0%}",
-        f"{row.bytes_rate / 1e6:,.1f}" if row.bytes_rate else "-",
-        f"{row.wait:.0%}",
-        "-" if row.busy is None else f"{row.busy:.0%}",
-        "-" if row.memory is None else _size(row.memory),
-        f"{row.first:.2f} s",
-    )
+        lines = ["  ".join(map(str.rjust, cells, widths)) for cells in table]
+        lines[1 + self.rows.index(self.best)] += "  <--"
+        names = ("serialized", "reproducible", "leaking", "bottleneck", "recommended")
+        parts = [(name, str(getattr(self, name))) for name in names]
+        parts += [("note", note) for note in self.notes]
+        return "\n".join([*lines, "", *(_paragraph(name, text) for name, text in parts)])
 
 
 def _size(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB" if abs(count) >= 1e5 else f"{count / 1e3:,.1f} kB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
 def _paragraph(name: str, text: str) -> str:
     """A named text, wrapped; its own line breaks stay."""
-    indent = " " * 14
-    lines = [
-        line
-        for part in text.splitlines()
-        for line in textwrap.wrap(part, WIDTH - len(indent), subsequent_indent="  ") or [""]
-    ]
-    return f"{name:14}" + f"\n{indent}".join(lines)
-
-
-def examine(
-    make_loader: Callable[..., Loader],
-    *,
-    workers: Sequence[int] | None = None,
-    prefetch: Sequence[int] = (2, 1, 4),
-    seconds: float = 3.0,
-    step: float = 0.0,
-    progress: Callable[[float, str], object] | None = None,
-) -> Report:
-    """Runs a loader with several settings, one after the other, and says what it found.
-
-    Runs in the calling process, with workers as the loader has them. It closes all loaders.
-
-    Args:
-        make_loader: makes a new loader each time, and all that it is made of. It is given
-            ``num_workers`` and ``prefetch_factor`` by name if it takes them; either way they are
-            then set.
-        workers: numbers of workers. None: from 0 to one more than there are processors, all up
-            to 4, then doubling.
-        prefetch: values of ``prefetch_factor``: the first with every number of workers, the
-            others with the best of these.
-        seconds: how long to run each, from the first batch on.
-        step: seconds that the consumer sleeps after each batch, in place of a training step.
-        progress: called with the share that is done, 0 to 1, and with what is being done.
-
-    Raises:
-        Exception: what the loader raises, with a note on what grew until then.
-        TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
-            has no batches.
-    """
-    if workers is None:
-        workers = default_workers(processors())
-    counts = sorted({check_int("workers", count, 0) for count in workers})
-    factors = list(dict.fromkeys(check_int("prefetch", factor, 1) for factor in prefetch))
-    for name, values in (("workers", counts), ("prefetch", factors)):
-        if not values:
-            raise ValueError(f"{name} must have at least one number, got none")
-    if not seconds > 0:
-        raise ValueError(f"seconds must be more than 0, got {seconds}")
-    if not step >= 0:
-        raise ValueError(f"step must be at least 0 seconds, got {step}")
-    return _Examination(make_loader, seconds, step, progress).run(counts, factors)
-
-
-def processors() -> int:
-    """How many processors this process may use at a time."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    # A container's share, by versions 2 and 1 of control groups.
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            words = " ".join(Path("/sys/fs/cgroup", name).read_text() for name in names).split()
-        except OSError:
-            continue
-        if words[0] not in ("max", "-1"):
-            count = min(count, max(1, round(int(words[0]) / int(words[1]))))
-    return count
-
-
-def default_workers(count: int) -> list[int]:
-    """The numbers of workers to try with so many processors."""
-    doubled = [2**n for n in range(3, count.bit_length())]
-    return sorted({*range(min(count, 4) + 1), *doubled, count, count + 1})
+    width, indent = WIDTH - 14, "\n" + 14 * " "
+    parts = (textwrap.wrap(part, width, subsequent_indent="  ") for part in text.splitlines())
+    return f"{name:14}" + indent.join(itertools.chain.from_iterable(parts))
 
 
 # --- what a process has
 
 
 class _Usage(NamedTuple):
-    """What a process had, when so many batches had been delivered.
+    """What a process had when so many batches had been delivered.
 
     Attributes:
         batches: how many.
         memory: bytes of its own.
-        descriptors: open ones.
+        descriptors: that are open.
         threads: in it.
-        children: processes that it started, those that have ended and were not waited for too.
+        children: processes it has started, with those that ended and were not waited for.
     """
 
     batches: int
@@ -275,48 +193,76 @@ def _usage(pid: int, batches: int) -> _Usage | None:
     """None where there is no /proc, or the process is gone."""
     proc = f"/proc/{pid}"
     try:
-        with open(f"{proc}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-        memory = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
         threads = os.listdir(f"{proc}/task")
-        children = sum(len(_read_words(f"{proc}/task/{each}/children")) for each in threads)
         descriptors = len(os.listdir(f"{proc}/fd"))
     except OSError:
         return None
+    resident, shared = map(int, _words(f"{proc}/statm")[1:3] or (0, 0))
+    memory = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    children = sum(len(_words(f"{proc}/task/{each}/children")) for each in threads)
     return _Usage(batches, memory, descriptors, len(threads), children)
 
 
-def _read_words(path: str) -> list[str]:
+def _words(path: str) -> list[str]:
+    """Of a file that the kernel makes; none if it does not."""
     try:
-        with open(path) as file:
-            return file.read().split()
-    except OSError:  # a kernel without it; or the thread or process has ended
+        return Path(path).read_text().split()
+    except OSError:
         return []
 
 
-def _shared_memory(pid: int) -> int | None:
-    """Bytes of memory of a process, what it shares with others counted in part (PSS)."""
-    words = _read_words(f"/proc/{pid}/smaps_rollup")
+def _memory(pid: int) -> int | None:
+    """Bytes, of what is shared with others only a share (PSS)."""
+    words = _words(f"/proc/{pid}/smaps_rollup")
     return int(words[words.index("Pss:") + 1]) * 1024 if "Pss:" in words else None
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far; 0 if it is not known."""
-    words = " ".join(_read_words(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return sum(map(int, words[11:13])) / os.sysconf("SC_CLK_TCK") if words else 0.0
+def _processor_seconds(pid: int) -> float:
+    """What a process has used so far; 0 if it is not known."""
+    ticks = " ".join(_words(f"/proc/{pid}/stat")).rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+
+def processors() -> int:
+    """How many this process may use at a time."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # What a container is given, by control groups of version 2 or 1.
+    groups = Path("/sys/fs/cgroup")
+    quota = _words(f"{groups}/cpu.max") or [
+        *_words(f"{groups}/cpu/cpu.cfs_quota_us"),
+        *_words(f"{groups}/cpu/cpu.cfs_period_us"),
+    ]
+    if len(quota) == 2 and quota[0] not in ("max", "-1"):
+        count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
+    return count
+
+
+def steady_growth(values: Sequence[float], tolerance: float) -> float:
+    """How much a series grew from its first to its last quarter; 0 if it is no steady growth.
+
+    That is one in each quarter, of more than values differ within one, and that does not slow
+    down, as it does while a cache fills.
+
+    Args:
+        values: at least four, in order.
+        tolerance: what is too little.
+    """
+    cuts = [n * len(values) // 4 for n in range(5)]
+    quarters = [values[begin:end] for begin, end in itertools.pairwise(cuts)]
+    middles = [statistics.median(quarter) for quarter in quarters]
+    steps = [after - before for before, after in itertools.pairwise(middles)]
+    grown = middles[-1] - middles[0]
+    spread = statistics.fmean(max(quarter) - min(quarter) for quarter in quarters)
+    is_steady = min(steps) > 0 and steps[-1] >= grown / 6
+    return grown if is_steady and grown > max(tolerance, spread) else 0.0
 
 
 # --- one setting
 
 
 class _Mark(NamedTuple):
-    """How far a trial has come.
-
-    Attributes:
-        at: seconds of the clock.
-        batches: delivered.
-        waited: seconds that the consumer did.
-    """
+    """How far a trial has come: seconds of the clock, batches, and seconds waited."""
 
     at: float
     batches: int
@@ -324,18 +270,24 @@ class _Mark(NamedTuple):
 
 
 class _Trial:
-    """Runs one loader for a while. See the attributes of the result, a :class:`Row`, too.
+    """Runs one loader for a while.
+
+    Args:
+        loader: to run; the caller closes it.
+        seconds: how long.
+        step: seconds to sleep after each batch.
 
     Attributes:
-        series: by pid, how its usage went.
-        names: by pid, what the process is called.
-        epoch: number of batches of the first epoch; None if it was not over.
-        once: whether the sampler serves one epoch only.
-        window: seconds that are counted.
-        spent: seconds in these, by stage (a field of Stats); ``cpu`` and ``parent`` are processor
-            time of the workers and of this process.
+        row: what came out.
+        executor: of the loader.
+        shards: of a stream; None if it is none.
+        once: whether the sampler is an iterator, which serves one epoch.
+        shares: of the counted time, what was spent in each stage (of all workers together), and
+            as processor time of the workers ("workers") and of this process ("parent").
         stats: of the loader at the end.
     """
+
+    row: Row
 
     def __init__(self, loader: Loader, seconds: float, step: float) -> None:
         self._loader = loader
@@ -343,154 +295,135 @@ class _Trial:
         self._step = step
         self._marks: list[_Mark] = []
         self._begin: tuple[int, Stats, dict[int, float]] | None = None
+        self._names = {os.getpid(): "this process"}
+        self._series: dict[int, list[_Usage]] = defaultdict(list)  # by pid
+        self._first_epoch: int | None = None  # its number of batches, when it is over
         self.executor = loader._crew._executor
         self.shards = loader._shards
-        self.series: dict[int, list[_Usage]] = defaultdict(list)
-        self.names = {os.getpid(): "this process"}
-        self.epoch: int | None = None
         self.once = False
-        self.window = 0.0
-        self.spent: dict[str, float] = {}
+        self.shares: dict[str, float] = {}
         self.stats = Stats()
 
-    def _batches(self) -> Iterator[Any]:
-        """Epoch after epoch."""
-        for epoch in itertools.count():
-            try:
-                batches = iter(self._loader)
-            except RuntimeError:
-                if epoch == 0:
-                    raise
-                self.once = True  # an iterator, used up
-                return
-            count = 0
-            for count, batch in enumerate(batches, 1):  # noqa: B007
-                yield batch
-                del batch  # its memory is wanted for the next
-            if count == 0:
-                raise ValueError(
-                    f"the loader has no batches in epoch {epoch}: look at the sampler, and at the "
-                    "length of the dataset"
-                )
-            self.epoch = self.epoch or count
+    def run(self, tick: Callable[[float], object]) -> None:
+        """Runs it; ``tick`` is called now and then with the share that is done.
 
-    def run(self, tick: Callable[[float], object]) -> Row:
-        """Runs it; ``tick`` is called now and then with the share that is done."""
-        clock = time.perf_counter
+        Raises:
+            ValueError: an epoch has no batches.
+            Exception: what the loader raises, with notes of what grew until then.
+        """
         batches = self._batches()
-        count, waited, asked = 0, 0.0, clock()
-        first, due, stop = 0.0, asked, math.inf
+        asked = due = time.perf_counter()
+        count, waited, first, stop = 0, 0.0, 0.0, math.inf
         try:
             for _ in batches:
-                now = clock()
+                now = time.perf_counter()
                 count += 1
                 waited += now - asked
                 if count == 1:
-                    first, waited, stop = now - asked, 0.0, now + self._seconds
+                    first, stop = waited, now + self._seconds
                 if now >= due:
                     due = now + self._seconds / LOOKS
                     self._look(_Mark(now, count, waited), stop)
                     tick(1 - max(0.0, stop - now) / self._seconds)
-                    if now >= stop and self._begin and count > self._begin[0] + 1:
+                    if now >= stop and self._begin and count > self._marks[self._begin[0]].batches:
                         break
                 if self._step:
                     time.sleep(self._step)
-                asked = clock()
+                asked = time.perf_counter()
             else:
-                self._look(_Mark(clock(), count, waited), stop)
+                self._look(_Mark(asked, count, waited), stop)
         except Exception as error:
-            for finding in self.growth()[0]:
+            for finding in self.findings() or ():
                 error.add_note(f"until then {finding}")
             raise
         finally:
             batches.close()
-        return self._row(first)
+        self._conclude(first)
+
+    def _batches(self) -> Iterator[Any]:
+        """Epoch after epoch."""
+        while not self.once:
+            count = 0
+            for batch in self._loader:
+                count += 1
+                yield batch
+                del batch  # its memory is wanted for the next
+            if count == 0:
+                raise ValueError(
+                    f"the loader has no batches in epoch {self._loader.epoch - 1}: look at its "
+                    "sampler, and at the length of its dataset"
+                )
+            self._first_epoch = self._first_epoch or count
+            self.once = self._loader._items._used_up
 
     def _look(self, mark: _Mark, stop: float) -> None:
         self._marks.append(mark)
         for executor in executors_of(self._loader):
             for index, process in enumerate(executor.workers):
-                self.names[process.pid] = f"worker {executor.station.first_id + index}"
-        for pid in self.names:
+                self._names[process.pid] = f"worker {executor.station.first_id + index}"
+        for pid in self._names:
             usage = _usage(pid, mark.batches)
             if usage is not None:
-                self.series[pid].append(usage)
+                self._series[pid].append(usage)
         if self._begin is None and mark.at >= stop - self._seconds * 2 / 3:
-            self._begin = (len(self._marks) - 1, self._loader.stats, self._cpu())
+            used = {pid: _processor_seconds(pid) for pid in self._names}
+            self._begin = (len(self._marks) - 1, self._loader.stats, used)
 
-    def _cpu(self) -> dict[int, float]:
-        return {pid: _cpu_seconds(pid) for pid in self.names}
-
-    def _row(self, first: float) -> Row:
-        index, before, cpu = self._begin or (0, Stats(), self._cpu())
-        begin, end, stats = self._marks[index], self._marks[-1], self._loader.stats
-        count = end.batches - begin.batches
-        self.window = end.at - begin.at
-        self.stats = stats
-        if count == 0:  # one batch is all there is
-            count, self.window = 1, first
-        for name in ("sampler", "dataset", "transform", "collate", "transport"):
-            self.spent[name] = getattr(stats, name, 0.0) - getattr(before, name, 0.0)
-        used = {pid: spent - cpu.get(pid, 0.0) for pid, spent in self._cpu().items()}
-        self.spent["parent"] = used.pop(os.getpid())
-        self.spent["cpu"] = sum(used.values())
-        busy = getattr(stats, "busy", {}).values()
-        sizes = [_shared_memory(pid) for pid in used]
-        known = [size for size in sizes if size is not None]
-        return Row(
-            *(self._loader.num_workers, self._loader._crew._prefetch_factor),
+    def _conclude(self, first: float) -> None:
+        index, before, used = self._begin or (0, Stats(), {})
+        marks, after = self._marks[index:], self._loader.stats
+        count, window = marks[-1].batches - marks[0].batches, marks[-1].at - marks[0].at
+        waited = marks[-1].waited - marks[0].waited
+        if count == 0:  # the first is all there is
+            count, window, waited = 1, first, first
+        for stage in ("sampler", "dataset", "transform", "collate", "transport"):
+            self.shares[stage] = (getattr(after, stage) - getattr(before, stage)) / window
+        spent = {pid: _processor_seconds(pid) - used.get(pid, 0.0) for pid in self._names}
+        self.shares["parent"] = spent.pop(os.getpid()) / window
+        self.shares["workers"] = sum(spent.values()) / window
+        self.stats = after
+        sizes = [size for size in map(_memory, spent) if size is not None]
+        self.row = Row(
+            num_workers=self._loader.num_workers,
+            prefetch_factor=self._loader._crew._prefetch_factor,
             batches=count,
-            rate=count / self.window,
-            noise=_noise(self._marks[index:]),
-            bytes_rate=(getattr(stats, "bytes", 0) - getattr(before, "bytes", 0)) / self.window,
-            wait=min(1.0, (end.waited - begin.waited) / self.window),
-            busy=statistics.fmean(busy) if busy else None,
-            memory=sum(known) if known else None,
+            rate=count / window,
+            noise=_noise(marks),
+            byte_rate=(after.bytes - before.bytes) / window,
+            wait=min(1.0, waited / window),
+            busy=statistics.fmean(after.busy.values()) if after.busy else None,
+            memory=sum(sizes) if sizes else None,
             first=first,
         )
 
-    def growth(self) -> tuple[list[str], bool]:
-        """What grew, and whether there was enough to see."""
-        findings, enough = [], False
-        for pid, series in self.series.items():
-            done = self.epoch if self._past_first_epoch() else None
-            kept = [usage for usage in series[len(series) // 3 :] if usage.batches >= (done or 0)]
-            if len(kept) < LEAST_LOOKS:
-                continue
-            enough = True
-            batches = (kept[-1].batches - kept[0].batches) * 3 / 4  # between first and last quarter
-            own = pid == os.getpid()
-            findings += _findings(self.names[pid], own, kept, round(batches), done is not None)
-        return findings, enough
-
-    def _past_first_epoch(self) -> bool:
-        """Whether caches had a whole epoch to fill, before most of what is looked at."""
-        return self.epoch is not None and self.epoch <= 0.6 * self._marks[-1].batches
+    def findings(self) -> list[str] | None:
+        """What grew; None if there was too little to see."""
+        found, enough = [], False
+        for pid, series in self._series.items():
+            # Caches had an epoch to fill, if that was over before most of what is looked at.
+            epoch = self._first_epoch or math.inf
+            over = epoch <= 0.6 * self._marks[-1].batches
+            kept = [u for u in series[len(series) // 3 :] if not over or u.batches >= epoch]
+            if len(kept) >= LEAST_LOOKS:
+                enough = True
+                keeps = (
+                    "the sampler, or what else runs here," if pid == os.getpid() else "the dataset"
+                )
+                found += _findings(self._names[pid], kept, f"{keeps} keeps something", over)
+        return found if enough else None
 
 
-def _noise(marks: list[_Mark]) -> float:
-    """Standard error of the rate between two marks, as a share of it."""
-    if len(marks) < 5:
-        return 1 / max(1, marks[-1].batches - marks[0].batches)
-    cuts = [marks[round(n * (len(marks) - 1) / 4)] for n in range(5)]
-    rates = [(b.batches - a.batches) / (b.at - a.at) for a, b in itertools.pairwise(cuts)]
-    return statistics.stdev(rates) / statistics.fmean(rates) / 2
+CACHE = "; or a cache is still being filled: run more --seconds than an epoch takes to tell"
 
 
-def _findings(name: str, own: bool, kept: list[_Usage], batches: int, past: bool) -> list[str]:
-    """What a process has more and more of."""
+def _findings(name: str, kept: list[_Usage], keeps: str, over: bool) -> list[str]:
+    """What a process had more and more of."""
     found = []
-    size = steady_growth([usage.memory for usage in kept], LEAK + kept[0].memory // 200)
+    batches = round((kept[-1].batches - kept[0].batches) * 3 / 4)  # from quarter to quarter
+    size = steady_growth([usage.memory for usage in kept], LEAK + kept[0].memory / 200)
     if size:
-        text = f"{name} grew by {_size(size)} in {batches:,} batches ({_size(size / batches)} each)"
-        text += (
-            ": the sampler, or what else runs here, keeps something"
-            if own
-            else (": the dataset keeps something")
-        )
-        if not past:
-            text += "; or a cache was still being filled: more seconds than an epoch takes can tell"
-        found.append(text)
+        text = f"{name} grew by {_size(size)} in {batches:,} batches, {_size(size / batches)} each"
+        found.append(f"{text}: {keeps}{'' if over else CACHE}")
     for kind, why in (
         ("descriptors", "files or sockets are opened and not closed"),
         ("threads", "they are started and do not end"),
@@ -498,40 +431,72 @@ def _findings(name: str, own: bool, kept: list[_Usage], batches: int, past: bool
     ):
         count = steady_growth([getattr(usage, kind) for usage in kept], 3)
         if count:
-            found.append(f"{name} had {count:,.0f} {kind} more after {batches:,} batches: {why}")
+            found.append(f"{name} had {count:,.0f} more {kind} after {batches:,} batches: {why}")
     return found
 
 
-def steady_growth(values: Sequence[float], tolerance: float) -> float:
-    """How much a series grew from its first to its last quarter; 0 if not in each, or if it slows.
+def _noise(marks: list[_Mark]) -> float:
+    """Standard error of the rate between the first and the last, as a share of it."""
+    if len(marks) < 5:
+        return 1 / max(1, marks[-1].batches - marks[0].batches)
+    cuts = [marks[n * (len(marks) - 1) // 4] for n in range(5)]
+    rates = [(b.batches - a.batches) / (b.at - a.at) for a, b in itertools.pairwise(cuts)]
+    return statistics.stdev(rates) / statistics.fmean(rates) / 2
+
+
+# --- all settings
+
+
+def examine(
+    make_loader: Callable[..., Loader],
+    *,
+    workers: Sequence[int] | None = None,
+    prefetch: Sequence[int] = (2, 1, 4),
+    seconds: float = SECONDS,
+    step: float = 0.0,
+    progress: Progress | None = None,
+) -> Report:
+    """Runs a loader with several settings, one after the other, and says what it found.
+
+    Runs in the calling process, with workers as the loader has them. It closes all loaders.
 
     Args:
-        values: at least four, in order.
-        tolerance: what is no growth.
+        make_loader: makes a new loader each time, and all that it is made of. It is given
+            ``num_workers`` and ``prefetch_factor`` by name if it takes them; they are set anyway.
+        workers: numbers of workers. None: all up to 4, then 8, 16, ... up to the number of
+            processors, and one more than that.
+        prefetch: values of ``prefetch_factor``: the first with every number of workers, the
+            others with the best of these.
+        seconds: how long to run each, from the first batch on.
+        step: seconds that the consumer sleeps after each batch, as if it trained.
+        progress: told how far it is.
+
+    Raises:
+        Exception: what the loader raises, with notes of what grew until then.
+        TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
+            has no batches.
     """
-    size = len(values)
-    quarters = [values[n * size // 4 : (n + 1) * size // 4] for n in range(4)]
-    middles = [statistics.median(quarter) for quarter in quarters]
-    steps = [b - a for a, b in itertools.pairwise(middles)]
-    grown = middles[-1] - middles[0]
-    spread = statistics.fmean(max(quarter) - min(quarter) for quarter in quarters)
-    if min(steps) <= 0 or grown <= max(tolerance, spread) or steps[-1] < grown / 6:
-        return 0.0  # it went up and down, and ended higher by chance; or a cache is nearly full
-    return grown
-
-
-# --- all of them
+    if workers is None:
+        count = processors()
+        workers = [n for n in range(count) if n < 5 or n & (n - 1) == 0] + [count, count + 1]
+    counts = sorted({check_int("workers", count, 0) for count in workers})
+    factors = [check_int("prefetch", factor, 1) for factor in dict.fromkeys(prefetch)]
+    if not counts or not factors:
+        raise ValueError("workers and prefetch must have at least one number each")
+    if not 0 < seconds < math.inf or not 0 <= step < math.inf:
+        raise ValueError(f"seconds must be above 0, step at least 0, got {seconds} and {step}")
+    return _Examination(make_loader, seconds, step, progress).run(counts, factors)
 
 
 class _Examination:
-    """The trials of one loader, and what follows from them."""
+    """The trials of one loader, and what follows from them. For arguments see :func:`examine`."""
 
     def __init__(
         self,
         make_loader: Callable[..., Loader],
         seconds: float,
         step: float,
-        progress: Callable[[float, str], object] | None,
+        progress: Progress | None,
     ) -> None:
         self._make_loader = make_loader
         self._takes = _takes(make_loader)
@@ -539,38 +504,35 @@ class _Examination:
         self._step = step
         self._progress = progress or (lambda share, text: None)
         self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
-        self._trials: dict[int, _Trial] = {}  # by place of the row
-        self._rows: list[Row] = []
+        self._trials: list[_Trial] = []  # those with the first prefetch_factor first
+        self._planned = 0
 
     def run(self, counts: list[int], factors: list[int]) -> Report:
-        others = factors[1:] if counts[-1] else []
-        planned = len(counts) + len(others) + 2  # the audit takes about as long as two
+        self._planned = len(counts) + len(factors) + 1  # the audit counts as two
         for count in counts:
-            self._try(count, factors[0], planned)
-        serialized = self._serialized()
-        best = self._pick(self._rows)
-        for factor in others if best.num_workers else ():
-            self._try(best.num_workers, factor, planned)
-        leaking = self._leaking()
-        best = self._pick(self._rows)
-        reproducible = self._reproducible(best, counts, planned)
+            self._try(count, factors[0])
+        trials = list(self._trials)
+        best = self._pick()
+        for factor in factors[1:] if best.row.num_workers else ():
+            self._try(best.row.num_workers, factor)
+        best = self._pick()
+        reproducible = self._reproducible(best, counts)
         self._progress(1.0, "done")
         return Report(
-            rows=self._rows,
-            recommended=best,
-            recommendation=self._recommend(best, factors[0]),
-            bottleneck=getattr(self._trial(best).stats, "verdict", ""),
-            serialized=serialized,
+            rows=[trial.row for trial in self._trials],
+            best=best.row,
+            recommended=self._recommend(best.row, [trial.row for trial in trials]),
+            bottleneck=best.stats.verdict,
+            serialized=self._serialized(trials),
             reproducible=reproducible,
-            leaking=leaking,
+            leaking=self._leaking(trials),
             notes=self._notes(),
         )
 
     def _make(self, num_workers: int, prefetch_factor: int) -> Loader:
         """A new loader with these settings."""
         setting = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        given = {name: value for name, value in setting.items() if name in self._takes}
-        loader = self._make_loader(**given)
+        loader = self._make_loader(**{name: setting[name] for name in self._takes})
         if not isinstance(loader, Loader):
             raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
         if loader in self._made:
@@ -578,189 +540,128 @@ class _Examination:
                 "make_loader returned the same Loader again; it must make a new one each time"
             )
         self._made.add(loader)
-        try:
-            if loader._crew._prefetch_factor != prefetch_factor:
-                loader.num_workers = 0
-                loader._crew._prefetch_factor = prefetch_factor  # pools are made with it
-            loader.num_workers = num_workers
-        except BaseException:
-            loader.close()
-            raise
+        if loader._crew._prefetch_factor != prefetch_factor:
+            loader.num_workers = 0
+            loader._crew._prefetch_factor = prefetch_factor  # pools that are made now have it
+        loader.num_workers = num_workers
         return loader
 
-    def _try(self, num_workers: int, prefetch_factor: int, planned: int) -> None:
-        done = len(self._rows)
+    def _try(self, num_workers: int, prefetch_factor: int) -> None:
+        done, planned = len(self._trials), self._planned
         text = f"num_workers={num_workers}, prefetch_factor={prefetch_factor}"
         self._progress(done / planned, text)
         with self._make(num_workers, prefetch_factor) as loader:
             trial = _Trial(loader, self._seconds, self._step)
-            row = trial.run(lambda share: self._progress((done + share) / planned, text))
-        self._trials[done] = trial
-        self._rows.append(row)
+            trial.run(lambda share: self._progress((done + share) / planned, text))
+        self._trials.append(trial)
 
-    def _trial(self, row: Row) -> _Trial:
-        return self._trials[next(n for n, each in enumerate(self._rows) if each is row)]
+    def _pick(self) -> _Trial:
+        """The one with the fewest workers of those that are about as fast as the fastest.
 
-    # --- verdicts
-
-    def _pick(self, rows: list[Row]) -> Row:
-        """The smallest setting that is about as fast as the fastest.
-
-        The first ``prefetch_factor`` counts as smaller than the others: it is the one asked for.
-        With no step, a loader without workers looks better than it is: nothing goes on beside it.
+        Without a step, no workers look better than they are: nothing goes on beside them.
         """
-        rows = [row for row in rows if row.num_workers or self._step] or rows
-        best = max(rows, key=lambda row: row.rate)
-        enough = [row for row in rows if row.rate >= best.rate * (1 - _margin(row, best))]
-        return min(enough, key=lambda row: row.num_workers)  # the first of those
+        trials = [trial for trial in self._trials if trial.row.num_workers or self._step]
+        trials = trials or self._trials
+        best = max(trials, key=lambda trial: trial.row.rate).row
+        fast = [trial for trial in trials if trial.row.rate >= best.rate - _margin(trial.row, best)]
+        return min(fast, key=lambda trial: trial.row.num_workers)  # the first of several
 
-    def _recommend(self, best: Row, factor: int) -> str:
-        rows = [row for row in self._rows if row.prefetch_factor == factor]
-        workers = [row for row in rows if row.num_workers]
-        text = f"{best.setting}: {best.rate:,.1f} batches/s"
-        if workers and best.num_workers > workers[0].num_workers:
-            text += f", {best.rate / workers[0].rate:.1f} times as many as with "
-            text += _workers(workers[0].num_workers)
+    def _recommend(self, best: Row, rows: list[Row]) -> str:
+        text = f"num_workers={best.num_workers}"
+        if best.num_workers:
+            text += f", prefetch_factor={best.prefetch_factor}"
+        text += f": {best.cells()[2]} batches/s"
+        one = next((row for row in rows if row.num_workers), best)
+        if one.num_workers < best.num_workers:
+            text += f", {best.rate / one.rate:.1f} times as many as with {_workers(one)}"
         if best.memory is not None:
-            text += f"; its workers take {_size(best.memory)} of memory together"
+            text += f"; workers take {_size(best.memory)} of memory"
         if self._step:
-            text += f"; of the time, {best.wait:.0%} is waiting (a step takes "
-            text += f"{self._step * 1e3:g} ms)"
-        text += ". "
-        if rows[-1].num_workers == best.num_workers and best.num_workers:
-            text += "No more were tried; they might be faster yet. " if len(rows) > 1 else ""
-        elif best.num_workers:
-            most = max(row.rate for row in rows if row.num_workers > best.num_workers)
-            gain = max(0.0, most / best.rate - 1)
-            text += f"More workers add {gain:.0%}. " if gain > 0.005 else "More add nothing. "
-        inline = next((row for row in rows if not row.num_workers), None)
-        if inline and not self._step and best.num_workers and inline.rate > best.rate:
             text += (
-                f"num_workers=0 makes {inline.rate:,.1f} a second, but while it makes them your "
-                "step stands still: --step tells what is better. "
+                f"; {best.wait:.0%} of the time is waiting, with steps of {self._step * 1e3:g} ms"
             )
-        return text.rstrip()
+        more = [row.rate for row in rows if row.num_workers > best.num_workers]
+        if more:
+            text += f". More workers add {max(0.0, max(more) / best.rate - 1):.0%}."
+        elif len(rows) > 1:
+            text += ". These are the most that were tried: more may be faster yet."
+        inline = next((row for row in rows if not row.num_workers), best)
+        if inline.rate > best.rate:
+            text += (
+                f" num_workers=0 makes {inline.cells()[2]} batches/s, but your step stands still "
+                "meanwhile: --step tells what is better."
+            )
+        return text
 
-    def _serialized(self) -> Verdict:
-        rows = [row for row in self._rows if row.num_workers]
-        if len(rows) < 2:
-            return Verdict("unknown", "it takes at least two numbers of workers above 0 to tell")
-        least = rows[0]
-        most = max(rows[1:], key=lambda row: row.rate)
-        who, fewer = _workers(most.num_workers), _workers(least.num_workers)
-        if self._step and min(least.wait, most.wait) < 0.1:
-            keeps = least if least.wait < 0.1 else most
-            text = f"{_workers(keeps.num_workers)} can keep up with a step of {self._step * 1e3:g}"
-            return Verdict("no", f"{text} ms (the consumer waits {keeps.wait:.0%} of the time)")
-        gain = most.rate / least.rate
-        hoped = max(2.0, min(processors(), most.num_workers) / least.num_workers)
+    def _serialized(self, trials: list[_Trial]) -> Verdict:
+        trials = [trial for trial in trials if trial.row.num_workers]
+        if len(trials) < 2:
+            return Verdict("unknown", "it takes two numbers of workers above 0 to tell")
+        few = trials[0].row
+        many = max(trials[1:], key=lambda trial: trial.row.rate)
+        if self._step and min(few.wait, many.row.wait) < 0.1:
+            keeps = few if few.wait < 0.1 else many.row
+            text = f"{_workers(keeps)} can keep up with a step of {self._step * 1e3:g} ms"
+            return Verdict("no", f"{text}, which waits {keeps.wait:.0%} of the time")
+        gain = many.row.rate / few.rate
+        hoped = max(2.0, min(processors(), many.row.num_workers) / few.num_workers)
         share = (gain - 1) / (hoped - 1)
-        text = f"{who} make {gain:.2f} times as many batches as {fewer}"
+        text = f"{_workers(many.row)} make {gain:.1f} times as many batches as {_workers(few)}"
         if share >= 0.6:
             return Verdict("no", text)
-        return Verdict("yes" if share < 0.25 else "in part", f"{text}: {self._cause(rows[1:])}")
+        return Verdict("yes" if share < 0.25 else "in part", f"{text}: {_cause(many)}")
 
-    def _cause(self, rows: list[Row]) -> str:
-        """Why more workers are no faster, by the trial with the most of them but not too many."""
-        cpus = processors()
-        row = max((row for row in rows if row.num_workers <= cpus), default=rows[0], key=_count)
-        trial = self._trial(row)
-        share = {name: spent / trial.window for name, spent in trial.spent.items()}
-        piped = trial.stats.overflowed / trial.stats.batches
-        makes = sum(share[name] for name in ("dataset", "transform", "collate")) / row.num_workers
-        works = share["cpu"] / row.num_workers
-        shards = trial.shards
-        if cpus < 2:
-            return "there is one processor"
-        if share["sampler"] >= 0.5:
-            return (
-                f"the sampler takes {share['sampler']:.0%} of the time, and it runs in the one "
-                "process of the loop: do less in it, or make it from lengths that are stored"
-            )
-        if shards is not None and shards < row.num_workers:
-            return (
-                f"the stream has {shards} shard{'s' * (shards > 1)}, fixed when the loader was "
-                "made: let make_loader take num_workers, and hand it on"
-            )
-        if trial.executor == "thread" and getattr(sys, "_is_gil_enabled", lambda: True)():
-            return "threads share the interpreter's lock: use executor='process'"
-        if piped >= 0.5:
-            return (
-                f"{piped:.0%} of the batches found no room in shared memory and came through a "
-                "pipe: raise shared_memory, or make batches smaller"
-            )
-        if share["parent"] >= 0.7:
-            return (
-                f"this process is busy {share['parent']:.0%} of the time with taking batches "
-                "apart: let them be arrays, and few, rather than lists of many objects"
-            )
-        if share["cpu"] + share["parent"] >= 0.8 * cpus:
-            return (
-                "all processors are busy: making a batch takes more than one of them (threads, "
-                "subprocesses)"
-            )
-        if makes >= 0.6 and works < 0.6:
-            return (
-                f"the workers compute in {works:.0%} of the time only, and wait in the rest, "
-                "inside the dataset: for a lock that they share, the disk or the network"
-            )
-        return "no single cause stands out; other programs may have the processors"
-
-    def _leaking(self) -> Verdict:
-        """By the trial with the fewest workers: each of these sees the most of the dataset."""
-        row = next((row for row in self._rows if row.num_workers), self._rows[0])
-        trial = self._trial(row)
-        findings, enough = trial.growth()
-        if not trial.series:
-            return Verdict("unknown", "this system has no /proc to look at processes")
-        if not enough:
-            few = trial.stats.batches
-            return Verdict("unknown", f"{few:,} batches are too few to tell: take more seconds")
+    def _leaking(self, trials: list[_Trial]) -> Verdict:
+        """By the trial with the fewest workers, where each of these sees most of the dataset."""
+        trial = next((trial for trial in trials if trial.row.num_workers), trials[0])
+        findings, batches = trial.findings(), f"{trial.stats.batches:,} batches"
+        if not Path("/proc/self/statm").exists():
+            return Verdict("unknown", "processes can be looked at only where there is /proc")
+        if findings is None:
+            return Verdict("unknown", f"{batches} are too few to tell: run more --seconds")
         if not findings:
-            return Verdict("no", f"nothing grew over {trial.stats.batches:,} batches")
-        sure = any("; or a cache" not in finding for finding in findings)
+            return Verdict("no", f"nothing grew steadily over {batches}")
+        sure = any(not finding.endswith(CACHE) for finding in findings)
         return Verdict("yes" if sure else "perhaps", "\n".join(findings))
 
-    def _reproducible(self, best: Row, counts: list[int], planned: int) -> Verdict:
-        trial = self._trial(best)
-        done = itertools.count(1)
+    def _reproducible(self, best: _Trial, counts: list[int]) -> Verdict:
+        done = itertools.count()
 
         def make() -> Loader:
-            share = 1 - 2 / planned * 0.8 ** next(done)
-            self._progress(share, "is it reproducible?")
-            return self._make(best.num_workers, best.prefetch_factor)
+            share = 1 - 2 / self._planned * 0.8 ** next(done)  # it makes about ten
+            self._progress(share, "check_reproducible")
+            return self._make(best.row.num_workers, best.row.prefetch_factor)
 
+        logger = logging.getLogger("minloader")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # it kills a worker, which is no news
         try:
-            with _quiet():
-                report = check_reproducible(
-                    make,
-                    workers={counts[0], min(3, counts[-1])},
-                    batches=min(20, max(3, int(best.rate * self._seconds / 4))),
-                    epochs=1 if trial.once else 2,
-                )
+            report = check_reproducible(
+                make,
+                workers={counts[0], min(3, counts[-1])},
+                batches=min(20, max(3, int(best.row.rate * self._seconds / 4))),
+                epochs=1 if best.once else 2,
+            )
         except IrreproducibleError as error:
             return Verdict("no", str(error))
-        counts_text = " + ".join(map(str, report.batches))
-        return Verdict("yes", f"{counts_text} batches are the same in {len(report.runs)} runs")
+        finally:
+            logger.setLevel(level)
+        batches = " + ".join(map(str, report.batches))
+        return Verdict("yes", f"{batches} batches were the same in {len(report.runs)} runs")
 
     def _notes(self) -> list[str]:
-        trials = list(self._trials.values())
         notes = []
-        if any(trial.once for trial in trials):
-            notes.append("the sampler is an iterator: a run ended with its one epoch")
-        if trials[0].executor not in ("process", "thread"):
+        if self._trials[0].once:
+            notes.append("the sampler is an iterator: a run ends with its one epoch")
+        if self._trials[0].executor not in ("process", "thread"):
             notes.append(
-                "the executor is your own: num_workers says how many tasks it is given, not how "
-                "many workers it has; these are not looked at"
+                "the executor is your own: num_workers is how many tasks it is given, and its "
+                "workers are not looked at"
             )
-        if any(trial.stats.replaced for trial in trials):
-            notes.append("workers died, or grew too large, and were replaced: the log tells why")
-        noisy = [row for row in self._rows if row.noise > 0.1]
-        if noisy:
-            notes.append(
-                f"{len(noisy)} of {len(self._rows)} rates are uncertain by more than 10 % (+-): "
-                "take more seconds, on a quiet machine"
-            )
+        if any(trial.stats.replaced for trial in self._trials):
+            notes.append("workers died or grew too large, and were replaced: the log tells why")
+        if any(trial.row.noise > 0.1 for trial in self._trials):
+            notes.append("some rates are uncertain (+-): run more --seconds, on a quiet machine")
         return notes
 
 
@@ -770,123 +671,118 @@ def _takes(make_loader: Callable[..., Any]) -> set[str]:
         raise TypeError(
             f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
         )
+    parameters = inspect.signature(make_loader).parameters.values()
     names = {"num_workers", "prefetch_factor"}
-    try:
-        signature = inspect.signature(make_loader)
-    except ValueError:  # written in C
-        return set()
-    found = signature.parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in found):
-        names &= {each.name for each in found if each.kind is not each.POSITIONAL_ONLY}
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as error:
-        raise TypeError(
-            "make_loader is called with num_workers and prefetch_factor, if it takes them, and "
-            f"nothing else, but its signature is {signature}: {error}; give the others defaults"
-        ) from error
-    return names
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return names
+    return names & {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
 
 
 def _margin(row: Row, best: Row) -> float:
-    """Share by which a rate may be lower and count as the same."""
-    return max(TOLERANCE, min(0.15, 2 * math.hypot(row.noise, best.noise)))
+    """Batches a second by which a row may be slower and count as fast."""
+    return best.rate * max(TOLERANCE, min(0.15, 2 * math.hypot(row.noise, best.noise)))
 
 
-def _count(row: Row) -> int:
-    return row.num_workers
+def _workers(row: Row) -> str:
+    return f"{row.num_workers} worker{'s' * (row.num_workers != 1)}"
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count != 1)}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log: the audit kills a worker, which is no news here."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _cause(trial: _Trial) -> str:
+    """Why more workers are no faster."""
+    share, row, cpus = trial.shares, trial.row, processors()
+    making = (share["dataset"] + share["transform"] + share["collate"]) / row.num_workers
+    computing = share["workers"] / row.num_workers
+    piped = trial.stats.overflowed / trial.stats.batches
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)
+    if cpus < 2:
+        return "there is one processor"
+    if share["sampler"] >= 0.5:
+        return (
+            f"the sampler takes {share['sampler']:.0%} of the time, in the one process of the "
+            "loop: have it do less, or work from numbers that are stored"
+        )
+    if trial.shards is not None and trial.shards < row.num_workers:
+        return (
+            f"of a stream, each worker reads a shard, and there are {trial.shards}, as of "
+            "num_workers when the loader was made: let make_loader take num_workers"
+        )
+    if trial.executor == "thread" and gil():
+        return "threads share the interpreter's lock: try executor='process'"
+    if piped >= 0.5:
+        return (
+            f"{piped:.0%} of the batches found no room in shared memory, and came through a "
+            "pipe: raise shared_memory, or make smaller batches"
+        )
+    if share["parent"] >= 0.5:
+        return (
+            f"this process is busy {share['parent']:.0%} of the time with sending items and "
+            "receiving batches: make batches larger, of arrays rather than of many objects"
+        )
+    if share["workers"] + share["parent"] >= 0.8 * cpus:
+        return "all processors are busy, since a batch takes several of them (threads, programs)"
+    if making >= 0.6 and computing < 0.6:
+        return (
+            f"workers compute only {computing:.0%} of the time, and wait inside the dataset for "
+            "the rest: for a lock that they share, the disk or the network"
+        )
+    return "no single cause stands out; other programs may have the processors"
 
 
 # --- the command
 
 
-def find(name: str) -> Any:
-    """The object that ``module:attribute`` or ``file.py:attribute`` names.
+class _NotFoundError(Exception):
+    """There is nothing of that name."""
 
-    Raises:
-        ValueError: there is none.
-        Exception: what the module raises.
-    """
-    module_name, _, path = name.rpartition(":")
-    if not module_name or not path:
-        raise ValueError(
-            f"{name!r} is not of the form module:function or file.py:function, such as "
-            "train.py:make_loader"
+
+def _find(name: str) -> Any:
+    """The object that ``module:attribute`` or ``file.py:attribute`` names."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
+        raise _NotFoundError(
+            f"{name!r} must be module:function or file.py:function, such as train.py:make_loader"
         )
-    folder = ""
-    if module_name.endswith(".py"):
-        file = Path(module_name).resolve()
+    file = Path(module_name).resolve() if module_name.endswith(".py") else None
+    if file is not None:
         if not file.is_file():
-            raise ValueError(f"there is no file {file}")
-        folder, module_name = str(file.parent), file.stem
-    sys.path.insert(0, folder or os.getcwd())  # the workers have the same
+            raise _NotFoundError(f"there is no file {file}")
+        module_name = file.stem
+    sys.path.insert(0, str(file.parent if file else Path.cwd()))  # workers have the same path
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"there is no module {error.name}, here or on sys.path") from error
-    if folder and Path(found.__file__ or "").resolve() != file:
-        raise ValueError(
-            f"{file} cannot be imported, since a module {module_name} is there already, from "
-            f"{found.__file__}; rename the file"
+            raise  # of an import in the module
+        raise _NotFoundError(f"there is no module {error.name}") from error
+    if file and Path(module.__file__ or "").resolve() != file:
+        raise _NotFoundError(
+            f"{file} is hidden by {module.__file__ or 'a module'} of the same name: rename it"
         )
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{module_name} has no {path}")
-        found = getattr(found, part)
-    return found
+    if not hasattr(module, attribute):
+        raise _NotFoundError(f"{module_name} has no {attribute}")
+    return getattr(module, attribute)
 
 
-def _numbers(least: int) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        try:
-            return [check_int("it", int(part), least) for part in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"must be numbers of at least {least} with commas, got {text!r}"
-            ) from None
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return float(text)
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 class _Bar:
-    """A line on a terminal that says how far it is; none where there is no terminal."""
+    """A line on a terminal that tells how far it is; without a terminal, none."""
 
     def __init__(self) -> None:
         self._shows = sys.stderr.isatty()
 
     def __call__(self, share: float, text: str) -> None:
+        bar = ("#" * round(24 * share)).ljust(24, "-")
+        self._write(f"[{bar}] {share:4.0%}  {text}")
+
+    def _write(self, text: str) -> None:
         if self._shows:
-            bar = ("#" * round(24 * share)).ljust(24, "-")
-            sys.stderr.write(f"\r\x1b[K[{bar}] {share:4.0%}  {text}"[: WIDTH - 1])
-            sys.stderr.flush()
+            print(f"\r\x1b[K{text[: WIDTH - 20]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        if self._shows:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self._write("")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -896,34 +792,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None: those of this process.
 
     Returns:
-        0: the report is printed; 1: the loader raised; 130: Ctrl-C.
+        0, and the report is printed; 1: the loader raised; 130: Ctrl-C.
 
     Raises:
         SystemExit: with 2, an argument is wrong.
     """
-    parser = argparse.ArgumentParser(
-        "python -m minloader.doctor", description=__doc__.split("\n")[0]
-    )
+    about = "Runs a loader with several settings, and says which is best and what is wrong."
+    parser = argparse.ArgumentParser(prog="python -m minloader.doctor", description=about)
     add = parser.add_argument
-    add("make_loader", help="module:function or file.py:function, which returns a Loader")
-    add("--workers", type=_numbers(0), metavar="N,N", help="numbers of workers (0 to processors+1)")
-    add("--prefetch", type=_numbers(1), default=[2, 1, 4], metavar="N,N", help="(2,1,4)")
-    add("--seconds", type=_positive, default=3.0, help="for each setting (3)")
-    add("--step", type=_positive, default=0.0, metavar="MS", help="a training step takes so long")
-    add("--json", type=Path, metavar="FILE", help="write the report there too")
+    add("make_loader", help="module:function or file.py:function; the function returns a Loader")
+    add("--workers", type=_numbers, metavar="N,N", help="default: 0 to processors + 1")
+    add("--prefetch", type=_numbers, metavar="N,N", default=[2, 1, 4], help="default: 2,1,4")
+    add("--seconds", type=float, metavar="S", default=SECONDS, help="for each setting; default: 3")
+    add("--step", type=float, metavar="MS", default=0.0, help="milliseconds of a training step")
+    add("--json", type=Path, metavar="FILE", help="also write the report there")
     options = parser.parse_args(argv)
     sys.argv[1:] = []  # they are not for the module
     bar = _Bar()
     try:
-        make_loader = find(options.make_loader)
         report = examine(
-            make_loader,
+            _find(options.make_loader),
             workers=options.workers,
             prefetch=options.prefetch,
             seconds=options.seconds,
             step=options.step / 1e3,
             progress=bar,
         )
+    except _NotFoundError as error:
+        parser.error(str(error))
     except KeyboardInterrupt:
         bar.clear()
         return 130
@@ -939,4 +835,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
