@@ -30,7 +30,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -340,9 +340,9 @@ class _Trial:
             batches.close()
         self._conclude(first)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any]:
         """Epoch after epoch."""
-        while not self.once:
+        while not self._loader._items._used_up:
             count = 0
             for batch in self._loader:
                 count += 1
@@ -354,7 +354,6 @@ class _Trial:
                     "sampler, and at the length of its dataset"
                 )
             self._first_epoch = self._first_epoch or count
-            self.once = self._loader._items._used_up
 
     def _look(self, mark: _Mark, stop: float) -> None:
         self._marks.append(mark)
@@ -382,6 +381,7 @@ class _Trial:
         self.shares["parent"] = spent.pop(os.getpid()) / window
         self.shares["workers"] = sum(spent.values()) / window
         self.stats = after
+        self.once = self._loader._items._used_up
         sizes = [size for size in map(_memory, spent) if size is not None]
         self.row = Row(
             num_workers=self._loader.num_workers,
@@ -764,7 +764,17 @@ def _find(name: str) -> Any:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        error = f"must be whole numbers with commas between them, got {text!r}"
+        raise argparse.ArgumentTypeError(error) from None
+
+
+def _is_plain(error: Exception) -> bool:
+    """Whether an error says all by itself, since no code but ours had a part in it."""
+    places = {Path(frame.filename).parent for frame in traceback.extract_tb(error.__traceback__)}
+    return places == {Path(__file__).parent} and error.__cause__ is None
 
 
 class _Bar:
@@ -823,9 +833,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         bar.clear()
         return 130
-    except Exception:
+    except Exception as error:
         bar.clear()
-        traceback.print_exc()
+        lines = traceback.format_exception_only(error) if _is_plain(error) else None
+        print("".join(lines or traceback.format_exception(error)), end="", file=sys.stderr)
         return 1
     bar.clear()
     print(report)
