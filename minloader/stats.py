@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["Stats"]
 
@@ -28,11 +28,3 @@ class Stats:
     overflowed: int = 0
     retries: int = 0
     replaced: int = 0
-    bytes: int = 0
-    sampler: float = 0.0
-    dataset: float = 0.0
-    transform: float = 0.0
-    collate: float = 0.0
-    transport: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
-    verdict: str = "not known yet"
