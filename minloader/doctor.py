@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from minloader.errors import check_int, shown
 from minloader.loader import Loader
-from minloader.stats import Stats
+from minloader.stats import Stats, processors
 from minloader.testing import IrreproducibleError, check_reproducible, executors_of
 
 __all__ = ["Report", "Row", "Verdict", "examine", "main"]
@@ -53,8 +53,9 @@ LOOKS = 40
 LEAST_LOOKS = 12
 """Looks from which on a trend can be told from chance."""
 
-LEAK = 1 << 20
-"""Bytes that a process may grow by: what allocators round up by."""
+LEAK = 2 << 20
+"""Bytes that a process may grow by: half for what allocators round up, half for the events that a
+loader keeps."""
 
 WIDTH = 96
 """Columns of a report."""
@@ -129,7 +130,7 @@ class Report:
         rows: one for each setting.
         best: the row with the recommended setting.
         recommended: that setting in words, and what it gains.
-        bottleneck: what holds it up.
+        bottleneck: what holds it up; "" where ``serialized`` says so.
         serialized: whether more workers do not help, and why.
         reproducible: whether the batches are always the same.
         leaking: whether memory, descriptors, threads or processes grow.
@@ -154,7 +155,7 @@ class Report:
         names = ("serialized", "reproducible", "leaking", "bottleneck", "recommended")
         parts = [(name, str(getattr(self, name))) for name in names]
         parts += [("note", note) for note in self.notes]
-        return "\n".join([*lines, "", *(_paragraph(name, text) for name, text in parts)])
+        return "\n".join([*lines, "", *(_paragraph(name, text) for name, text in parts if text)])
 
 
 def _size(count: float) -> str:
@@ -164,8 +165,9 @@ def _size(count: float) -> str:
 def _paragraph(name: str, text: str) -> str:
     """A named text, wrapped; its own line breaks stay."""
     width, indent = WIDTH - 14, "\n" + 14 * " "
+    text = text.replace(" %", "\xa0%")  # where no line ends
     parts = (textwrap.wrap(part, width, subsequent_indent="  ") for part in text.splitlines())
-    return f"{name:14}" + indent.join(itertools.chain.from_iterable(parts))
+    return f"{name:14}{indent.join(itertools.chain.from_iterable(parts))}".replace("\xa0", " ")
 
 
 # --- what a process has
@@ -223,21 +225,6 @@ def _processor_seconds(pid: int) -> float:
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
-def processors() -> int:
-    """How many this process may use at a time."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    # What a container is given, by control groups of version 2 or 1.
-    groups = Path("/sys/fs/cgroup")
-    quota = _words(f"{groups}/cpu.max") or [
-        *_words(f"{groups}/cpu/cpu.cfs_quota_us"),
-        *_words(f"{groups}/cpu/cpu.cfs_period_us"),
-    ]
-    if len(quota) == 2 and quota[0] not in ("max", "-1"):
-        count = min(count, max(1, round(int(quota[0]) / int(quota[1]))))
-    return count
-
-
 def steady_growth(values: Sequence[float], tolerance: float) -> float:
     """How much a series grew from its first to its last quarter; 0 if it is no steady growth.
 
@@ -279,11 +266,10 @@ class _Trial:
 
     Attributes:
         row: what came out.
-        executor: of the loader.
-        shards: of a stream; None if it is none.
+        making: how many workers were making batches, on average.
+        computing: how many processors the workers used, on average.
         once: whether the sampler is an iterator, which serves one epoch.
-        shares: of the counted time, what was spent in each stage (of all workers together), and
-            as processor time of the workers ("workers") and of this process ("parent").
+        shards: of a stream; None if it is none.
         stats: of the loader at the end.
     """
 
@@ -298,10 +284,9 @@ class _Trial:
         self._names = {os.getpid(): "this process"}
         self._series: dict[int, list[_Usage]] = defaultdict(list)  # by pid
         self._first_epoch: int | None = None  # its number of batches, when it is over
-        self.executor = loader._crew._executor
         self.shards = loader._shards
         self.once = False
-        self.shares: dict[str, float] = {}
+        self.making = self.computing = 0.0
         self.stats = Stats()
 
     def run(self, tick: Callable[[float], object]) -> None:
@@ -375,14 +360,12 @@ class _Trial:
         waited = marks[-1].waited - marks[0].waited
         if count == 0:  # the first is all there is
             count, window, waited = 1, first, first
-        for stage in ("sampler", "dataset", "transform", "collate", "transport"):
-            self.shares[stage] = (getattr(after, stage) - getattr(before, stage)) / window
-        spent = {pid: _processor_seconds(pid) - used.get(pid, 0.0) for pid in self._names}
-        self.shares["parent"] = spent.pop(os.getpid()) / window
-        self.shares["workers"] = sum(spent.values()) / window
+        pids = [pid for pid in self._names if pid != os.getpid()]
+        self.making = (after._work - before._work) / window
+        self.computing = sum(_processor_seconds(pid) - used.get(pid, 0) for pid in pids) / window
         self.stats = after
         self.once = self._loader._items._used_up
-        sizes = [size for size in map(_memory, spent) if size is not None]
+        sizes = [size for size in map(_memory, pids) if size is not None]
         self.row = Row(
             num_workers=self._loader.num_workers,
             prefetch_factor=self._loader._crew._prefetch_factor,
@@ -391,7 +374,7 @@ class _Trial:
             noise=_noise(marks),
             byte_rate=(after.bytes - before.bytes) / window,
             wait=min(1.0, waited / window),
-            busy=statistics.fmean(after.busy.values()) if after.busy else None,
+            busy=statistics.fmean(after.busy.values()) if self._loader.num_workers else None,
             memory=sum(sizes) if sizes else None,
             first=first,
         )
@@ -516,14 +499,14 @@ class _Examination:
         for factor in factors[1:] if best.row.num_workers else ():
             self._try(best.row.num_workers, factor)
         best = self._pick()
-        reproducible = self._reproducible(best, counts)
+        serialized, reproducible = self._serialized(trials), self._reproducible(best, counts)
         self._progress(1.0, "done")
         return Report(
             rows=[trial.row for trial in self._trials],
             best=best.row,
             recommended=self._recommend(best.row, [trial.row for trial in trials]),
-            bottleneck=best.stats.verdict,
-            serialized=self._serialized(trials),
+            bottleneck="" if serialized.answer in ("yes", "in part") else best.stats.verdict,
+            serialized=serialized,
             reproducible=reproducible,
             leaking=self._leaking(trials),
             notes=self._notes(),
@@ -577,12 +560,10 @@ class _Examination:
         if best.memory is not None:
             text += f"; workers take {_size(best.memory)} of memory"
         if self._step:
-            text += (
-                f"; {best.wait:.0%} of the time is waiting, with steps of {self._step * 1e3:g} ms"
-            )
+            text += f"; a step of {self._step * 1e3:g} ms waits {100 * best.wait:.0f} % of the time"
         more = [row.rate for row in rows if row.num_workers > best.num_workers]
         if more:
-            text += f". More workers add {max(0.0, max(more) / best.rate - 1):.0%}."
+            text += f". More workers add {max(0.0, 100 * max(more) / best.rate - 100):.0f} %."
         elif len(rows) > 1:
             text += ". These are the most that were tried: more may be faster yet."
         inline = next((row for row in rows if not row.num_workers), best)
@@ -602,14 +583,14 @@ class _Examination:
         if self._step and min(few.wait, many.row.wait) < 0.1:
             keeps = few if few.wait < 0.1 else many.row
             text = f"{_workers(keeps)} can keep up with a step of {self._step * 1e3:g} ms"
-            return Verdict("no", f"{text}, which waits {keeps.wait:.0%} of the time")
+            return Verdict("no", f"{text}, which waits {100 * keeps.wait:.0f} % of the time")
         gain = many.row.rate / few.rate
-        hoped = max(2.0, min(processors(), many.row.num_workers) / few.num_workers)
-        share = (gain - 1) / (hoped - 1)
+        most = max(processors(), few.num_workers + 1)
+        share = (gain - 1) / (min(most, many.row.num_workers) / few.num_workers - 1)
         text = f"{_workers(many.row)} make {gain:.1f} times as many batches as {_workers(few)}"
         if share >= 0.6:
             return Verdict("no", text)
-        return Verdict("yes" if share < 0.25 else "in part", f"{text}: {_cause(many)}")
+        return Verdict("yes" if share < 0.25 else "in part", f"{text}: {_cause(few, many)}")
 
     def _leaking(self, trials: list[_Trial]) -> Verdict:
         """By the trial with the fewest workers, where each of these sees most of the dataset."""
@@ -653,7 +634,7 @@ class _Examination:
         notes = []
         if self._trials[0].once:
             notes.append("the sampler is an iterator: a run ends with its one epoch")
-        if self._trials[0].executor not in ("process", "thread"):
+        if any(trial.stats.executor == "foreign" for trial in self._trials):
             notes.append(
                 "the executor is your own: num_workers is how many tasks it is given, and its "
                 "workers are not looked at"
@@ -687,45 +668,29 @@ def _workers(row: Row) -> str:
     return f"{row.num_workers} worker{'s' * (row.num_workers != 1)}"
 
 
-def _cause(trial: _Trial) -> str:
-    """Why more workers are no faster."""
-    share, row, cpus = trial.shares, trial.row, processors()
-    making = (share["dataset"] + share["transform"] + share["collate"]) / row.num_workers
-    computing = share["workers"] / row.num_workers
-    piped = trial.stats.overflowed / trial.stats.batches
+def _cause(few: Row, trial: _Trial) -> str:
+    """Why a trial with more workers than a few was no faster."""
+    count, cpus = trial.row.num_workers, processors()
     gil = getattr(sys, "_is_gil_enabled", lambda: True)
-    if cpus < 2:
-        return "there is one processor"
-    if share["sampler"] >= 0.5:
+    if few.num_workers >= cpus:
+        return f"there are {cpus} processors" if cpus > 1 else "there is one processor"
+    if trial.shards is not None and trial.shards < count:
         return (
-            f"the sampler takes {share['sampler']:.0%} of the time, in the one process of the "
-            "loop: have it do less, or work from numbers that are stored"
+            f"each worker reads a shard of the stream, but num_workers was {trial.shards} when it "
+            "was cut into these: let make_loader take num_workers"
         )
-    if trial.shards is not None and trial.shards < row.num_workers:
-        return (
-            f"of a stream, each worker reads a shard, and there are {trial.shards}, as of "
-            "num_workers when the loader was made: let make_loader take num_workers"
-        )
-    if trial.executor == "thread" and gil():
+    if trial.making < 0.6 * count:
+        return trial.stats.verdict  # workers are idle, and it says why
+    if trial.stats.executor == "thread" and gil():
         return "threads share the interpreter's lock: try executor='process'"
-    if piped >= 0.5:
-        return (
-            f"{piped:.0%} of the batches found no room in shared memory, and came through a "
-            "pipe: raise shared_memory, or make smaller batches"
-        )
-    if share["parent"] >= 0.5:
-        return (
-            f"this process is busy {share['parent']:.0%} of the time with sending items and "
-            "receiving batches: make batches larger, of arrays rather than of many objects"
-        )
-    if share["workers"] + share["parent"] >= 0.8 * cpus:
+    if trial.computing >= 0.8 * cpus:
         return "all processors are busy, since a batch takes several of them (threads, programs)"
-    if making >= 0.6 and computing < 0.6:
+    if trial.row.memory and trial.computing < 0.6 * count:
         return (
-            f"workers compute only {computing:.0%} of the time, and wait inside the dataset for "
-            "the rest: for a lock that they share, the disk or the network"
+            f"workers compute only {100 * trial.computing / count:.0f} % of the time, and wait in "
+            "the dataset for the rest: for a lock that they share, the disk or the network"
         )
-    return "no single cause stands out; other programs may have the processors"
+    return "other programs may have the processors"
 
 
 # --- the command

@@ -1,0 +1,118 @@
+"""Datasets and samplers for the doctor to examine, healthy and ill; workers import them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from minloader import get_worker_info
+
+
+class Healthy:
+    """100 kB in 3 ms, which takes no processor."""
+
+    def __init__(self, size: int = 60) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        return np.full(12_500, float(index))
+
+
+class Caching(Healthy):
+    """Keeps what it has read, which is the whole dataset in the end."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        return self.cache.setdefault(index, np.full(12_500, float(index)))
+
+
+class Ill(Healthy):
+    """Keeps all that one can, and depends on the worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __getitem__(self, index: int) -> Any:
+        waiting = threading.Thread(target=threading.Event().wait, daemon=True)
+        waiting.start()
+        self.kept += [
+            np.full(12_500, 1.0),
+            os.open(os.devnull, os.O_RDONLY),
+            subprocess.Popen(["true"]),
+        ]
+        return os.getpid()
+
+
+class Locked(Healthy):
+    """All workers share a lock."""
+
+    def __getitem__(self, index: int) -> Any:
+        with open(os.path.join(tempfile.gettempdir(), "lock"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return super().__getitem__(index)
+
+
+class Computing(Healthy):
+    """Takes 5 ms of a processor, in Python."""
+
+    def __getitem__(self, index: int) -> int:
+        begin = time.thread_time()
+        while time.thread_time() < begin + 0.005:
+            pass
+        return index
+
+
+class Failing(Healthy):
+    """Opens files, until there are no more to open."""
+
+    def __init__(self) -> None:
+        super().__init__(10_000)
+        self.kept: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.kept.append(os.open(os.devnull, os.O_RDONLY))
+        time.sleep(0.002)
+        if index == 200:
+            raise OSError("no more")
+        return index
+
+
+class Keeping:
+    """A sampler that takes 4 ms, and keeps something for each item."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(60):
+            time.sleep(0.004)
+            self.kept.append(np.full(12_500, 1.0))
+            yield index
+
+
+class Stream:
+    """3 ms each, by shards."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        for index in range(info.id, 60, info.num_workers):
+            time.sleep(0.003)
+            yield index
