@@ -235,14 +235,18 @@ def steady_growth(values: Sequence[float], tolerance: float) -> float:
         values: at least four, in order.
         tolerance: what is too little.
     """
-    cuts = [n * len(values) // 4 for n in range(5)]
-    quarters = [values[begin:end] for begin, end in itertools.pairwise(cuts)]
+    quarters = _quarters(values)
     middles = [statistics.median(quarter) for quarter in quarters]
     steps = [after - before for before, after in itertools.pairwise(middles)]
     grown = middles[-1] - middles[0]
     spread = statistics.fmean(max(quarter) - min(quarter) for quarter in quarters)
     is_steady = min(steps) > 0 and steps[-1] >= grown / 6
     return grown if is_steady and grown > max(tolerance, spread) else 0.0
+
+
+def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
+    cuts = [n * len(values) // 4 for n in range(5)]
+    return [values[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
 # --- one setting
@@ -269,6 +273,7 @@ class _Trial:
         making: how many workers were making batches, on average.
         computing: how many processors the workers used, on average.
         once: whether the sampler is an iterator, which serves one epoch.
+        executor: of the loader.
         shards: of a stream; None if it is none.
         stats: of the loader at the end.
     """
@@ -284,6 +289,7 @@ class _Trial:
         self._names = {os.getpid(): "this process"}
         self._series: dict[int, list[_Usage]] = defaultdict(list)  # by pid
         self._first_epoch: int | None = None  # its number of batches, when it is over
+        self.executor = loader._crew._executor
         self.shards = loader._shards
         self.once = False
         self.making = self.computing = 0.0
@@ -309,7 +315,7 @@ class _Trial:
                 if now >= due:
                     due = now + self._seconds / LOOKS
                     self._look(_Mark(now, count, waited), stop)
-                    tick(1 - max(0.0, stop - now) / self._seconds)
+                    tick(1 - min(1.0, max(0.0, stop - now) / self._seconds))
                     if now >= stop and self._begin and count > self._marks[self._begin[0]].batches:
                         break
                 if self._step:
@@ -402,7 +408,8 @@ CACHE = "; or a cache is still being filled: run more --seconds than an epoch ta
 def _findings(name: str, kept: list[_Usage], keeps: str, over: bool) -> list[str]:
     """What a process had more and more of."""
     found = []
-    batches = round((kept[-1].batches - kept[0].batches) * 3 / 4)  # from quarter to quarter
+    first, *_, last = map(statistics.median, _quarters([usage.batches for usage in kept]))
+    batches = round(last - first)
     size = steady_growth([usage.memory for usage in kept], LEAK + kept[0].memory / 200)
     if size:
         text = f"{name} grew by {_size(size)} in {batches:,} batches, {_size(size / batches)} each"
@@ -634,7 +641,7 @@ class _Examination:
         notes = []
         if self._trials[0].once:
             notes.append("the sampler is an iterator: a run ends with its one epoch")
-        if any(trial.stats.executor == "foreign" for trial in self._trials):
+        if not isinstance(self._trials[0].executor, str):
             notes.append(
                 "the executor is your own: num_workers is how many tasks it is given, and its "
                 "workers are not looked at"

@@ -30,7 +30,15 @@ class Healthy:
         return np.full(12_500, float(index))
 
 
-class Caching(Healthy):
+class Unlike(Healthy):
+    """Never the same, so that the audit, which other tests are of, ends at once."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        return time.perf_counter()
+
+
+class Caching(Unlike):
     """Keeps what it has read, which is the whole dataset in the end."""
 
     def __init__(self, size: int) -> None:
@@ -38,11 +46,11 @@ class Caching(Healthy):
         self.cache: dict[int, Any] = {}
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.003)
-        return self.cache.setdefault(index, np.full(12_500, float(index)))
+        self.cache.setdefault(index, np.full(12_500, 1.0))
+        return super().__getitem__(index)
 
 
-class Ill(Healthy):
+class Ill(Unlike):
     """Keeps all that one can, and depends on the worker."""
 
     def __init__(self) -> None:
@@ -57,10 +65,10 @@ class Ill(Healthy):
             os.open(os.devnull, os.O_RDONLY),
             subprocess.Popen(["true"]),
         ]
-        return os.getpid()
+        return super().__getitem__(index)
 
 
-class Locked(Healthy):
+class Locked(Unlike):
     """All workers share a lock."""
 
     def __getitem__(self, index: int) -> Any:
@@ -69,14 +77,14 @@ class Locked(Healthy):
             return super().__getitem__(index)
 
 
-class Computing(Healthy):
+class Computing(Unlike):
     """Takes 5 ms of a processor, in Python."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> float:
         begin = time.thread_time()
         while time.thread_time() < begin + 0.005:
             pass
-        return index
+        return time.perf_counter()
 
 
 class Failing(Healthy):
@@ -108,11 +116,14 @@ class Keeping:
 
 
 class Stream:
-    """3 ms each, by shards."""
+    """3 ms each, by shards; ``unlike`` is as above."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __init__(self, *, unlike: bool = False) -> None:
+        self.unlike = unlike
+
+    def __iter__(self) -> Iterator[float]:
         info = get_worker_info()
         assert info is not None
         for index in range(info.id, 60, info.num_workers):
             time.sleep(0.003)
-            yield index
+            yield time.perf_counter() if self.unlike else index
