@@ -235,9 +235,13 @@ class Loader:
             on_error=on_error,
             tally=Tally(),
         )
-        if trace is not None:
-            self._plan.tally.trace = Trace(trace)
         self._end = weakref.finalize(self, _finish, self._crew, self._plan.tally)
+        if trace is not None:
+            try:
+                self._plan.tally.trace = Trace(trace)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_workers(self) -> int:

@@ -209,7 +209,7 @@ def _verdict(stats: Stats) -> str:
     workers, work = stats.num_workers, stats._work
     start = stats._starting
     total, wait = stats.seconds - start, stats.wait - start
-    if start > total:
+    if start > 3 * total:
         return (
             f"the first batch took {_time(stats.startup)}, {_share(start, stats.seconds)} of the "
             "time so far: look again after more batches; loader.start() begins earlier"
@@ -335,6 +335,7 @@ class Tally:
         work: seconds that each worker was busy, by name.
         records: the last events, those of tasks with all their parts in one.
         began: when the first epoch did.
+        left: when the consumer went to work on a batch; 0 if it has none.
         trace: file that they are written to as well.
     """
 
@@ -347,20 +348,20 @@ class Tally:
         self.records: deque[Event] = deque(maxlen=KEPT)
         self.trace: Trace | None = None
         self.began = time.perf_counter()  # with the first epoch
-        self._left = 0.0  # when the consumer went to work on a batch; 0 if it has none
+        self.left = 0.0
 
     def enter(self) -> float:
         """The consumer wants a batch. Returns the time."""
         now = time.perf_counter()
-        if self._left:
-            self.consumer += now - self._left
+        if self.left:
+            self.consumer += now - self.left
         return now
 
     def leave(self, begin: float, *, working: bool = True) -> None:
         """The consumer goes, after ``begin``: to work, or else for good."""
         now = time.perf_counter()
         self.wait += now - begin
-        self._left = now if working else 0.0
+        self.left = now if working else 0.0
 
     def began_epoch(self, begin: float, *, working: bool) -> None:
         """An epoch was begun since ``begin``; ``working``: the consumer still has a batch."""
