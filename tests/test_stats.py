@@ -1,4 +1,4 @@
-"""Where the time went: counters, the verdict on set-ups that are slow in one place, the timeline."""
+"""Where the time went: counters, the verdict on set-ups slow in one place, the timeline."""
 
 from __future__ import annotations
 
