@@ -34,6 +34,7 @@ ORDER = [
     "epoch",
     "streams",
     "loader",
+    "device",
     "testing",
 ]
 
