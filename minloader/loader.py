@@ -397,9 +397,9 @@ class Loader:
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return (self._delivered or self._note())()
+        return (self._delivered or self._note_state())()
 
-    def _note(self) -> Note:
+    def _note_state(self) -> Note:
         """The state as of now, for whoever reads batches: see :func:`minloader.prefetch`."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
@@ -516,7 +516,8 @@ class Epochs:
         self._current: Epoch | StreamEpoch | None = None
         self._following: Epoch | StreamEpoch | None = None
         self._failure: Exception | None = None  # of beginning the following one
-        self._read_ahead = False  # whether somebody else says what was delivered
+        self._read_ahead = False  # whether another thread does, and _deliver says what was given
+        self._given = False  # whether anything was, then
         self._barren = False  # whether the current one has given no batch, and is a whole one
 
     def __iter__(self) -> Epochs:
@@ -561,10 +562,11 @@ class Epochs:
         """The loader's, see :meth:`Loader.state_dict`."""
         return self._loader.state_dict()
 
-    def _note(self) -> Note:
-        return self._loader._note()
+    def _note_state(self) -> Note:
+        return self._loader._note_state()
 
     def _deliver(self, note: Note | None) -> None:
+        self._given = self._read_ahead  # the first time it is where the consumer begins
         self._read_ahead = True
         self._loader._deliver(note)
 
@@ -579,9 +581,15 @@ class Epochs:
                 self._failure = error
 
     def __del__(self) -> None:
+        # Nobody has seen them: the next iteration is theirs.
         if self._following is not None:
-            # Nobody has seen it: the next iteration is its.
             self._loader._unbegin(self._following.epoch)
+        if self._current is not None and self._read_ahead:
+            delivered = self._loader._delivered
+            if delivered is not None:
+                first = delivered()["epoch"] + self._given
+                for epoch in range(self._current.epoch, first - 1, -1):
+                    self._loader._unbegin(epoch)
 
 
 # --- a state
