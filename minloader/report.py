@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -79,8 +78,9 @@ PERIOD = 90
 """Pixels from one task of a worker to its next. Less: batches cannot be told apart; more: fewer of
 them in one view."""
 
-WIDEST = 16_000
-"""Most pixels of the timeline; what was before is left out. Browsers draw huge ones slowly."""
+SHORTEST, WIDEST = 600, 16_000
+"""Least and most pixels of the timeline; what was before is left out. Browsers draw huge ones
+slowly."""
 
 NARROWEST = 0.5
 """Pixels: neighbours that take less are drawn as one. Less: slower, and nothing more to see."""
@@ -123,7 +123,7 @@ def _class(kind: str) -> str:
 def _table(rows: Rows) -> str:
     """The cells carry their own style: in a notebook there is no other."""
     cell = "text-align: left; vertical-align: top; padding: .25em 1em .25em 0;"
-    number = cell + " white-space: nowrap; font-variant-numeric: tabular-nums;"
+    number = cell + " font-variant-numeric: tabular-nums;"
     lines = [
         f'<tr><th scope="row" style="{cell} font-weight: normal">{_escape(name)}</th>'
         f'<td style="{number}"><strong>{_escape(value)}</strong></td>'
@@ -192,7 +192,11 @@ class _Cell(NamedTuple):
 
 def _told(args: Mapping[str, Any]) -> str:
     """What an event has to say in words: "batches 12 to 15, epoch 0"."""
-    rest = [f"{key} {value}" for key, value in args.items() if key not in ("batch", "count")]
+    rest = [
+        str(value) if key == "cause" else f"{key} {value}"
+        for key, value in args.items()
+        if key not in ("batch", "count")
+    ]
     if "batch" not in args:
         return ", ".join(rest)
     first, count = args["batch"], args.get("count", 1)
@@ -283,7 +287,7 @@ def _period(lanes: Mapping[str, list[Event]]) -> float:
         )
         steps = [b - a for lane in starts for a, b in pairwise(lane) if b > a]
         if steps:
-            return statistics.median(steps)
+            return sorted(steps)[len(steps) // 2]
     return 0.0
 
 
@@ -292,13 +296,13 @@ class _Axis:
 
     def __init__(self, lanes: Mapping[str, list[Event]], origin: float) -> None:
         first = min(events[0].start for events in lanes.values())
+        self.origin = origin
         self.end = max(e.start + e.seconds for events in lanes.values() for e in events)
         whole = self.end - first or 1e-3
-        scale = min(PERIOD / (_period(lanes) or whole), 1e9)
-        self.origin = origin
-        self.begin = max(first, self.end - WIDEST / scale) if self.end > first else first
+        period = _period(lanes) or whole
+        self.begin = max(first, self.end - period * WIDEST / PERIOD)
         self.seconds = self.end - self.begin or whole
-        self.width = max(1, round(self.seconds * scale))
+        self.width = min(max(SHORTEST, round(self.seconds / period * PERIOD)), WIDEST)
         self.cut = self.begin > first
 
     def x(self, moment: float) -> str:
@@ -380,7 +384,8 @@ def _drawn_lane(events: list[Event], top: int, axis: _Axis, anchors: Mapping[int
 def _ticks(axis: _Axis, height: int) -> str:
     out = []
     for moment, label in axis.ticks():
-        x = axis.x(moment)
+        x, fits = axis.x(moment), axis.px(moment) < axis.width - 60
+        label *= fits  # cut off, it would tell another time
         out.append(
             f'<g class="tick"><line x1="{x}" x2="{x}" y1="0" y2="{height}"/>'
             f'<text x="{x}" dx="4" y="12">{label}</text></g>'
@@ -409,11 +414,10 @@ def _timeline(events: Iterable[Event], origin: float | None) -> str:
         for kind in WORDS
         if kind in kinds
     )
-    left_out = " What was before is left out." * axis.cut
+    reach = f"{'The last' if axis.cut else 'All'} {_duration(axis.seconds)}"
     return (
-        f'<p class="dim">The last {_duration(axis.seconds)}, in seconds since the start;'
-        f" the newest is at the right: scroll left for what came before.{left_out}"
-        " The number above a span is its first batch.</p>\n"
+        f'<p class="dim">{reach}, the newest at the right: scroll for the rest. The clock'
+        " counts from the start; the number above a span is its first batch.</p>\n"
         f'<ul class="keys">{keys}</ul>\n'
         '<p class="zoom" hidden><button type="button">\u2212</button>'
         '<button type="button">+</button><button type="button">all</button></p>\n'
@@ -481,7 +485,7 @@ def page(
 <h1><i class="edge{kind}"></i><span>{_escape(verdict)}</span></h1>
 </header>
 <section>
-<h2>Where the time went <small><i class="key own"></i>solid: at work
+<h2>Where the time went <small><i class="key task"></i>solid: at work
 <i class="key idle"></i>hatched: waiting</small></h2>
 {"".join(_bar(bar, bottleneck) for bar in bars)}</section>
 <section>
@@ -523,7 +527,7 @@ main { max-width: 1600px; margin: 0 auto; padding: 1.2rem clamp(.9rem, 3vw, 2.5r
 p { margin: .3rem 0; }
 h1 { display: flex; gap: .8rem; margin: .3rem 0 1.4rem; line-height: 1.2;
   font-size: clamp(1.45rem, 1rem + 2vw, 2.3rem); overflow-wrap: anywhere; }
-h1 .edge { flex: none; width: .5rem; border-radius: 3px; background: var(--line); }
+.edge { flex: none; width: .55rem; border-radius: 3px; background: var(--line); }
 h2 { font-size: 1.05rem; margin: 1.8rem 0 .6rem; }
 h2 small { font-weight: normal; color: var(--dim); white-space: nowrap; margin-left: .6rem; }
 .dim { color: var(--dim); }
@@ -550,7 +554,8 @@ h2 small { font-weight: normal; color: var(--dim); white-space: nowrap; margin-l
 .names div { height: 38px; padding-top: 16px; line-height: 20px; overflow: hidden;
   white-space: nowrap; text-overflow: ellipsis; }
 .scroll { flex: 1; min-width: 0; overflow-x: auto; direction: rtl; }
-.inner { direction: ltr; width: max-content; min-width: 100%; padding-right: 4.5rem; }
+.inner { direction: ltr; width: max-content; min-width: 100%; padding-right: 2px; }
+.more { mask-image: linear-gradient(to right, transparent, #000 1.6rem); }
 svg { display: block; min-width: 100%; overflow: visible; font-size: 11px; }
 svg text { fill: var(--dim); }
 .tick line { stroke: var(--line); }
@@ -562,6 +567,10 @@ svg text { fill: var(--dim); }
 .far .wide { stroke: none; }
 a { color: inherit; }
 .marks { color: var(--alarm); }
+@media (max-width: 600px) {
+  tr { display: grid; grid-template-columns: 9rem 1fr; padding: .2rem 0; }
+  td:last-child { grid-column: 1 / -1; padding-top: 0 !important; }
+  h2 small { display: block; margin: 0; } }
 @media print { * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   .scroll { overflow: hidden; } .zoom { display: none; } }
 """
@@ -573,16 +582,18 @@ for (const scroll of document.querySelectorAll(".scroll")) {
   const ticks = [...svg.querySelectorAll(".tick")];
   let zoom = 1;
   function set(wanted, at) {
-    const all = (scroll.clientWidth - 72) / base;
+    const all = scroll.clientWidth / base;
     const point = (scroll.scrollLeft + at) / svg.clientWidth;
     zoom = Math.min(8, Math.max(wanted, Math.min(all, 1)));
     svg.style.width = base * zoom + "px";
     svg.classList.toggle("far", zoom < 0.9);
     const apart = svg.clientWidth / base;
     const every = [1, 2, 5, 10, 20, 50, 100, 200].find(n => n * apart >= 0.75) || 1e9;
-    ticks.forEach((tick, n) => tick.style.display = n % every ? "none" : "");
+    ticks.forEach((tick, n) => tick.style.display =
+      n % every || svg.clientWidth - tick.getBBox().x < 60 ? "none" : "");
     scroll.scrollLeft = point * svg.clientWidth - at;
   }
+  scroll.onscroll = () => scroll.classList.toggle("more", scroll.scrollLeft > 4);
   scroll.style.direction = "ltr";
   scroll.scrollLeft = scroll.scrollWidth;
   buttons.hidden = false;
