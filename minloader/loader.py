@@ -61,6 +61,7 @@ from minloader.progress import (
     VERSION,
     Bookmark,
     Mark,
+    Note,
     Place,
     Reader,
     check_state,
@@ -218,6 +219,7 @@ class Loader:
         self._told: int | None = None  # epoch that the sampler was told last
         self._runs = itertools.count()
         self._bookmark: Bookmark | None = None  # where the consumer is
+        self._delivered: Note | None = None  # where it is if another thread reads ahead for it
         self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
         streams = self._shards is not None
         check_executor(executor, streams=streams)
@@ -235,9 +237,13 @@ class Loader:
             on_error=on_error,
             tally=Tally(),
         )
-        if trace is not None:
-            self._plan.tally.trace = Trace(trace)
         self._end = weakref.finalize(self, _finish, self._crew, self._plan.tally)
+        if trace is not None:
+            try:
+                self._plan.tally.trace = Trace(trace)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_workers(self) -> int:
@@ -334,7 +340,7 @@ class Loader:
             ValueError: the sampler does not give what it gave when the state was taken.
         """
         epoch = self._begin()
-        self._bookmark = epoch.bookmark
+        self._bookmark, self._delivered = epoch.bookmark, None
         return epoch
 
     def _begin(self, before: Any = None) -> Epoch | StreamEpoch:
@@ -434,30 +440,34 @@ class Loader:
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
+        return (self._delivered or self._note_state())()
+
+    def _note_state(self) -> Note:
+        """The state as of now, for whoever reads batches: see :func:`minloader.prefetch`."""
         if self._resume is not None:
-            return copy.deepcopy(self._resume)
-        place = self._bookmark.place() if self._bookmark is not None else None
-        if self._bookmark is None or place is None:
-            epoch, place = self.epoch, self._beginning()
+            return partial(copy.deepcopy, self._resume)
+        note = self._bookmark.note() if self._bookmark is not None else None
+        if self._bookmark is None or note is None:
+            epoch, note = self.epoch, self._beginning()
         else:
             epoch = self._bookmark.epoch
-        state: dict[str, Any] = {"version": VERSION, "seed": self.seed, "epoch": epoch} | place
         if self._shards is not None:
-            state["stream"]["batch_size"] = self._batch_size
-        else:
-            state["length"] = self._length(epoch)
-        return state
+            return partial(_state_of_stream, self.seed, epoch, note, self._batch_size)
+        return partial(_state, self.seed, epoch, note, self._length(epoch))
 
-    def _beginning(self) -> Place:
+    def _deliver(self, note: Note | None) -> None:
+        """Sets what :meth:`state_dict` says while another thread reads ahead; None: no longer."""
+        self._delivered = note
+
+    def _beginning(self) -> Note:
         """The place where the next epoch begins."""
         if self._shards is not None:
-            place = {"batches": 0, "ended": False, "at": 0, "state": None}
-            return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(self._shards)]}}
+            return partial(_beginning_of_stream, self._shards)
         mark = None
         if isinstance(self.sampler, Sampler):
             self._tell_epoch(self.epoch)
             mark = Mark(0, self.sampler.state_dict(begin=True))
-        return Reader(iter(())).place_before(0, mark, [], None)
+        return Reader(iter(())).note_before(0, mark, [], None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``iter`` go on where :meth:`state_dict` was called.
@@ -493,7 +503,7 @@ class Loader:
             _check_fit(known, self.sampler, partial(self._length, known["epoch"]))
         self.epoch = known["epoch"]
         self._resume = known
-        self._bookmark = None
+        self._bookmark = self._delivered = None
 
     def _length(self, epoch: int) -> int | None:
         """Number of batches of an epoch; None where it is not known now."""
@@ -549,6 +559,8 @@ class Epochs:
         self._current: Epoch | StreamEpoch | None = None
         self._following: Epoch | StreamEpoch | None = None
         self._failure: Exception | None = None  # of beginning the following one
+        self._read_ahead = False  # whether another thread does, and _deliver says what was given
+        self._given = False  # whether anything was, then
         self._barren = False  # whether the current one has given no batch, and is a whole one
 
     def __iter__(self) -> Epochs:
@@ -585,7 +597,21 @@ class Epochs:
         self._current = self._following or self._loader._begin()
         self._following = None
         self._loader._bookmark = self._current.bookmark
+        if not self._read_ahead:
+            self._loader._delivered = None
         return self._current
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, see :meth:`Loader.state_dict`."""
+        return self._loader.state_dict()
+
+    def _note_state(self) -> Note:
+        return self._loader._note_state()
+
+    def _deliver(self, note: Note | None) -> None:
+        self._given = self._read_ahead  # the first time it is where the consumer begins
+        self._read_ahead = True
+        self._loader._deliver(note)
 
     def _look_ahead(self, current: Epoch | StreamEpoch) -> None:
         """Has idle workers begin with the next epoch."""
@@ -601,9 +627,33 @@ class Epochs:
                 self._failure = error
 
     def __del__(self) -> None:
+        # Nobody has seen them: the next iteration is theirs.
         if self._following is not None:
-            # Nobody has seen it: the next iteration is its.
             self._loader._unbegin(self._following.epoch)
+        if self._current is not None and self._read_ahead:
+            delivered = self._loader._delivered
+            if delivered is not None:
+                first = delivered()["epoch"] + self._given
+                for epoch in range(self._current.epoch, first - 1, -1):
+                    self._loader._unbegin(epoch)
+
+
+# --- a state
+
+
+def _state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
+    return {"version": VERSION, "seed": seed, "epoch": epoch} | note() | {"length": length}
+
+
+def _state_of_stream(seed: int, epoch: int, note: Note, batch_size: int | None) -> dict[str, Any]:
+    place = note()
+    place["stream"]["batch_size"] = batch_size
+    return {"version": VERSION, "seed": seed, "epoch": epoch} | place
+
+
+def _beginning_of_stream(shards: int) -> Place:
+    place = {"batches": 0, "ended": False, "at": 0, "state": None}
+    return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(shards)]}}
 
 
 def _finish(crew: Crew, tally: Tally) -> None:

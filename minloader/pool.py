@@ -228,18 +228,26 @@ class ThreadPool(Pool):
         self._threads: list[_Thread] = []
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # who closes the loader may not be who draws from it
+        self._closed = False
 
     def start(self) -> None:
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("the pool is closed")
         for index in range(len(self._threads), self.num_workers):
             self._threads.append(_Thread(self._job, self.terms.info(index), self._tasks))
             self._threads[-1].start()
 
     def submit(self, task: Task) -> Future[Reply]:
-        self.start()
         future: Future[Reply] = Future()
-        self._futures.add(future)
-        self._tasks.put((future, task))
+        with self._lock:
+            self._start()
+            self._futures.add(future)
+            self._tasks.put((future, task))
         return future
 
     def watch(self) -> None:
@@ -282,6 +290,8 @@ class ThreadPool(Pool):
     def retire(self) -> bool:
         if not super().retire():
             return False
+        with self._lock:
+            self._closed = True
         for future in list(self._futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
