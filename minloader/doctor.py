@@ -275,7 +275,7 @@ class _Trial:
         once: whether the sampler is an iterator, which serves one epoch.
         executor: of the loader.
         shards: of a stream; None if it is none.
-        stats: of the loader at the end.
+        stats: of the loader, of the time that counts.
     """
 
     row: Row
@@ -366,21 +366,22 @@ class _Trial:
         waited = marks[-1].waited - marks[0].waited
         if count == 0:  # the first is all there is
             count, window, waited = 1, first, first
+        workers = self._loader.num_workers
         pids = [pid for pid in self._names if pid != os.getpid()]
-        self.making = (after._work - before._work) / window
+        self.stats = _between(before, after)
+        self.making = self.stats._work / window
         self.computing = sum(_processor_seconds(pid) - used.get(pid, 0) for pid in pids) / window
-        self.stats = after
         self.once = self._loader._items._used_up
         sizes = [size for size in map(_memory, pids) if size is not None]
         self.row = Row(
-            num_workers=self._loader.num_workers,
+            num_workers=workers,
             prefetch_factor=self._loader._crew._prefetch_factor,
             batches=count,
             rate=count / window,
             noise=_noise(marks),
-            byte_rate=(after.bytes - before.bytes) / window,
+            byte_rate=self.stats.bytes / window,
             wait=min(1.0, waited / window),
-            busy=statistics.fmean(after.busy.values()) if self._loader.num_workers else None,
+            busy=min(1.0, self.making / workers) if workers else None,
             memory=sum(sizes) if sizes else None,
             first=first,
         )
@@ -423,6 +424,18 @@ def _findings(name: str, kept: list[_Usage], keeps: str, over: bool) -> list[str
         if count:
             found.append(f"{name} had {count:,.0f} more {kind} after {batches:,} batches: {why}")
     return found
+
+
+def _between(before: Stats, after: Stats) -> Stats:
+    """What was counted from one to the other, as if the loader had been made in between."""
+    counts = ("batches", "bytes", "overflowed")
+    times = ("wait", "consumer", "sampler", "unpacking")
+    laps = ("dataset", "transform", "collate", "transport")
+    return dataclasses.replace(
+        after,
+        startup=0.0,
+        **{name: getattr(after, name) - getattr(before, name) for name in counts + times + laps},
+    )
 
 
 def _noise(marks: list[_Mark]) -> float:
