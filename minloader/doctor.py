@@ -30,7 +30,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,11 +253,10 @@ def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
 
 
 class _Mark(NamedTuple):
-    """How far a trial has come: seconds of the clock, batches, and seconds waited."""
+    """How far a trial has come: seconds of the clock, and batches."""
 
     at: float
     batches: int
-    waited: float
 
 
 class _Trial:
@@ -302,43 +301,35 @@ class _Trial:
             ValueError: an epoch has no batches.
             Exception: what the loader raises, with notes of what grew until then.
         """
-        batches = self._batches()
-        asked = due = time.perf_counter()
-        count, waited, first, stop = 0, 0.0, 0.0, math.inf
+        count, due, stop = 0, 0.0, 0.0
         try:
-            for _ in batches:
+            for _ in self._batches():
                 now = time.perf_counter()
                 count += 1
-                waited += now - asked
-                if count == 1:
-                    first, stop = waited, now + self._seconds
+                stop = stop or now + self._seconds
                 if now >= due:
                     due = now + self._seconds / LOOKS
-                    self._look(_Mark(now, count, waited), stop)
+                    self._look(_Mark(now, count), stop)
                     tick(1 - min(1.0, max(0.0, stop - now) / self._seconds))
                     if now >= stop and self._begin and count > self._marks[self._begin[0]].batches:
                         break
                 if self._step:
                     time.sleep(self._step)
-                asked = time.perf_counter()
             else:
-                self._look(_Mark(asked, count, waited), stop)
+                self._look(_Mark(time.perf_counter(), count), stop)
         except Exception as error:
             for finding in self.findings() or ():
                 error.add_note(f"until then {finding}")
             raise
-        finally:
-            batches.close()
-        self._conclude(first)
+        self._conclude()
 
-    def _batches(self) -> Generator[Any]:
+    def _batches(self) -> Iterator[Any]:
         """Epoch after epoch."""
         while not self._loader._items._used_up:
             count = 0
             for batch in self._loader:
                 count += 1
                 yield batch
-                del batch  # its memory is wanted for the next
             if count == 0:
                 raise ValueError(
                     f"the loader has no batches in epoch {self._loader.epoch - 1}: look at its "
@@ -359,18 +350,18 @@ class _Trial:
             used = {pid: _processor_seconds(pid) for pid in self._names}
             self._begin = (len(self._marks) - 1, self._loader.stats, used)
 
-    def _conclude(self, first: float) -> None:
+    def _conclude(self) -> None:
         index, before, used = self._begin or (0, Stats(), {})
         marks, after = self._marks[index:], self._loader.stats
         count, window = marks[-1].batches - marks[0].batches, marks[-1].at - marks[0].at
-        waited = marks[-1].waited - marks[0].waited
         if count == 0:  # the first is all there is
-            count, window, waited = 1, first, first
+            count, window = 1, after.startup
         workers = self._loader.num_workers
         pids = [pid for pid in self._names if pid != os.getpid()]
         self.stats = _between(before, after)
         self.making = self.stats._work / window
-        self.computing = sum(_processor_seconds(pid) - used.get(pid, 0) for pid in pids) / window
+        spent = (_processor_seconds(pid) - used.get(pid, 0.0) for pid in pids)
+        self.computing = sum(max(0.0, each) for each in spent) / window  # one may be gone
         self.once = self._loader._items._used_up
         sizes = [size for size in map(_memory, pids) if size is not None]
         self.row = Row(
@@ -380,10 +371,10 @@ class _Trial:
             rate=count / window,
             noise=_noise(marks),
             byte_rate=self.stats.bytes / window,
-            wait=min(1.0, waited / window),
+            wait=min(1.0, self.stats.wait / window),
             busy=min(1.0, self.making / workers) if workers else None,
             memory=sum(sizes) if sizes else None,
-            first=first,
+            first=after.startup,
         )
 
     def findings(self) -> list[str] | None:
