@@ -347,7 +347,7 @@ def _mark(event: Event, y: int, axis: _Axis, anchor: str, word: str) -> str:
 
 
 def _has_room(taken: list[tuple[float, float]], start: float, text: str) -> bool:
-    """Whether a text overlaps none that is there already; then it is there too."""
+    """Whether a text overlaps none of those there already; then it is there too."""
     end = start + GLYPH * len(text) + 8
     place = bisect.bisect(taken, (start, end))
     if (place and taken[place - 1][1] > start) or (place < len(taken) and taken[place][0] < end):
@@ -367,7 +367,7 @@ def _drawn_lane(events: list[Event], top: int, axis: _Axis, anchors: Mapping[int
         seen = (cell for cell in layer if cell.end > axis.begin)
         cells += _merged(seen, NARROWEST * axis.seconds / axis.width)
     out += [_rect(cell, y, axis) for cell in cells]
-    taken: list[tuple[float, float]] = []
+    taken = [(float(axis.width), math.inf)]  # from and to, in pixels
     for event in events:
         if id(event) in anchors:
             word = MARKS.get(event.name, event.name)
