@@ -8,6 +8,7 @@ processes, in order, the same ones for every number of workers.
 # imported inside the functions that need it, never at the top of a module.
 
 from minloader.collate import Padded, collate, pad_collate
+from minloader.device import prefetch
 from minloader.dynamic import DynamicBatchSampler
 from minloader.errors import (
     SKIP,
@@ -41,6 +42,7 @@ __all__ = [
     "empty",
     "get_worker_info",
     "pad_collate",
+    "prefetch",
 ]
 
 __version__ = "0.1.0"

@@ -13,7 +13,8 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from minloader.errors import check_int, shown
@@ -22,6 +23,7 @@ __all__ = [
     "VERSION",
     "Bookmark",
     "Mark",
+    "Note",
     "Place",
     "Reader",
     "check_state",
@@ -33,6 +35,10 @@ VERSION = 1
 
 Place = dict[str, Any]
 """The part of a state that says where in the epoch it is."""
+
+Note = Callable[[], Place]
+"""A place noted in passing, which takes a few µs; worked out when it is called, any number of
+times, in any thread."""
 
 MARK_COST = 100
 """A sampler is asked for its state only if it last took less than this fraction of the time since
@@ -164,47 +170,60 @@ class Reader:
         if self.position > batches:  # one looked at, not delivered
             self.position, self._ahead = batches, [item]
 
-    def place(self) -> Place:
+    def note(self) -> Note:
         """Where it is when all that was drawn has been delivered."""
         check = None
         if self._ahead:
-            check = self.position, digest(self._ahead[0])
+            check = self.position, self._ahead[0]
         elif self._drawn:
-            check = self.position - 1, digest(self._last)
+            check = self.position - 1, self._last
         mark = self.mark() if self._known or not self.ended else None
-        return self.place_before(self.position, mark, [], check, ended=self.ended)
+        return self.note_before(self.position, mark, [], check, ended=self.ended)
 
-    def place_before(
+    def note_before(
         self,
         ordinal: int,
         mark: Mark | None,
         undone: list[tuple[int, int]],
-        check: tuple[int, str | None] | None,
+        check: tuple[int, Any] | None,
         *,
         ended: bool = False,
-    ) -> Place:
+    ) -> Note:
         """Where it is when ``ordinal`` is the first batch that was not delivered.
 
         Args:
             ordinal: of that batch.
             mark: of the sampler, there or before.
             undone: first ordinal, and the one after the last, of all that was not delivered.
-            check: an ordinal and the digest of its item.
+            check: an ordinal and its item.
             ended: whether there are no more items.
         """
-        beyond, reached = [], ordinal
-        for start, stop in [*sorted(undone), (self.position, self.position)]:
-            if start > reached:
-                beyond.append([reached, start])
-            reached = max(reached, stop)
-        beyond += [[max(a, self.position), b] for a, b in self._done if b > self.position]
-        return {
-            "batches": ordinal,
-            "beyond": beyond,
-            "ended": ended,
-            "sampler": mark and {"at": mark.at, "state": copy.deepcopy(mark.state)},
-            "check": list(check) if check else None,
-        }
+        done = tuple(self._done)  # which goes on changing
+        return partial(_place, ordinal, mark, undone, check, ended, self.position, done)
+
+
+def _place(
+    ordinal: int,
+    mark: Mark | None,
+    undone: list[tuple[int, int]],
+    check: tuple[int, Any] | None,
+    ended: bool,
+    position: int,
+    done: tuple[tuple[int, int], ...],
+) -> Place:
+    beyond, reached = [], ordinal
+    for start, stop in [*sorted(undone), (position, position)]:
+        if start > reached:
+            beyond.append([reached, start])
+        reached = max(reached, stop)
+    beyond += [[max(a, position), b] for a, b in done if b > position]
+    return {
+        "batches": ordinal,
+        "beyond": beyond,
+        "ended": ended,
+        "sampler": mark and {"at": mark.at, "state": copy.deepcopy(mark.state)},
+        "check": [check[0], digest(check[1])] if check else None,
+    }
 
 
 def digest(item: Any) -> str | None:
@@ -227,7 +246,7 @@ class _Epoch(Protocol):
 
     @property
     def under_way(self) -> bool: ...
-    def place(self) -> Place | None: ...
+    def note(self) -> Note | None: ...
 
 
 class Bookmark:
@@ -235,18 +254,18 @@ class Bookmark:
 
     Attributes:
         epoch: number of the epoch.
-        last: place where the iterator was left; None if the epoch was over.
+        last: where the iterator was left; None if the epoch was over.
     """
 
     def __init__(self, iterator: _Epoch) -> None:
         self.epoch = iterator.epoch
-        self.last: Place | None = None
+        self.last: Note | None = None
         self._iterator = weakref.ref(iterator)
 
-    def place(self) -> Place | None:
-        """None when the epoch is over."""
+    def note(self) -> Note | None:
+        """Where the consumer is now; None when the epoch is over."""
         iterator = self._iterator()
-        return self.last if iterator is None else iterator.place()
+        return self.last if iterator is None else iterator.note()
 
     @property
     def under_way(self) -> bool:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import Any
 
 from minloader import transport
-from minloader.epoch import Epoch, Plan, _Pending
+from minloader.epoch import Epoch, Pass, Plan, _Pending
 from minloader.errors import BatchTimeout, WorkerDied
 from minloader.pool import Pool
-from minloader.progress import Bookmark, Place, Reader
+from minloader.progress import Bookmark, Note, Place, Reader
 from minloader.tasks import END, Failure, Reply, Shard, Task
 from minloader.worker import READING
 
@@ -113,9 +115,9 @@ class ShardEpoch(Epoch):
             self._given_up = index
         return super()._failed(task, reply, failure)
 
-    def __next__(self) -> Any:
+    def _take(self) -> Any:
         try:
-            return super().__next__()
+            return super()._take()
         except StopIteration:
             if self._failed_reading:
                 logger.warning(
@@ -144,17 +146,17 @@ class ShardEpoch(Epoch):
         self._watch()
         return [pending.future for pending in self._pending if pending.future is not None][:1]
 
-    def place(self) -> Place:
+    def note(self) -> Note:
         left = self._undone()
         end = self._end if self.drawn else self._reader.position
         batches = min((task.ordinal for task, _ in left), default=end)
         at, state = self._ahead if self._ahead[0] <= batches else self._behind
-        return {
-            "batches": batches,
-            "ended": self.drawn and not left,
-            "at": at,
-            "state": state and transport.unpack(state),
-        }
+        return partial(_place, batches, self.drawn and not left, at, state)
+
+
+def _place(batches: int, ended: bool, at: int, state: bytes | None) -> Place:
+    state = state and transport.unpack(state)
+    return {"batches": batches, "ended": ended, "at": at, "state": state}
 
 
 def _has_end(future: Future[Reply] | None) -> bool:
@@ -164,7 +166,7 @@ def _has_end(future: Future[Reply] | None) -> bool:
     return bool(outcomes) and outcomes[-1] is END
 
 
-class StreamEpoch:
+class StreamEpoch(Pass):
     """Iterator over the batches of one epoch of a stream, of each shard one in turn.
 
     Args:
@@ -210,12 +212,16 @@ class StreamEpoch:
     def __iter__(self) -> StreamEpoch:
         return self
 
-    def __next__(self) -> Any:
+    @property
+    def in_flight(self) -> int:
+        return sum(shard.in_flight for shard in self.shards)
+
+    def _take(self) -> Any:
         while self._round:
             index = 0 if self._plan.in_order else self._first_ready()
             shard = self._round[index]
             try:
-                batch = next(shard)
+                batch = shard._take()
             except StopIteration:
                 del self._round[index]
             except Exception:
@@ -232,21 +238,28 @@ class StreamEpoch:
         self._round.append(self._round.pop(index))
 
     def _first_ready(self) -> int:
-        while True:
-            for index, shard in enumerate(self._round):
-                if shard.ready():
-                    return index
-            futures = [future for shard in self._round for future in shard.waits_for()]
-            wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
+        begin = time.perf_counter()
+        try:
+            while True:
+                for index, shard in enumerate(self._round):
+                    if shard.ready():
+                        return index
+                futures = [future for shard in self._round for future in shard.waits_for()]
+                wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
+        finally:
+            self._plan.tally.opened(begin)
 
-    def place(self) -> Place | None:
+    def note(self) -> Note | None:
         """What has been delivered so far; None when the epoch is over."""
         if self._over:
             return None
         turn = self._round[0].shard.id if self._round else 0
-        places = [shard.place() for shard in self.shards]
-        return {"stream": {"turn": turn, "shards": places}}
+        return partial(_place_of_all, turn, [shard.note() for shard in self.shards])
 
     def __del__(self) -> None:
         if hasattr(self, "_over"):
-            self.bookmark.last = self.place()
+            self.bookmark.last = self.note()
+
+
+def _place_of_all(turn: int, shards: list[Note]) -> Place:
+    return {"stream": {"turn": turn, "shards": [note() for note in shards]}}

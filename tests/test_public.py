@@ -34,8 +34,13 @@ ORDER = [
     "epoch",
     "streams",
     "loader",
+    "device",
+    "jax",
     "testing",
 ]
+
+# What is for the library of the same name, and imports it.
+ADAPTORS = {"jax"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -73,7 +78,8 @@ def test_only_numpy_and_cloudpickle_are_needed():
                 names = [node.module or ""]
             for name in names:
                 root = name.split(".")[0]
-                assert root in {"numpy", "cloudpickle", "minloader"} | sys.stdlib_module_names
+                needed = {"numpy", "cloudpickle", "minloader"} | sys.stdlib_module_names
+                assert root in needed or root == path.stem in ADAPTORS
 
 
 def test_all_names_what_is_public():
@@ -94,7 +100,9 @@ def test_every_public_object_has_a_docstring():
 
 def test_importing_is_cheap():
     """Every worker imports the package: numpy must wait until somebody needs it."""
-    code = "import sys, minloader; print([m for m in ('numpy', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, minloader; print([m for m in ('numpy', 'torch', 'jax') if m in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

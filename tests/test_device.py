@@ -1,0 +1,785 @@
+"""prefetch: order, errors in their place, exact states, and a thread that is never in the way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import eventually
+from helpers import (
+    Echo,
+    Faulty,
+    Gate,
+    Noise,
+    SelfIterating,
+    Squares,
+    Stateful,
+    StatefulNumbers,
+)
+
+import minloader
+from minloader import BatchSampler, DynamicBatchSampler, Loader, collate, prefetch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PLACES: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "thread": {"num_workers": 2, "executor": "thread"},
+    "process": {"num_workers": 2},
+}
+
+
+@pytest.fixture(params=PLACES)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return PLACES[request.param]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "minloader-prefetch"]
+
+
+class Gated:
+    """Applied in the thread: tells what it was called on, and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.may = threading.Semaphore(0)
+
+    def __call__(self, batch: Any) -> Any:
+        self.called.put(batch)
+        self.may.acquire()
+        return batch
+
+
+# --- order and reading ahead
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+def test_order(options, depth):
+    with Loader(Squares(20), **options) as loader:
+        assert list(prefetch(loader, lambda batch: batch + 1, depth)) == [
+            n * n + 1 for n in range(20)
+        ]
+        assert list(prefetch(loader, str)) == [str(n * n) for n in range(20)]
+
+
+def test_any_iterable():
+    assert list(prefetch(iter("abc"), str.upper)) == ["A", "B", "C"]
+    assert list(prefetch([], str)) == []
+    assert list(prefetch((n for n in range(3)), str)) == ["0", "1", "2"]
+
+
+def test_runs_in_another_thread():
+    here = threading.get_ident()
+    assert here not in set(prefetch(range(3), lambda n: threading.get_ident()))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_reads_no_further_ahead_than_depth(depth):
+    """No timing: the thread is let go on step by step, and what it waits for is seen."""
+    gate, drawn = Gated(), []
+
+    def source() -> Iterator[int]:
+        for n in range(10):
+            drawn.append(n)
+            yield n
+
+    with prefetch(source(), gate, depth) as batches:
+        for n in range(depth):  # before the consumer asks for anything
+            assert gate.called.get(timeout=10) == n
+            gate.may.release()
+        assert eventually(lambda: batches._line.ready.qsize() == depth)
+        assert batches._line.room.qsize() == 0  # so that the thread waits
+        assert drawn == list(range(depth))
+        assert next(batches) == 0
+        # While the consumer has batch 0, one more is being made.
+        assert gate.called.get(timeout=10) == depth
+        assert drawn == list(range(depth + 1))
+        gate.may.release()
+
+
+def test_is_made_while_the_consumer_works():
+    gate = Gated()
+    gate.may.release()
+    with prefetch(range(3), gate) as batches:
+        assert next(batches) == 0
+        assert [gate.called.get(timeout=10) for _ in range(2)] == [0, 1]  # nobody has called next
+        gate.may.release(2)
+        assert list(batches) == [1, 2]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_depth_must_be_positive(depth):
+    with pytest.raises(ValueError, match=f"depth must be at least 1, got {depth}"):
+        prefetch([1], same, depth)
+
+
+@pytest.mark.parametrize("depth", [1.0, True, None, "1"])
+def test_depth_must_be_an_int(depth):
+    with pytest.raises(TypeError, match="depth must be an int"):
+        prefetch([1], same, depth)
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="fn must be callable, got None"):
+        prefetch([1], None)
+    with pytest.raises(TypeError, match="batches must be iterable, got 5"):
+        prefetch(5, same)
+    loader = Loader(Squares())
+    loader.close()
+    with pytest.raises(RuntimeError, match="this Loader is closed"):
+        prefetch(loader, same)
+    assert not threads()
+
+
+def test_depth_may_be_of_numpy():
+    assert list(prefetch([1, 2], same, np.int64(2))) == [1, 2]
+
+
+# --- errors
+
+
+def outcomes(batches: Iterator[Any]) -> list[Any]:
+    """Batches, and the names of the errors between them."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(type(error).__name__)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_error_in_the_dataset_comes_in_its_place(options, depth):
+    faults = {2: ValueError, 3: KeyError, 9: ValueError}
+    with Loader(Faulty(10, faults), **options) as loader:
+        found = outcomes(prefetch(loader, same, depth))
+    assert found == [0, 1, "ValueError", "KeyError", 16, 25, 36, 49, 64, "ValueError"]
+
+
+def test_the_error_is_the_original_one():
+    with Loader(Faulty(3, {1: ValueError}), num_workers=0) as loader:
+        batches = prefetch(loader, same)
+        next(batches)
+        with pytest.raises(ValueError, match="item 1 is bad") as info:
+            next(batches)
+    assert "batch 1 of epoch 0" in info.value.__notes__[0]
+    assert info.traceback[-1].name == "__getitem__"
+    batches.close()
+
+
+def test_an_error_in_fn_comes_in_its_place():
+    def fn(n: int) -> float:
+        return 6 / n
+
+    found = outcomes(prefetch([2, 0, 1], fn))
+    assert found == [3.0, "ZeroDivisionError", 6.0]
+
+
+def test_stop_iteration_in_fn_does_not_end_the_loop():
+    batches = prefetch([[1], [], [2]], lambda batch: next(iter(batch)))
+    assert outcomes(batches) == [1, "RuntimeError", 2]
+
+
+def test_system_exit_in_fn_is_the_consumers():
+    with prefetch([1, 2], lambda n: sys.exit(n)) as batches, pytest.raises(SystemExit):
+        next(batches)
+
+
+def test_a_generator_ends_with_its_error():
+    def source() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    assert outcomes(prefetch(source(), same)) == [1, "ValueError"]
+
+
+def test_an_error_holds_nothing_for_ever():
+    """Neither the batch it came from nor the iterator, once the error is gone; without a search
+    for cycles."""
+    gc.disable()
+    try:
+        array = np.zeros(3)
+        watch = weakref.ref(array)
+        batches = prefetch(iter([array]), lambda batch: batch[7])
+        del array
+        with pytest.raises(IndexError):
+            next(batches)
+        assert list(batches) == []
+        seen = weakref.ref(batches)
+        del batches
+        assert eventually(lambda: watch() is None)
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+# --- the end
+
+
+def test_after_the_end():
+    batches = prefetch([1], same)
+    assert list(batches) == [1]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(batches)
+    batches.close()
+    assert list(batches) == []
+    assert eventually(lambda: not threads())
+
+
+def test_leaving_the_loop_ends_the_thread(options):
+    with Loader(Squares(1000), **options) as loader:
+        for batch in prefetch(loader, same, 2):
+            if batch == 9:
+                break
+        assert not threads()  # at once
+        assert list(loader) == [n * n for n in range(1000)]  # on the same workers, from the start
+
+
+def test_close(options):
+    with Loader(Squares(), **options) as loader:
+        batches = prefetch(loader, same)
+        assert next(batches) == 0
+        batches.close()
+        batches.close()
+        assert not threads()
+        with pytest.raises(RuntimeError, match="this prefetch is closed"):
+            next(batches)
+
+
+def test_with():
+    with prefetch(range(9), same) as batches:
+        assert next(batches) == 0
+    assert not threads()
+
+
+def test_a_cycle_is_collected():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.batches = prefetch(range(9), same)
+    holder.itself = holder
+    next(holder.batches)
+    del holder
+    gc.collect()
+    assert not threads()
+
+
+def test_the_source_is_let_go_in_the_consumers_thread():
+    """Where its finalizers may take their time, and see errors."""
+    where = []
+
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            return 1
+
+        def __del__(self) -> None:
+            where.append(threading.current_thread())
+
+    batches = prefetch(Source(), same)
+    next(batches)
+    batches.close()
+    del batches
+    assert where == [threading.current_thread()]
+
+
+def test_a_source_that_does_not_answer_is_left_alone(monkeypatch):
+    monkeypatch.setattr(minloader.device, "GRACE", 0.01)
+    waiting, answer = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield 1
+        waiting.set()
+        answer.wait()
+        yield arrays.pop()
+
+    arrays = [np.zeros(3)]
+    watch = weakref.ref(arrays[0])
+    batches = prefetch(source(), same)
+    next(batches)
+    waiting.wait()
+    batches.close()
+    assert threads()  # it cannot be ended
+    answer.set()
+    assert eventually(lambda: not threads())
+    assert watch() is None  # what it brought at last is not kept for anybody
+    del batches
+
+
+def test_closing_wakes_the_consumer(monkeypatch):
+    monkeypatch.setattr(minloader.device, "GRACE", 0.01)
+    gate = Gated()
+    batches = prefetch(range(3), gate)
+    found: list[Any] = []
+
+    def consume() -> None:
+        try:
+            next(batches)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    gate.called.get(timeout=10)
+    batches.close()
+    consumer.join(10)
+    assert found == ["this prefetch is closed; make a new one"]
+    gate.may.release()
+    assert eventually(lambda: not threads())
+
+
+def test_a_slow_loader_is_left_alone(tmp_path):
+    """Its workers end with the loader; the thread, which sees that, ends without a word."""
+    dataset = Gate(str(tmp_path / "never"))
+    with Loader(dataset, [1, 0, 2], num_workers=1, prefetch_factor=1) as loader:
+        batches = prefetch(loader, same)
+        assert next(batches) == 1
+        batches.close()
+    assert eventually(lambda: not threads())
+
+
+@pytest.mark.parametrize("name", ["thread", "process"])
+def test_closing_the_loader_in_the_middle(name):
+    """From the consumer's thread, at any moment of the other."""
+    for rounds in range(5):
+        loader = Loader(Squares(10**6), **PLACES[name])
+        batches = prefetch(loader, same, 3)
+        for _ in range(rounds):
+            next(batches)
+        loader.close()
+        found = outcomes(islice(batches, 4))  # what was ready comes first
+        assert found[-1] == "RuntimeError"
+        batches.close()
+        assert not threads()
+
+
+SCRIPTS = {
+    "in the loop": """
+for batch in prefetch(loader, fn, 2):
+    if batch == 25:
+        raise SystemExit
+""",
+    "at module level": """
+batches = prefetch(loader, fn, 2)
+print(next(batches))
+""",
+    "in a cycle": """
+batches = prefetch(loader, fn, 2)
+holder = [batches]
+holder.append(holder)
+print(next(batches))
+del batches, holder
+""",
+    "in fn": """
+def fn(batch):
+    if batch:
+        time.sleep(60)
+    return batch
+batches = prefetch(loader, fn)
+print(next(batches))
+""",
+    "in a slow batch": """
+loader = Loader(Slow(), range(5), num_workers=NUM_WORKERS, executor=EXECUTOR)
+batches = prefetch(loader, fn)
+print(next(batches))
+""",
+    "with an error nobody saw": """
+batches = prefetch([1, 0], lambda n: 1 / n)
+print(next(batches))
+""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_script_ends(place, name):
+    """Whatever the thread is doing then; without a word on stderr."""
+    options = {"executor": "process"} | PLACES[place]
+    if place == "inline" and name == "in a slow batch":
+        options["num_workers"] = 0
+    script = f"""
+import time
+from minloader import Loader, prefetch
+NUM_WORKERS, EXECUTOR = {options["num_workers"]}, {options["executor"]!r}
+class Endless:
+    def __iter__(self):
+        n = 0
+        while True:
+            yield n
+            n += 1
+class Slow:
+    def __getitem__(self, n):
+        if n:
+            time.sleep(60)
+        return n
+fn = lambda batch: batch
+loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EXECUTOR)
+{SCRIPTS[name]}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_ctrl_c_in_the_consumer():
+    """It interrupts next(), loses nothing, and the script ends."""
+    script = """
+import sys, threading
+from minloader import prefetch
+go = threading.Event()
+def fn(n):
+    go.wait()
+    return n
+batches = prefetch(range(3), fn)
+print("ready", flush=True)
+try:
+    next(batches)
+except KeyboardInterrupt:
+    go.set()
+    print(list(batches), flush=True)
+    raise SystemExit(7)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    main = Path(f"/proc/{process.pid}/wchan")
+    eventually(lambda: "futex" in main.read_text() if main.exists() else True, 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("[0, 1, 2]\n", "", 7)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_is_told():
+    batches = prefetch(range(3), same)
+    next(batches)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            next(batches)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert b"is in another process" in os.read(read, 1000)
+    os.close(read)
+    os.close(write)
+    assert list(batches) == [1, 2]
+
+
+# --- memory
+
+
+def test_the_idle_thread_keeps_no_batch():
+    class Batch:
+        pass
+
+    made: list[weakref.ref[Batch]] = []
+
+    def make(_: int) -> Batch:
+        batch = Batch()
+        made.append(weakref.ref(batch))
+        return batch
+
+    gc.disable()
+    try:
+        batches = prefetch(map(make, range(3)), lambda batch: len(made))
+        assert next(batches) == 1
+        assert eventually(lambda: batches._line.ready.qsize() == 1)
+        assert [ref() for ref in made] == [None, None]
+        assert list(batches) == [2, 3]
+        assert [ref() for ref in made] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_slots_are_free_again():
+    """When the consumer has let go of the arrays, whatever the thread did with them."""
+    with Loader(np.zeros, [(1 << 18,)] * 12, num_workers=2) as loader:
+        kept = []
+        for batch in prefetch(loader, lambda array: array[::2], 2):
+            kept.append(batch)
+        slots = loader._crew.pool().slots
+        assert slots is not None
+        assert len(slots._leased) == 12
+        del batch
+        kept.clear()
+        assert not slots._leased
+        for _batch in prefetch(loader, lambda array: array.sum(), 2):
+            assert len(slots._leased) <= 2
+        assert not slots._leased
+
+
+# --- state
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: list(range(13)),
+    "shuffled": lambda: BatchSampler(13, 2, shuffle=True),
+    "budget": lambda: DynamicBatchSampler(list(range(1, 14)), max_total=20, shuffle=True),
+    "stateful": lambda: Stateful(range(13)),
+    "own iterator": lambda: SelfIterating(range(13)),
+}
+
+
+def digestible(batch: Any) -> Any:
+    return np.asarray(batch).tolist()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_state_is_the_consumers(options, sampler, depth):
+    """Before the first batch, after every one, and at the end: from the iterator and from the
+    loader alike, and the same as without reading ahead."""
+
+    def make(**options: Any) -> Loader:
+        return Loader(Echo(), SAMPLERS[sampler](), **options)
+
+    with make(num_workers=0) as loader:
+        whole = [digestible(batch) for batch in loader]
+        following = [digestible(batch) for batch in loader]
+    with make(**options) as loader:
+        batches = prefetch(loader, digestible, depth)
+        states = [batches.state_dict()]
+        assert loader.state_dict() == states[0]
+        for batch in batches:
+            assert batch == whole[len(states) - 1]
+            states.append(copy.deepcopy(batches.state_dict()))
+            assert loader.state_dict() == states[-1]
+        assert len(states) == len(whole) + 1
+        states.append(batches.state_dict())
+        assert loader.state_dict() == states[-1]
+    for k, state in enumerate(states):
+        state = json.loads(json.dumps(state))
+        with make(num_workers=0) as loader:
+            loader.load_state_dict(state)
+            rest = [digestible(batch) for batch in loader]
+        assert rest == (whole[k:] if k <= len(whole) else following), k
+
+
+def test_the_state_of_a_loop_that_was_left(options):
+    with Loader(Squares(10), **options) as loader:
+        for batch in prefetch(loader, same, 3):
+            if batch == 9:
+                break
+        state = loader.state_dict()
+        assert list(loader) == [n * n for n in range(10)]
+        assert loader.state_dict()["epoch"] == 2  # it is no longer about the loop that was left
+        loader.load_state_dict(state)
+        batches = prefetch(loader, same, 3)
+        assert batches.state_dict() == loader.state_dict()
+        assert list(batches) == [n * n for n in range(4, 10)]
+
+
+def test_the_state_counts_errors(options):
+    with Loader(Faulty(6, {2: ValueError, 4: ValueError}), **options) as loader:
+        batches = prefetch(loader, same, 3)
+        assert [next(batches), next(batches)] == [0, 1]
+        assert batches.state_dict()["batches"] == 2
+        with pytest.raises(ValueError, match="item 2"):
+            next(batches)
+        assert batches.state_dict()["batches"] == 3
+        assert next(batches) == 9
+        assert loader.state_dict()["batches"] == 4
+        batches.close()
+        loader.load_state_dict(batches.state_dict())
+        assert outcomes(prefetch(loader, same)) == ["ValueError", 25]
+
+
+def test_the_state_counts_an_error_in_fn():
+    with Loader(Squares(4), num_workers=0) as loader:
+        batches = prefetch(loader, lambda n: 1 / n)
+        with pytest.raises(ZeroDivisionError):
+            next(batches)
+        assert batches.state_dict()["batches"] == 1
+        batches.close()
+
+
+def test_the_state_of_skipped_and_unordered_batches():
+    faults = {n: ValueError for n in (1, 4, 7)}
+    with Loader(
+        Faulty(12, faults), on_error="skip", in_order=False, executor="thread", num_workers=2
+    ) as loader:
+        expected = {n * n for n in range(12) if n not in faults}
+        for k in range(len(expected)):
+            loader.set_epoch(0)
+            batches = prefetch(loader, same, 2)
+            first = [next(batches) for _ in range(k)]
+            batches.close()
+            loader.load_state_dict(batches.state_dict())
+            rest = list(prefetch(loader, same, 2))
+            assert len(first) + len(rest) == len(expected)
+            assert set(first) | set(rest) == expected
+
+
+def test_several_epochs(options):
+    with Loader(Squares(3), **options) as loader:
+        batches = prefetch(loader.epochs(3), same, 4)
+        found, states = [], [batches.state_dict()]
+        for each in batches:
+            found.append(each)
+            states.append(batches.state_dict())
+            assert loader.state_dict() == states[-1]
+        assert found == [(epoch, n * n) for epoch in range(3) for n in range(3)]
+        places = [(state["epoch"], state["batches"]) for state in states]
+        assert places == [(0, 0)] + [(epoch, n) for epoch in range(3) for n in (1, 2, 3)]
+        assert loader.state_dict()["epoch"] == 3
+    for k, state in enumerate(states):
+        with Loader(Squares(3), num_workers=0) as loader:
+            loader.load_state_dict(state)
+            left = 3 - state["epoch"]
+            assert list(prefetch(loader.epochs(left), same)) == found[k:]
+
+
+def test_epochs_that_were_begun_ahead_and_not_wanted(options):
+    with Loader(Squares(3), **options) as loader:
+        prefetch(loader.epochs(3), same, 9).close()
+        assert loader.epoch == 0
+        for each in prefetch(loader.epochs(3), same, 4):
+            if each == (0, 1):
+                break
+        assert loader.state_dict()["batches"] == 2
+        # Epoch 1 may have been begun, but nobody has seen it.
+        assert next(loader.epochs(1)) == (1, 0)
+        assert loader.state_dict()["batches"] == 1
+
+
+def test_the_state_of_a_stream():
+    with Loader(StatefulNumbers(9), batch_size=2, num_workers=2) as loader:
+        whole = [digestible(batch) for batch in loader]
+        loader.set_epoch(0)
+        for k in range(len(whole) + 1):
+            loader.set_epoch(0)
+            batches = prefetch(loader, digestible, 2)
+            first = [next(batches) for _ in range(k)]
+            state = batches.state_dict()
+            assert loader.state_dict() == state
+            batches.close()
+            loader.load_state_dict(state)
+            assert first + [digestible(batch) for batch in loader] == whole
+
+
+def test_one_prefetch_after_another():
+    """As for a device after something else: both count what the consumer was given."""
+    with Loader(Squares(6), num_workers=0) as loader:
+        inner = prefetch(loader, same, 2)
+        outer = prefetch(inner, same, 2)
+        assert outer.state_dict() == loader.state_dict()
+        for k, batch in enumerate(outer):
+            assert batch == k * k
+            assert outer.state_dict() == loader.state_dict()
+            assert loader.state_dict()["batches"] == k + 1
+    assert eventually(lambda: not threads())
+
+
+class Foreign:
+    """Another library's loader, whose states show what goes on changing."""
+
+    def __init__(self) -> None:
+        self.state = {"at": {"batches": 0}}
+
+    def __iter__(self) -> Iterator[int]:
+        for n in range(5):
+            self.state["at"]["batches"] += 1
+            yield n
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def test_the_state_of_another_librarys_loader():
+    batches = prefetch(Foreign(), same, 3)
+    assert batches.state_dict() == {"at": {"batches": 0}}
+    for n in batches:
+        assert batches.state_dict() == {"at": {"batches": n + 1}}
+
+
+def test_a_state_that_cannot_be_had_stops_nothing():
+    class Unable(Foreign):
+        def state_dict(self) -> dict[str, Any]:
+            if self.state["at"]["batches"] == 2:
+                raise NotImplementedError("not now")
+            return super().state_dict()
+
+    batches = prefetch(Unable(), same)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(NotImplementedError, match="not now"):
+        batches.state_dict()
+    assert list(batches) == [2, 3, 4]
+    assert batches.state_dict() == {"at": {"batches": 5}}
+
+
+def test_without_a_state():
+    with Loader(Squares(3), num_workers=0) as loader:
+        for batches in (prefetch([1], same), prefetch(iter(loader), same)):
+            with pytest.raises(TypeError, match="give it the Loader itself"):
+                batches.state_dict()
+            list(batches)
+
+
+def test_the_loader_may_be_asked_meanwhile():
+    """From the consumer's thread, while the other draws as fast as it can."""
+    with Loader(Squares(3000), executor="thread", num_workers=2, prefetch_factor=8) as loader:
+        for k, _ in enumerate(prefetch(loader, same, 8)):
+            assert loader.state_dict()["batches"] == k + 1
+            assert loader.stats.batches >= k + 1
+            assert len(loader) == 3000
+
+
+# --- seeds
+
+
+def test_the_batches_are_the_same(options):
+    with Loader(Noise(), range(8), num_workers=0) as loader:
+        plain = [batch.tolist() for batch in loader]
+    with Loader(Noise(), range(8), **options) as loader:
+        assert list(prefetch(loader, lambda array: array.tolist(), 2)) == plain
+
+
+def test_collated_batches_arrive_whole():
+    sampler = BatchSampler(32, 4, shuffle=True)
+    with Loader(Full(), sampler, collate_fn=collate, num_workers=2) as loader:
+        indices = list(BatchSampler(32, 4, shuffle=True))
+        arrays = list(prefetch(loader, same, 3))  # all kept: each has its own memory
+        for expected, array in zip(indices, arrays, strict=True):
+            assert (array == np.array(expected)[:, None]).all()
+
+
+class Full:
+    def __getitem__(self, index: int) -> Any:
+        return np.full(5000, index)
