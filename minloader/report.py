@@ -49,11 +49,13 @@ class Bar(NamedTuple):
         label: whose time, such as "workers".
         parts: in the order in which they are drawn; together the whole bar.
         remark: a few words, such as "4 processes".
+        limit: kind of the part that limits everything, if that is in this bar.
     """
 
     label: str
     parts: Sequence[Part]
     remark: str = ""
+    limit: str = ""
 
 
 Rows = Iterable[tuple[str, str, str]]
@@ -72,7 +74,10 @@ WORDS = {
 }
 """The kinds of spans and parts, in the order of the legend. Another kind looks like "task"."""
 
-MARKS = {"died": "\u2715 died", "again": "\u21bb again"}
+LIMITS = WORDS | {"own": "the consumer's own work", "draw": "the sampler", "dataset": "the dataset"}
+"""How the parts are called in the headline, which says that one of them is the limit."""
+
+MARKS = {"died": "\u2715 died", "again": "\u21bb again", "failed": "! failed"}
 
 PERIOD = 90
 """Pixels from one task of a worker to its next. Less: batches cannot be told apart; more: fewer of
@@ -156,10 +161,9 @@ def table_html(title: str, verdict: str, rows: Rows) -> str:
 # --- the bars
 
 
-def _bar(bar: Bar, bottleneck: str) -> str:
+def _bar(bar: Bar) -> str:
     parts = [part for part in bar.parts if part.seconds > 0]
     whole = math.fsum(part.seconds for part in parts)
-    guilty = any(part.kind == bottleneck for part in parts)
     pieces, words = [], []
     for kind, seconds in parts:
         told = f"{_escape(WORDS.get(kind, kind))} {_share(seconds, whole)}"
@@ -168,13 +172,16 @@ def _bar(bar: Bar, bottleneck: str) -> str:
             f'<span class="{_class(kind)}" style="width: {100 * seconds / whole:.3f}%"'
             f' title="{told}, {took}"></span>'
         )
-        told = f"<strong>{told}</strong>" if kind == bottleneck else told
+        told = f"<strong>{told}</strong>" if kind == bar.limit else told
         words.append(
             f'<li><i class="key {_class(kind)}"></i>{told} <span class="dim">{took}</span></li>'
         )
+    marked = " guilty" * bool(bar.limit)
+    pill = " <em>bottleneck</em>" * bool(bar.limit)
+    remark = f'<span class="dim">{_escape(bar.remark)}</span>'
     return (
-        f'<div class="row{" guilty" * guilty}"><div class="head"><b>{_escape(bar.label)}</b>'
-        f'{" <em>bottleneck</em>" * guilty}<span class="dim">{_escape(bar.remark)}</span></div>\n'
+        f'<div class="row{marked}">'
+        f'<div class="head"><b>{_escape(bar.label)}</b>{pill}{remark}</div>\n'
         f'<div class="bar">{"".join(pieces)}</div>\n<ul class="keys">{"".join(words)}</ul></div>\n'
     )
 
@@ -298,10 +305,9 @@ class _Axis:
         first = min(events[0].start for events in lanes.values())
         self.origin = origin
         self.end = max(e.start + e.seconds for events in lanes.values() for e in events)
-        whole = self.end - first or 1e-3
-        period = _period(lanes) or whole
+        period = max(_period(lanes) or self.end - first, 1e-6)  # the clock sees no less
         self.begin = max(first, self.end - period * WIDEST / PERIOD)
-        self.seconds = self.end - self.begin or whole
+        self.seconds = max(self.end - self.begin, 1e-6)
         self.width = min(max(SHORTEST, round(self.seconds / period * PERIOD)), WIDEST)
         self.cut = self.begin > first
 
@@ -451,43 +457,46 @@ def page(
     rows: Rows,
     events: Iterable[Event],
     *,
-    bottleneck: str = "",
     subtitle: str = "",
     origin: float | None = None,
 ) -> str:
     """A whole page, for a file of its own.
 
     Args:
-        verdict: one sentence: what holds everything up.
-        bars: where the time of the consumer, the sampler and the workers went.
+        verdict: one sentence: what holds everything up, and what to do.
+        bars: where the time of the consumer, the sampler and the workers went. If one has a
+            ``limit``, that is the headline, else the verdict.
         rows: (name, value, remark) each, for the table at the end.
         events: for the timeline; in any order. Of more than some thousand the last are drawn.
-        bottleneck: the kind of the part that the verdict is about, such as "dataset"; its bar is
-            marked, and the verdict has its colour.
         subtitle: what the run was, such as "1,000 batches in 12 s by 4 workers".
         origin: where the timeline's clock starts, in seconds of ``time.perf_counter()``; the
             first event if None.
     """
-    kind = f" {_class(bottleneck)}" * bool(bottleneck)
+    bars = list(bars)
+    limit = next((bar.limit for bar in bars if bar.limit), "")
+    verdict = verdict[:1].upper() + verdict[1:]
+    headline = f"Bottleneck: {LIMITS.get(limit, limit)}" if limit else verdict
+    advice = f'<p class="verdict">{_escape(verdict)}</p>\n' if limit else ""
+    kind = f" {_class(limit)}" * bool(limit)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>minloader: {_escape(verdict)}</title>
+<title>minloader: {_escape(headline)}</title>
 <style>{_style()}</style>
 </head>
 <body>
 <main>
 <header>
 <p class="dim">minloader{_escape(f": {subtitle}" if subtitle else "")}</p>
-<h1><i class="edge{kind}"></i><span>{_escape(verdict)}</span></h1>
-</header>
+<h1><i class="edge{kind}"></i><span>{_escape(headline)}</span></h1>
+{advice}</header>
 <section>
 <h2>Where the time went <small><i class="key task"></i>solid: at work
 <i class="key idle"></i>hatched: waiting</small></h2>
-{"".join(_bar(bar, bottleneck) for bar in bars)}</section>
+{"".join(_bar(bar) for bar in bars)}</section>
 <section>
 <h2>Timeline</h2>
 {_timeline(events, origin)}
@@ -525,9 +534,10 @@ body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; -webkit-text-size-adjust: 100%; }
 main { max-width: 1600px; margin: 0 auto; padding: 1.2rem clamp(.9rem, 3vw, 2.5rem) 3rem; }
 p { margin: .3rem 0; }
-h1 { display: flex; gap: .8rem; margin: .3rem 0 1.4rem; line-height: 1.2;
+h1 { display: flex; gap: .8rem; margin: .3rem 0 .6rem; line-height: 1.2;
   font-size: clamp(1.45rem, 1rem + 2vw, 2.3rem); overflow-wrap: anywhere; }
 .edge { flex: none; width: .55rem; border-radius: 3px; background: var(--line); }
+.verdict { font-size: 1.15rem; max-width: 60rem; }
 h2 { font-size: 1.05rem; margin: 1.8rem 0 .6rem; }
 h2 small { font-weight: normal; color: var(--dim); white-space: nowrap; margin-left: .6rem; }
 .dim { color: var(--dim); }
