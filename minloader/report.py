@@ -11,28 +11,24 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Bar", "Event", "Part", "page", "table_html"]
 
 
-class Event(NamedTuple):
-    """Something that took time, or happened, in one lane of the timeline.
+class Event(Protocol):
+    """What the timeline is made of; :class:`minloader.stats.Event` is such."""
 
-    Attributes:
-        lane: "consumer", "sampler", or "worker 0" and so on.
-        name: for the consumer "wait", for the sampler "draw"; for a worker "task", and inside
-            of it "dataset", "transform", "collate" and "transport"; instants "died" and "again".
-        start: seconds, of ``time.perf_counter()``.
-        seconds: how long; 0.0 for an instant.
-        args: what more there is to say; of a task "batch" (its first ordinal), "count", "epoch".
-    """
-
-    lane: str
-    name: str
-    start: float
-    seconds: float
-    args: Mapping[str, Any] = {}
+    @property
+    def lane(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
 
 
 class Part(NamedTuple):
@@ -49,13 +45,11 @@ class Bar(NamedTuple):
         label: whose time, such as "workers".
         parts: in the order in which they are drawn; together the whole bar.
         remark: a few words, such as "4 processes".
-        limit: kind of the part that limits everything, if that is in this bar.
     """
 
     label: str
     parts: Sequence[Part]
     remark: str = ""
-    limit: str = ""
 
 
 Rows = Iterable[tuple[str, str, str]]
@@ -73,9 +67,6 @@ WORDS = {
     "idle": "idle",
 }
 """The kinds of spans and parts, in the order of the legend. Another kind looks like "task"."""
-
-LIMITS = WORDS | {"own": "the consumer's own work", "draw": "the sampler", "dataset": "the dataset"}
-"""How the parts are called in the headline, which says that one of them is the limit."""
 
 MARKS = {"died": "\u2715 died", "again": "\u21bb again", "failed": "! failed"}
 
@@ -161,7 +152,7 @@ def table_html(title: str, verdict: str, rows: Rows) -> str:
 # --- the bars
 
 
-def _bar(bar: Bar) -> str:
+def _bar(bar: Bar, bottleneck: str) -> str:
     parts = [part for part in bar.parts if part.seconds > 0]
     whole = math.fsum(part.seconds for part in parts)
     pieces, words = [], []
@@ -172,12 +163,12 @@ def _bar(bar: Bar) -> str:
             f'<span class="{_class(kind)}" style="width: {100 * seconds / whole:.3f}%"'
             f' title="{told}, {took}"></span>'
         )
-        told = f"<strong>{told}</strong>" if kind == bar.limit else told
+        told = f"<strong>{told}</strong>" if kind == bottleneck else told
         words.append(
             f'<li><i class="key {_class(kind)}"></i>{told} <span class="dim">{took}</span></li>'
         )
-    marked = " guilty" * bool(bar.limit)
-    pill = " <em>bottleneck</em>" * bool(bar.limit)
+    guilty = any(part.kind == bottleneck for part in parts)
+    marked, pill = " guilty" * guilty, " <em>bottleneck</em>" * guilty
     remark = f'<span class="dim">{_escape(bar.remark)}</span>'
     return (
         f'<div class="row{marked}">'
@@ -215,20 +206,17 @@ def _layers(events: list[Event], origin: float) -> Iterator[list[_Cell]]:
     """What is drawn of one lane, the lowest first: its tasks, then what is inside of these."""
     below: list[_Cell] = []
     above: list[_Cell] = []
-    task = Event("", "", 0.0, 0.0)
+    task: Mapping[str, Any] = {}
     for event in events:
-        if event.name == "task":
-            task = event
-        about = _told(event.args or task.args)
-        title = f"{WORDS.get(event.name, event.name)} {_duration(event.seconds)}"
-        if event.name == "task":
-            title = f"task {_duration(event.seconds)}"
-        title += (
-            f"\n{about}" * bool(about) + f"\n{event.lane}, at {_duration(event.start - origin)}"
-        )
-        label = str(event.args["batch"]) if "batch" in event.args else ""
+        is_task = event.name == "task"
+        task = event.args if is_task else task
+        name = "task" if is_task else WORDS.get(event.name, event.name)
+        lines = [f"{name} {_duration(event.seconds)}", _told(event.args or task)]
+        lines.append(f"{event.lane}, at {_duration(event.start - origin)}")
+        title = "\n".join(filter(None, lines))
+        label = str(event.args.get("batch", ""))
         cell = _Cell(event.name, event.start, event.start + event.seconds, title, label)
-        (below if event.name == "task" else above).append(cell)
+        (below if is_task else above).append(cell)
     if any(cell.kind == "wait" for cell in above):  # what the consumer does when it does not wait
         for before, after in list(pairwise(above)):
             took = after.start - before.end
@@ -457,46 +445,47 @@ def page(
     rows: Rows,
     events: Iterable[Event],
     *,
+    bottleneck: str = "",
     subtitle: str = "",
     origin: float | None = None,
 ) -> str:
     """A whole page, for a file of its own.
 
     Args:
-        verdict: one sentence: what holds everything up, and what to do.
-        bars: where the time of the consumer, the sampler and the workers went. If one has a
-            ``limit``, that is the headline, else the verdict.
+        verdict: what limits the loop and what to do. The headline is all before its first colon.
+        bars: where the time of the consumer, the sampler and the workers went.
         rows: (name, value, remark) each, for the table at the end.
         events: for the timeline; in any order. Of more than some thousand the last are drawn.
+        bottleneck: kind of the part that the verdict is about, such as "dataset", or "" if there
+            is none; the headline has its colour, and its bar is marked.
         subtitle: what the run was, such as "1,000 batches in 12 s by 4 workers".
         origin: where the timeline's clock starts, in seconds of ``time.perf_counter()``; the
             first event if None.
     """
-    bars = list(bars)
-    limit = next((bar.limit for bar in bars if bar.limit), "")
-    verdict = verdict[:1].upper() + verdict[1:]
-    headline = f"Bottleneck: {LIMITS.get(limit, limit)}" if limit else verdict
-    advice = f'<p class="verdict">{_escape(verdict)}</p>\n' if limit else ""
-    kind = f" {_class(limit)}" * bool(limit)
+    headline, advice = (
+        _escape(text[:1].upper() + text[1:]) for text in verdict.partition(": ")[::2]
+    )
+    kind = f" {_class(bottleneck)}" * bool(bottleneck)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>minloader: {_escape(headline)}</title>
+<title>minloader: {headline}</title>
 <style>{_style()}</style>
 </head>
 <body>
 <main>
 <header>
 <p class="dim">minloader{_escape(f": {subtitle}" if subtitle else "")}</p>
-<h1><i class="edge{kind}"></i><span>{_escape(headline)}</span></h1>
-{advice}</header>
+<h1><i class="edge{kind}"></i><span>{headline}</span></h1>
+<p class="verdict">{advice}</p>
+</header>
 <section>
 <h2>Where the time went <small><i class="key task"></i>solid: at work
 <i class="key idle"></i>hatched: waiting</small></h2>
-{"".join(_bar(bar) for bar in bars)}</section>
+{"".join(_bar(bar, bottleneck) for bar in bars)}</section>
 <section>
 <h2>Timeline</h2>
 {_timeline(events, origin)}

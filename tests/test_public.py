@@ -30,6 +30,7 @@ ORDER = [
     "crew",
     "samplers",
     "dynamic",
+    "report",
     "stats",
     "epoch",
     "streams",
