@@ -358,8 +358,7 @@ class Epoch:
             reply = Reply(-1, -1, False, failures)
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
-            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
-            reply = Reply(-1, -1, False, [failure] * len(task.items))
+            reply = self._excuse(task, error)
         self._note(task, reply)
         done = len(reply.outcomes)
         self._opened = _Opened(task, pending.mark, reply, memory) if done else None
@@ -370,6 +369,21 @@ class Epoch:
         rest = [_Pending(_part(task, n, n + step), pending.mark) for n in starts]
         self._pending.extendleft(reversed(rest))
         self._unsent |= bool(rest)
+
+    def _excuse(self, task: Task, error: Exception) -> Reply:
+        """What stands for the reply to a task that its executor gave up."""
+        if not self._pool.is_death(error):
+            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
+            return Reply(-1, -1, False, [failure] * len(task.items))
+        tries = self._tries[task.ordinal] = self._tries.get(task.ordinal, 0) + 1
+        if len(task.items) > 1 or tries <= self._plan.retries:
+            # It may just have been with another one that kills workers. It is at the head of the
+            # line now, and the others that were there too have failed by now, or go on.
+            self._plan.stats.retries += 1
+            return Reply(-1, -1, False, [])
+        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(_item(task, 0))}"
+        text = f"the workers of the executor died that made {what}: {error}"
+        return Reply(-1, -1, False, [Failure.of(WorkerDied(text), packed=False)])
 
     def _recover(self) -> None:
         """Sends what was lost with its workers again, each task in its place."""

@@ -2,7 +2,7 @@
 
 A worker process is born through :func:`start`, makes batches through :func:`run` and dies
 with its parent (``processes.py``). An executor that the user brought knows none of
-this: its workers meet a loader's job by an :class:`Attachment`.
+this: what its workers do is in ``foreign.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minloader.seeds import batch_seed, borrow_globals, seeds
 from minloader.shards import Cursor, Cursors
 from minloader.tasks import END, Failure, Job, Reply, Shard, Task, WorkerInfo
 
-__all__ = ["READING", "Attachment", "Station", "Worker"]
+__all__ = ["READING", "Station", "Worker"]
 
 logger = logging.getLogger("minloader")
 
@@ -371,67 +371,3 @@ def run(task: Task) -> Reply:
 
 def warm_up() -> None:
     """Does nothing: a task that makes an executor start a worker for it."""
-
-
-# --- a worker of somebody else's executor
-
-_attached: dict[tuple[shipping.Cargo, int, int], Worker] = {}
-_attach_lock = threading.Lock()
-
-
-class Attachment:
-    """Stands for a loader's job in the tasks sent to an executor that we did not start.
-
-    It is the job itself as long as it stays in this process (threads); pickled, it is only
-    the address of the shipped job, which each process loads once.
-    """
-
-    def __init__(
-        self, job: Job, shipment: shipping.Shipment | None, num_workers: int, seed: int
-    ) -> None:
-        self._job = job
-        self._shipment = shipment
-        self._num_workers = num_workers
-        self._seed = seed
-        self._threads = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._shipment is None:
-            raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
-        return _attach, (self._shipment.cargo, self._num_workers, self._seed)
-
-    def __call__(self) -> Worker:
-        """The worker of the calling thread."""
-        worker: Worker | None = getattr(self._threads, "worker", None)
-        if worker is None:
-            info = WorkerInfo(-1, self._num_workers, os.getpid(), self._seed)
-            worker = self._threads.worker = Worker(self._job, info, remote=False, packed=True)
-        return worker
-
-
-def _attach(cargo: shipping.Cargo, num_workers: int, seed: int) -> Callable[[], Worker]:
-    """What an attachment unpickles to. Loading waits for the call: an error here would be
-    raised while the executor reads its queue, which kills the worker."""
-
-    def worker() -> Worker:
-        key = cargo, num_workers, seed
-        with _attach_lock:
-            if key not in _attached:
-                for other in [other for other in _attached if not other[0].exists()]:
-                    del _attached[other]  # its loader is closed
-                info = WorkerInfo(-1, num_workers, os.getpid(), seed)
-                _attached[key] = Worker(cargo.load(forever=False), info, remote=True)
-            return _attached[key]
-
-    return worker
-
-
-def run_attached(attachment: Callable[[], Worker], task: Task) -> Reply:
-    """Makes the batches of a task in a worker of somebody else's executor."""
-    try:
-        worker = attachment()
-    except Exception as error:
-        stage = "while the worker loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
-    return worker.run(task)
