@@ -20,6 +20,8 @@ import mmap
 import os
 import secrets
 import socket
+import struct
+import sys
 import threading
 
 from minloader.shipping import Cargo, Shipment
@@ -92,7 +94,26 @@ def _hosts() -> tuple[str, ...]:
             probe.connect((other, 9))
             found.append(probe.getsockname()[0])
     # The name, if the network knows it, is resolved where it is used, to all its addresses.
-    return tuple(dict.fromkeys([*found, socket.gethostname(), "localhost"]))
+    return tuple(dict.fromkeys([*found, socket.gethostname(), *_interfaces(), "localhost"]))
+
+
+def _interfaces() -> list[str]:
+    """Addresses of the network interfaces: a cluster may have several networks, and no names."""
+    if not sys.platform.startswith("linux"):
+        return []
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode())
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+_SIOCGIFADDR = 0x8915
 
 
 def _hang_up(end: socket.socket) -> None:

@@ -36,9 +36,9 @@ from minloader.worker import Worker
 __all__ = ["ForeignPool", "is_in_process", "is_local", "run_attached"]
 
 
-def _package(thing: Any) -> str:
-    """The package that the class of something, or of what it derives from, is in."""
-    return type(thing).__module__.partition(".")[0]
+def _is_of(executor: Executor, package: str) -> bool:
+    """Whether the class of an executor, or one that it derives from, is of a package."""
+    return any(each.__module__.partition(".")[0] == package for each in type(executor).__mro__)
 
 
 def is_in_process(executor: Executor) -> bool:
@@ -48,7 +48,7 @@ def is_in_process(executor: Executor) -> bool:
 
 def is_local(executor: Executor) -> bool:
     """Whether an executor is known to run its tasks on this machine, and each of them once."""
-    return isinstance(executor, ProcessPoolExecutor) or _package(executor) == "loky"
+    return isinstance(executor, ProcessPoolExecutor) or _is_of(executor, "loky")
 
 
 class ForeignPool(Pool):
@@ -80,7 +80,7 @@ class ForeignPool(Pool):
         self._depot: depot.Depot | None = None
         self._attachment: Attachment | None = None
         self._options: dict[str, Any] = {}
-        if _package(executor) == "distributed":
+        if _is_of(executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
@@ -277,12 +277,14 @@ def _part_generators() -> None:
     which its workers avoid each other the same length in all of them.
     """
     spec = importlib.util.find_spec("random")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _DASK and vars(module).get("random") is random:
-            vars(module)["random"] = copy
+        names = vars(module) if name.partition(".")[0] in _DASK else {}
+        if names.get("random") is random:
+            names["random"] = copy
 
 
 _DASK = ("dask", "distributed", "tornado")
