@@ -260,7 +260,7 @@ class _Guest:
     def prepare(self, address: Address) -> None:
         """Has a worker that knows what the loader says now."""
         if self._worker is None or self._worker.info.seed != address.seed:
-            self._worker = Worker(self._job, address.info, remote=True)
+            self._worker = Worker(self._job, address.info, remote=True, beside=True)
         self._worker.info.num_workers = address.num_workers
 
     def run(self, task: Task) -> Reply:

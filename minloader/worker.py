@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
@@ -45,6 +46,7 @@ class Worker:
         borrow: seed the global generators of the caller's process around each batch. Threads
             do neither: the global generators are shared by all of them.
         packed: whether items come packed even so.
+        beside: whether large arrays are to be beside the message, where there is no slot.
         mark: told of each item before it is begun.
         reload: gives the dataset once more, for a stream that is read in several places.
     """
@@ -57,6 +59,7 @@ class Worker:
         remote: bool,
         borrow: bool = False,
         packed: bool = False,
+        beside: bool = False,
         mark: Mark = lambda task, index: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
@@ -67,6 +70,7 @@ class Worker:
         self._cursors = Cursors(job, info.seed, reload, shared=shared)
         self._remote = remote
         self._packed = remote or packed
+        self._pack = transport.pack_beside if beside else partial(transport.pack, down=False)
         self._borrow = borrow
         self._mark = mark
         self._broken: Failure | None = None
@@ -180,7 +184,7 @@ class Worker:
         self._end_fork()
         try:
             if writer is None:
-                return transport.pack(batch, down=False)
+                return self._pack(batch)
             parcel = transport.pack_batch(batch, writer)
         except BaseException as error:
             try:
