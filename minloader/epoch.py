@@ -75,6 +75,7 @@ class _Pending(NamedTuple):
     mark: Mark | None  # of the sampler, before the task's items or further back
     future: Future[Reply] | None = None  # None: it is not sent yet
     slot: Slot | None = None
+    alone: bool = False  # to be under way by itself: it, or what was there with it, breaks things
 
     @property
     def lost(self) -> bool:
@@ -226,6 +227,8 @@ class Epoch:
 
     def _fill(self, depth: int) -> None:
         """Draws items and submits them until ``depth`` tasks are under way."""
+        if self._pending and self._pending[0].alone:
+            depth = 1
         if self._unsent:
             self._send_rest(depth)
         if self._where() is not self._pool:
@@ -250,7 +253,10 @@ class Epoch:
         self._unsent = False
         for index, pending in enumerate(self._pending):
             if pending.future is None and (index == 0 or under_way < depth):
-                self._pending[index] = self._submit(pending.task, pending.mark)
+                if pending.alone:
+                    wait_for([each.future for each in self._pending if each.future is not None])
+                sent = self._submit(pending.task, pending.mark)
+                self._pending[index] = sent._replace(alone=pending.alone)
                 under_way += 1
             self._unsent |= self._pending[index].future is None
 
@@ -341,7 +347,7 @@ class Epoch:
             assert error is not None
             _add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
             raise error
-        memory = None
+        memory, alone = None, pending.alone
         try:
             reply = pending.future.result()
             memory = self._settle(pending, reply)
@@ -358,7 +364,7 @@ class Epoch:
             reply = Reply(-1, -1, False, failures)
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
-            reply = self._excuse(task, error)
+            reply, alone = self._excuse(pending, error), True
         self._note(task, reply)
         done = len(reply.outcomes)
         self._opened = _Opened(task, pending.mark, reply, memory) if done else None
@@ -366,24 +372,24 @@ class Epoch:
         # The rest goes back to where the task was; after a failure to send it, one by one.
         step = self._chunk if done else 1
         starts = range(done, len(task.items), step)
-        rest = [_Pending(_part(task, n, n + step), pending.mark) for n in starts]
+        rest = [_Pending(_part(task, n, n + step), pending.mark, alone=alone) for n in starts]
         self._pending.extendleft(reversed(rest))
         self._unsent |= bool(rest)
 
-    def _excuse(self, task: Task, error: Exception) -> Reply:
+    def _excuse(self, pending: _Pending, error: Exception) -> Reply:
         """What stands for the reply to a task that its executor gave up."""
-        if not self._pool.is_death(error):
-            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
-            return Reply(-1, -1, False, [failure] * len(task.items))
-        tries = self._tries[task.ordinal] = self._tries.get(task.ordinal, 0) + 1
-        if len(task.items) > 1 or tries <= self._plan.retries:
-            # It may just have been with another one that kills workers. It is at the head of the
-            # line now, and the others that were there too have failed by now, or go on.
+        task = pending.task
+        if not pending.alone:
+            # Another that was under way too may be why. Sent alone, it has nobody else to blame.
+            logger.warning("the executor lost batch %d, again: %s", task.ordinal, error)
             self._plan.stats.retries += 1
             return Reply(-1, -1, False, [])
-        what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(_item(task, 0))}"
-        text = f"the workers of the executor died that made {what}: {error}"
-        return Reply(-1, -1, False, [Failure.of(WorkerDied(text), packed=False)])
+        if self._pool.is_death(error):
+            what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(_item(task, 0))}"
+            death = WorkerDied(f"the workers of the executor died that made {what}: {error}")
+            return Reply(-1, -1, False, [Failure.of(death, packed=False)])
+        failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
+        return Reply(-1, -1, False, [failure])
 
     def _recover(self) -> None:
         """Sends what was lost with its workers again, each task in its place."""
