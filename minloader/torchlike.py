@@ -30,6 +30,8 @@ __all__ = [
     "WorkerInit",
     "collate",
     "convert",
+    "mapping_like",
+    "sequence_like",
 ]
 
 # --- samples to batch
@@ -91,7 +93,7 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes):
         return samples
     if isinstance(first, Mapping):
-        return _mapping_like(first, {key: collate([s[key] for s in samples]) for key in first})
+        return mapping_like(first, {key: collate([s[key] for s in samples]) for key in first})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*map(collate, zip(*samples, strict=False)))
     if isinstance(first, Sequence):
@@ -100,7 +102,7 @@ def collate(samples: Sequence[Any]) -> Any:
                 "each element in list of batch should be of equal size, but the first has "
                 f"{len(first)}; bring them to one size, or give a collate_fn of your own"
             )
-        return _sequence_like(first, [collate(column) for column in zip(*samples, strict=True)])
+        return sequence_like(first, [collate(column) for column in zip(*samples, strict=True)])
     raise _refuse(type(first))
 
 
@@ -116,15 +118,15 @@ def convert(sample: Any) -> Any:
             return sample
         return Leaf(_native(np.asarray(sample)))
     if isinstance(sample, Mapping):
-        return _mapping_like(sample, {key: convert(sample[key]) for key in sample})
+        return mapping_like(sample, {key: convert(sample[key]) for key in sample})
     if isinstance(sample, tuple) and hasattr(sample, "_fields"):
         return kind(*map(convert, sample))
     if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        return _sequence_like(sample, list(map(convert, sample)))
+        return sequence_like(sample, list(map(convert, sample)))
     return sample
 
 
-def _mapping_like(like: Any, values: dict[Any, Any]) -> Any:
+def mapping_like(like: Any, values: dict[Any, Any]) -> Any:
     """A mapping of the same type, with what else it may hold; a dict where that cannot be made."""
     if type(like) is dict:
         return values
@@ -138,13 +140,13 @@ def _mapping_like(like: Any, values: dict[Any, Any]) -> Any:
         return values
 
 
-def _sequence_like(like: Any, values: list[Any]) -> Any:
+def sequence_like(like: Any, values: list[Any]) -> Any:
     """A sequence of the same type, but tuples become lists, and so does what cannot be made."""
     if isinstance(like, tuple) or type(like) is list:
         return values
     try:
         if not isinstance(like, MutableSequence):
-            return type(like)(values)  # type: ignore[call-arg]
+            return type(like)(values)
         made = copy.copy(like)
         for index, value in enumerate(values):
             made[index] = value
@@ -194,7 +196,9 @@ def _common(dtypes: set[Any]) -> Any:
 def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
     first = numbers[0]
     if isinstance(first, np.generic):
-        dtypes = {np.dtype("f") if type(n) is float else _native(np.asarray(n)).dtype for n in numbers}
+        dtypes = {
+            np.dtype("f") if type(n) is float else _native(np.asarray(n)).dtype for n in numbers
+        }
         return Leaf(np.array(numbers, _common(dtypes)))
     if isinstance(first, float):
         return Leaf(np.array(numbers, np.float64))
@@ -236,7 +240,7 @@ _numpy_types: dict[Any, Any] = {}
 
 
 def _numpy_type(torch: Any, dtype: Any) -> Any:
-    """Numpy's type that a tensor's numbers, or their bits, are written as; None if there is none."""
+    """Numpy's type that a tensor's numbers, or their bits, are written as; None: there is none."""
     if dtype not in _numpy_types:
         if dtype is torch.bfloat16:
             _numpy_types[dtype] = np.dtype(np.int16)
