@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 from collections import OrderedDict, UserDict, UserList, namedtuple
@@ -143,15 +144,20 @@ def fail_to_begin(worker_id: int) -> None:
     raise KeyError(f"no worker {worker_id}")
 
 
-class Random(Numbers):
-    """Random numbers of every kind."""
+class Noise(Numbers):
+    """Random numbers of the kinds that there are without torch."""
 
     def __getitem__(self, index: int) -> Any:
-        import random
+        return index, random.random(), np.random.random()
 
+
+class TorchNoise(Noise):
+    """And of torch's."""
+
+    def __getitem__(self, index: int) -> Any:
         import torch
 
-        return index, random.random(), np.random.random(), torch.rand(1)
+        return *super().__getitem__(index), torch.rand(1)
 
 
 class Bad(Numbers):
@@ -214,4 +220,8 @@ class Pinned:
 
 
 def pinnable(samples: list[Any]) -> Any:
-    return {"batch": Pinned([int(values[0]) for values, _ in samples]), "list": [1, ("a", 2)]}
+    return {"batch": Pinned(first_numbers(samples)), "list": [1, ("a", 2)]}
+
+
+def first_numbers(samples: list[Any]) -> list[int]:
+    return [int(values[0]) for values, _ in samples]
