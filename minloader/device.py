@@ -149,7 +149,7 @@ class Prefetch(Generic[B]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _note(self) -> Note:
+    def _note_state(self) -> Note:
         return self._at
 
     def _deliver(self, note: Note | None) -> None:
@@ -220,24 +220,27 @@ class _Line:
     def _hand_over(self) -> bool:
         """Makes one entry ready. Returns whether there may be more."""
         entry = self._make()
-        self.ready.put(entry)
-        if self.closed:
-            self._drop()
-        return not entry.end
+        try:
+            self.ready.put(entry)
+            if self.closed:
+                self._drop()
+            return not entry.end
+        finally:
+            del entry  # a traceback in it holds this frame
 
     def _make(self) -> _Entry:
         value, error = _attempt(next, self._source)
         note, failure = _attempt(self._take)
-        if failure is not None:
-            note = partial(_fail, failure)
-        if isinstance(error, StopIteration):
-            return _Entry(None, None, note, end=True)
-        if error is None:
-            value, error = _attempt(self._fn, value)
-            if isinstance(error, StopIteration):  # it would end the consumer's loop
-                cause, error = error, RuntimeError("fn raised StopIteration")
-                error.__cause__ = cause
-        return _Entry(value, error, note)
+        try:
+            if failure is not None:
+                note = partial(_fail, failure)
+            if isinstance(error, StopIteration):
+                return _Entry(None, None, note, end=True)
+            if error is None:
+                value, error = _attempt(_apply, self._fn, value)
+            return _Entry(value, error, note)
+        finally:
+            del value, error, failure  # as above
 
 
 def _attempt(step: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
@@ -247,17 +250,24 @@ def _attempt(step: Callable[..., Any], *args: Any) -> tuple[Any, BaseException |
         return None, error
 
 
+def _apply(fn: Callable[[Any], Any], batch: Any) -> Any:
+    try:
+        return fn(batch)
+    except StopIteration as error:  # it would end the consumer's loop
+        raise RuntimeError("fn raised StopIteration") from error
+
+
 def _note_taker(batches: Any) -> Callable[[], Note]:
     """What notes the state of the batches, in the thread that draws them."""
-    if hasattr(batches, "_note"):  # a Loader's, or what stands for one
-        take: Callable[[], Note] = batches._note
+    if hasattr(batches, "_note_state"):  # a Loader's, or what stands for one
+        take: Callable[[], Note] = batches._note_state
         return take
     if hasattr(batches, "state_dict"):
-        return partial(_note_state, batches.state_dict)
+        return partial(_keep_state, batches.state_dict)
     return _note_nothing
 
 
-def _note_state(state_dict: Callable[[], Any]) -> Note:
+def _keep_state(state_dict: Callable[[], Any]) -> Note:
     state = copy.deepcopy(state_dict())  # it may show what goes on changing
     return lambda: state
 

@@ -228,18 +228,26 @@ class ThreadPool(Pool):
         self._threads: list[_Thread] = []
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # who closes the loader may not be who draws from it
+        self._closed = False
 
     def start(self) -> None:
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("the pool is closed")
         for index in range(len(self._threads), self.num_workers):
             self._threads.append(_Thread(self._job, self.terms.info(index), self._tasks))
             self._threads[-1].start()
 
     def submit(self, task: Task) -> Future[Reply]:
-        self.start()
         future: Future[Reply] = Future()
-        self._futures.add(future)
-        self._tasks.put((future, task))
+        with self._lock:
+            self._start()
+            self._futures.add(future)
+            self._tasks.put((future, task))
         return future
 
     def watch(self) -> None:
@@ -250,7 +258,7 @@ class ThreadPool(Pool):
     def _replace_late(self, threads: list[_Thread]) -> None:
         for n, thread in enumerate(threads):
             entry, index, began = thread.entry, thread.index, thread.began
-            late = self._timeout is not None and time.monotonic() - began > self._timeout
+            late = self._timeout is not None and time.perf_counter() - began > self._timeout
             if entry is None or not late or thread.ident is None:
                 continue
             stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident)))
@@ -282,6 +290,8 @@ class ThreadPool(Pool):
     def retire(self) -> bool:
         if not super().retire():
             return False
+        with self._lock:
+            self._closed = True
         for future in list(self._futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
@@ -304,7 +314,7 @@ class _Thread(threading.Thread):
         tasks: where its tasks come from, until there is None.
         entry: what it is working on.
         index: which item of that.
-        began: when it began with that, in seconds of the monotonic clock.
+        began: when it began with that, by ``time.perf_counter``.
         abandoned: whether it was given up.
     """
 
@@ -318,8 +328,8 @@ class _Thread(threading.Thread):
         self.began = 0.0
         self.abandoned = False
 
-    def _mark(self, task: int, index: int) -> None:
-        self.index, self.began = index, time.monotonic()
+    def _mark(self, task: int, index: int, now: float) -> None:
+        self.index, self.began = index, now
 
     def run(self) -> None:
         maker: worker.Worker | None = None
@@ -327,7 +337,7 @@ class _Thread(threading.Thread):
             future, task = entry
             if not future.set_running_or_notify_cancel():
                 continue
-            self._mark(task.id, 0)
+            self._mark(task.id, 0, time.perf_counter())
             self.entry = entry
             try:
                 if maker is None:

@@ -21,6 +21,11 @@ import pytest
 from minloader import Loader
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process where JAX has run must not fork any more, and other tests do: its come last."""
+    items.sort(key=lambda item: item.path.name == "test_jax.py")
+
+
 def require(name: str) -> Any:
     """Imports an optional module, or skips; where all must be there, it fails instead."""
     if os.environ.get("MINLOADER_REQUIRE_ALL"):

@@ -35,10 +35,14 @@ ORDER = [
     "streams",
     "loader",
     "device",
+    "jax",
     "torchlike",
     "torch",
     "testing",
 ]
+
+# What is for a library, and imports it; torchlike only where somebody else has done so.
+ADAPTORS = {("jax", "jax"), ("torch", "torch"), ("torchlike", "torch")}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -66,13 +70,8 @@ def test_nothing_imports_upward():
         assert imports_of(PACKAGE / f"{room}.py") <= allowed, room
 
 
-ADAPTORS = {"torch": {"torch"}}
-"""Optional modules, and what else each of them may import."""
-
-
 def test_only_numpy_and_cloudpickle_are_needed():
     for path in PACKAGE.glob("*.py"):
-        known = {"numpy", "cloudpickle", "minloader"} | sys.stdlib_module_names
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -81,9 +80,8 @@ def test_only_numpy_and_cloudpickle_are_needed():
                 names = [node.module or ""]
             for name in names:
                 root = name.split(".")[0]
-                allowed = known | ADAPTORS.get(path.stem, set())
-                # What extends torch's own collating runs only where torch is already.
-                assert root in allowed or (path.stem, root) == ("torchlike", "torch")
+                needed = {"numpy", "cloudpickle", "minloader"} | sys.stdlib_module_names
+                assert root in needed or (path.stem, root) in ADAPTORS
 
 
 def test_all_names_what_is_public():
@@ -104,7 +102,9 @@ def test_every_public_object_has_a_docstring():
 
 def test_importing_is_cheap():
     """Every worker imports the package: numpy must wait until somebody needs it."""
-    code = "import sys, minloader; print([m for m in ('numpy', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, minloader; print([m for m in ('numpy', 'torch', 'jax') if m in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -1,0 +1,322 @@
+"""to_device: batches on devices, ahead of the consumer, whose contents never change again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from conftest import eventually, require
+from helpers import Echo, Faulty
+
+from minloader import BatchSampler, Loader, collate, pad_collate
+
+jax = require("jax")
+
+from minloader.jax import to_device  # noqa: E402
+
+
+class Images:
+    """Sample i is full of i; large enough for a slot."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": np.full((64, 64), index, np.float32), "name": f"image {index}"}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "thread": {"num_workers": 2, "executor": "thread"},
+    "process": {"num_workers": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_batches_arrive_in_order(name):
+    sampler = BatchSampler(20, 4)
+    with Loader(Images(), sampler, collate_fn=collate, **OPTIONS[name]) as loader:
+        found = list(to_device(loader))
+    assert len(found) == 5
+    for n, batch in enumerate(found):
+        assert isinstance(batch["image"], jax.Array)
+        assert batch["image"].shape == (4, 64, 64)
+        assert batch["image"].dtype == np.float32
+        assert (batch["image"][:, 0, 0] == np.arange(4 * n, 4 * n + 4)).all()
+        assert batch["name"] == [f"image {index}" for index in range(4 * n, 4 * n + 4)]
+
+
+def test_what_goes_and_what_stays():
+    day = np.array(["2026-11-21"], "M8[D]")
+    words = np.array(["a", "b"])
+    scalar = np.float64(2.5)
+    batch = {
+        "tuple": (np.zeros(2, np.int8), None, "text", b"bytes"),
+        "pair": Pair([np.zeros((0, 3), bool)], 5),
+        "numbers": [1, 2.5, True, 1j, scalar],
+        "words": words,
+        "day": day,
+        "objects": np.array([None]),
+        "zero": np.array(7, np.int32),
+        "complex": np.zeros(2, np.complex64),
+        "there": jax.numpy.ones(2),
+    }
+    (found,) = to_device([batch])
+    assert jax.tree.structure(found) == jax.tree.structure(batch)
+    assert isinstance(found["pair"], Pair)
+    arrays = {
+        jax.tree_util.keystr(path): leaf.dtype.name
+        for path, leaf in jax.tree_util.tree_leaves_with_path(found)
+        if isinstance(leaf, jax.Array)
+    }
+    assert arrays == {
+        "['tuple'][0]": "int8",
+        "['pair'].first[0]": "bool",
+        "['zero']": "int32",
+        "['complex']": "complex64",
+        "['there']": "float32",
+    }
+    assert found["tuple"][1:] == (None, "text", b"bytes")
+    assert found["pair"].second == 5
+    assert found["numbers"] == [1, 2.5, True, 1j, scalar]
+    assert found["words"] is words
+    assert found["day"] is day
+
+
+def test_64_bits_become_32_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = to_device([(np.zeros(2), np.zeros(2, np.int64))])
+    assert [array.dtype.name for array in found] == ["float32", "int32"]
+
+
+def test_tensors_of_torch():
+    torch = require("torch")
+    (found,) = to_device([{"x": torch.arange(3, dtype=torch.int32)}])
+    assert isinstance(found["x"], jax.Array)
+    assert found["x"].tolist() == [0, 1, 2]
+
+
+def test_strided_and_read_only_arrays():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    (found,) = to_device([(array.T, array[:, ::-2], frozen)])
+    for here, there in zip((array.T, array[:, ::-2], frozen), found, strict=True):
+        assert (np.asarray(there) == here).all()
+
+
+# --- memory
+
+
+def test_contents_never_change_though_slots_are_used_again():
+    """JAX uses the memory of an aligned numpy array as it is, and slots are aligned."""
+    with Loader(
+        Images(), BatchSampler(160, 4), collate_fn=collate, num_workers=2, shared_memory=2 << 20
+    ) as loader:
+        slots = loader._crew.pool().slots
+        assert slots is not None
+        kept = []
+        for batch in to_device(loader):
+            kept.append(batch["image"])
+        assert not slots._leased  # so that later batches lay where earlier ones had
+        assert len(slots._all) < 10
+        for n, images in enumerate(kept):
+            assert (images[:, 1, 1] == np.arange(4 * n, 4 * n + 4)).all()
+
+
+def test_contents_never_change_though_the_dataset_writes_to_its_arrays():
+    memory = np.zeros(1 << 12, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    aligned = memory[start : start + 1024]
+
+    class Reusing:
+        """Each batch is the same array, with other contents."""
+
+        def __getitem__(self, item: int) -> Any:
+            aligned[:] = item
+            return aligned
+
+    with Loader(Reusing(), range(6), num_workers=0) as loader:
+        found = list(to_device(loader))
+    assert [array[5].item() for array in found] == list(range(6))
+
+
+def test_slots_are_free_when_the_consumer_has_the_batch():
+    with Loader(Images(), range(4), num_workers=2) as loader:
+        slots = loader._crew.pool().slots
+        assert slots is not None
+        batches = to_device(loader)
+        next(batches)
+        assert eventually(lambda: batches._line.ready.qsize() == 2)
+        assert not slots._leased  # though three batches are there
+        batches.close()
+
+
+# --- the iterator
+
+
+def test_reads_no_further_ahead_than_depth():
+    drawn: list[int] = []
+
+    def source() -> Any:
+        for n in range(9):
+            drawn.append(n)
+            yield np.full(3, n)
+
+    for depth, options in ((2, {}), (1, {"depth": 1}), (4, {"depth": 4})):
+        drawn.clear()
+        with to_device(source(), **options) as batches:
+            assert next(batches).tolist() == [0, 0, 0]
+            ready = batches._line.ready
+            assert eventually(lambda ready=ready, depth=depth: ready.qsize() == depth)
+            assert drawn == list(range(depth + 1))
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        to_device([], depth=0)
+
+
+def test_state_epochs_and_errors():
+    with Loader(Faulty(4, {2: ValueError}), transform=np.float32, num_workers=2) as loader:
+        batches = to_device(loader.epochs(2))
+        epoch, first = next(batches)
+        assert (type(epoch), epoch, first) == (int, 0, 0)
+        assert next(batches) == (0, 1)
+        assert loader.state_dict() == batches.state_dict()
+        assert loader.state_dict()["batches"] == 2
+        with pytest.raises(ValueError, match="item 2 is bad"):
+            next(batches)
+        assert next(batches) == (0, 9)
+        assert next(batches) == (1, 0)
+        assert loader.state_dict()["epoch"] == 1
+        batches.close()
+
+
+def test_what_jax_refuses_is_raised_in_its_place():
+    odd = np.zeros(2, ">f4")  # the other byte order
+    batches = to_device([np.zeros(1), odd, np.ones(1)])
+    next(batches)
+    with pytest.raises(TypeError, match=">f4"):
+        next(batches)
+    assert next(batches).tolist() == [1]
+    assert list(batches) == []
+
+
+def test_padded_batches_of_changing_shape():
+    lengths = [3, 9, 2, 14, 5, 6]
+    sampler = BatchSampler(6, 2)
+    with Loader(
+        Ragged(lengths), sampler, collate_fn=pad_collate(multiple_of=4), num_workers=2
+    ) as loader:
+        found = [(batch.values.shape, batch.lengths.tolist()) for batch in to_device(loader)]
+    assert found == [((2, 12), [3, 9]), ((2, 16), [2, 14]), ((2, 8), [5, 6])]
+
+
+class Ragged:
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones(self.lengths[index], np.float32)
+
+
+def test_workers_do_not_import_jax():
+    with Loader(
+        Echo(), range(4), transform=lambda _: "jax" in __import__("sys").modules, num_workers=2
+    ) as loader:
+        assert list(to_device(loader)) == [False] * 4
+
+
+# --- several devices
+
+DEVICES = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import warnings
+warnings.simplefilter("error")
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from minloader import BatchSampler, Loader, collate
+from minloader.jax import to_device
+
+class Samples:
+    def __getitem__(self, i):
+        return {"x": np.full((32, 33), i, np.float32), "y": np.int32(i), "name": str(i)}
+
+devices = jax.devices()
+assert len(devices) == 4
+mesh = Mesh(np.array(devices), ("data",))
+split = NamedSharding(mesh, PartitionSpec("data"))
+whole = NamedSharding(mesh, PartitionSpec())
+loader = Loader(Samples(), BatchSampler(20, 8), collate_fn=collate, num_workers=2)
+
+# An array is split along its first axis; the last batch, of 4, too.
+sizes = []
+for n, batch in enumerate(to_device(loader, split)):
+    x = batch["x"]
+    assert x.sharding == split and x.committed
+    assert len(x.addressable_shards) == 4
+    for shard in x.addressable_shards:
+        rows = np.arange(8 * n, min(8 * n + 8, 20))[shard.index[0]]
+        assert (np.asarray(shard.data)[:, 0, 0] == rows).all()
+        sizes.append(len(rows))
+    assert batch["name"] == [str(i) for i in range(8 * n, min(8 * n + 8, 20))]
+assert sizes == [2] * 8 + [1] * 4
+
+# A pytree of shardings, a prefix of the batch, which has strings too.
+for batch in to_device(loader, {"x": split, "y": whole, "name": None}):
+    assert batch["x"].sharding == split and batch["y"].sharding == whole
+    assert isinstance(batch["name"], list)
+
+# One of several devices.
+for batch in to_device(loader, devices[2]):
+    assert batch["x"].devices() == {devices[2]} and batch["x"].committed
+
+# The default device of this thread, though another puts; as of now.
+with jax.default_device(devices[3]):
+    batches = to_device(loader)
+for batch in batches:
+    assert batch["x"].devices() == {devices[3]} and not batch["x"].committed
+
+# What cannot be split evenly is an error in its place.
+odd = Loader(Samples(), BatchSampler(11, 4), collate_fn=collate, num_workers=0)
+batches = to_device(odd, split)
+next(batches), next(batches)
+try:
+    next(batches)
+except ValueError as error:
+    assert "should evenly divide" in str(error)
+else:
+    raise AssertionError
+assert list(batches) == []
+loader.close()
+print("done")
+"""
+
+
+def test_several_devices():
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    assert done.stderr == ""
+
+
+def test_a_script_ends_in_the_middle():
+    script = """
+import numpy as np
+from minloader import Loader
+from minloader.jax import to_device
+loader = Loader(lambda n: np.full(1 << 16, n), range(1000), num_workers=2)
+batches = to_device(loader)
+print(next(batches)[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
