@@ -21,13 +21,14 @@ from minloader.slots import open_anonymous
 
 __all__ = ["Board", "Line", "Mark", "attend"]
 
-Mark = Callable[[int, int], None]
-"""Called by a worker with the id of a task and the index of its item, before it begins with it."""
+Mark = Callable[[int, int, float], None]
+"""Called by a worker before it begins with an item: id of the task, index of the item, and the time
+by :func:`time.perf_counter`, which every process of a machine reads alike."""
 
 READY = -1
 """In place of a task's id: the worker has started and waits for its first. Before that it is 0."""
 
-_LINE = struct.Struct("qqq")
+_LINE = struct.Struct("qqd")
 
 # A signal that hardly anybody uses; its default action would end a process.
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
@@ -39,12 +40,12 @@ class Line(NamedTuple):
     Attributes:
         task: id of the task, or READY, or 0.
         place: which of its items.
-        began: when, in ns of the monotonic clock, which all processes share.
+        began: when, by ``time.perf_counter``.
     """
 
     task: int
     place: int
-    began: int
+    began: float
 
 
 class Board:
@@ -105,7 +106,7 @@ def attend(path: str, worker_id: int) -> Mark:
         stacks: Any = open(path, "ab")  # noqa: SIM115  # faulthandler needs it for good
         faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
 
-    def mark(task: int, index: int) -> None:
-        _LINE.pack_into(memory, start, task, index, time.monotonic_ns())
+    def mark(task: int, index: int, now: float) -> None:
+        _LINE.pack_into(memory, start, task, index, now)
 
     return mark

@@ -31,6 +31,8 @@ class _User(Protocol):
 
     @property
     def pools(self) -> list[Pool]: ...
+    @property
+    def in_flight(self) -> int: ...
 
 
 class Crew:
@@ -120,6 +122,15 @@ class Crew:
         if seed != self._seed:
             self._seed = seed
             self._make()
+
+    @property
+    def kind(self) -> str:
+        """Where tasks run: "inline", "process", "thread" or "foreign"."""
+        if self.num_workers == 0:
+            return "inline"
+        if isinstance(self._executor, Executor):
+            return "thread" if is_in_process(self._executor) else "foreign"
+        return str(self._executor)
 
     @property
     def replaced(self) -> int:

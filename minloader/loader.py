@@ -41,12 +41,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
@@ -66,7 +68,7 @@ from minloader.progress import (
     is_stateful,
 )
 from minloader.samplers import BatchSampler, Repeatable, Sampler
-from minloader.stats import Stats
+from minloader.stats import Stats, Tally, Trace
 from minloader.streams import ShardEpoch, StreamEpoch
 from minloader.tasks import Job, Shard, WorkerInfo
 
@@ -124,6 +126,7 @@ class Loader:
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
             between batches (all workers are, together). None: no limit.
+        trace: file to write a timeline to while the loader lives, see :meth:`trace`.
 
     Attributes:
         epoch: number that the next ``iter(loader)`` will have.
@@ -132,6 +135,7 @@ class Loader:
     Raises:
         TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
         ValueError: an argument has an impossible value, or excludes another.
+        OSError: the file for ``trace`` cannot be written.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class Loader:
         on_error: OnError = "raise",
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, 0)
         check_int("prefetch_factor", prefetch_factor, 1)
@@ -230,9 +235,15 @@ class Loader:
             patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
             memory_limit=worker_memory_limit,
             on_error=on_error,
-            stats=Stats(),
+            tally=Tally(),
         )
-        self._end = weakref.finalize(self, self._crew.close)
+        self._end = weakref.finalize(self, _finish, self._crew, self._plan.tally)
+        if trace is not None:
+            try:
+                self._plan.tally.trace = Trace(trace)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_workers(self) -> int:
@@ -257,14 +268,44 @@ class Loader:
 
     @property
     def stats(self) -> Stats:
-        """How it went so far; see :class:`Stats`. A copy, as of now."""
-        slots = [pool.slots.used for pool in self._crew.pools if pool.slots is not None]
-        return replace(
-            self._plan.stats,
+        """Where the time went so far; see :class:`Stats`. A copy, as of now."""
+        crew = self._crew
+        slots = [pool.slots.used for pool in crew.pools if pool.slots is not None]
+        return self._plan.tally.snapshot(
+            executor=crew.kind,
+            num_workers=crew.num_workers,
+            in_flight=sum(epoch.in_flight for epoch in crew.users),
             slots=sum(count for count, _ in slots),
             slot_bytes=sum(size for _, size in slots),
-            replaced=self._crew.replaced,
+            replaced=crew.replaced,
         )
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes a timeline to a file while the ``with`` lasts, in the format of Chrome's tracing.
+
+        Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it: a lane for the consumer, one
+        for the sampler and one for each worker, with what they did when, deaths and what was sent
+        again. Of a task of several quick batches the parts are added up.
+
+        Args:
+            path: file to write; overwritten.
+
+        Raises:
+            OSError: it cannot be.
+            RuntimeError: a trace is being written already, or the loader is closed.
+        """
+        self._check_open()
+        tally = self._plan.tally
+        if tally.trace is not None:
+            raise RuntimeError(
+                f"a trace is being written to {tally.trace.path} already; end that first"
+            )
+        tally.trace = Trace(path)
+        try:
+            yield
+        finally:
+            tally.end_trace()
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -305,6 +346,7 @@ class Loader:
     def _begin(self, before: Any = None) -> Epoch | StreamEpoch:
         """Begins an epoch; ``before`` is one that is not over yet, and shares the workers."""
         self._check_open()
+        begin = time.perf_counter()
         self._crew.tidy()
         resume = self._resume
         epoch: Epoch | StreamEpoch
@@ -316,6 +358,7 @@ class Loader:
         self._crew.users.add(epoch)
         self._resume = None  # not before: a state that was refused is not forgotten
         self.epoch += 1
+        self._plan.tally.began_epoch(begin, working=before is not None)
         return epoch
 
     def _read_sampler(self, resume: dict[str, Any] | None) -> Reader:
@@ -573,7 +616,10 @@ class Epochs:
     def _look_ahead(self, current: Epoch | StreamEpoch) -> None:
         """Has idle workers begin with the next epoch."""
         if self._following is not None:
+            tally = self._loader._plan.tally
+            begin = tally.enter()
             self._following.fill()
+            tally.leave(begin)
         elif self._left != 0 and self._failure is None and current.drawn:
             try:
                 self._following = self._loader._begin(current)
@@ -608,6 +654,11 @@ def _state_of_stream(seed: int, epoch: int, note: Note, batch_size: int | None) 
 def _beginning_of_stream(shards: int) -> Place:
     place = {"batches": 0, "ended": False, "at": 0, "state": None}
     return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(shards)]}}
+
+
+def _finish(crew: Crew, tally: Tally) -> None:
+    crew.close()
+    tally.end_trace()
 
 
 # --- a sampler's state

@@ -258,7 +258,7 @@ class ThreadPool(Pool):
     def _replace_late(self, threads: list[_Thread]) -> None:
         for n, thread in enumerate(threads):
             entry, index, began = thread.entry, thread.index, thread.began
-            late = self._timeout is not None and time.monotonic() - began > self._timeout
+            late = self._timeout is not None and time.perf_counter() - began > self._timeout
             if entry is None or not late or thread.ident is None:
                 continue
             stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident)))
@@ -314,7 +314,7 @@ class _Thread(threading.Thread):
         tasks: where its tasks come from, until there is None.
         entry: what it is working on.
         index: which item of that.
-        began: when it began with that, in seconds of the monotonic clock.
+        began: when it began with that, by ``time.perf_counter``.
         abandoned: whether it was given up.
     """
 
@@ -328,8 +328,8 @@ class _Thread(threading.Thread):
         self.began = 0.0
         self.abandoned = False
 
-    def _mark(self, task: int, index: int) -> None:
-        self.index, self.began = index, time.monotonic()
+    def _mark(self, task: int, index: int, now: float) -> None:
+        self.index, self.began = index, now
 
     def run(self) -> None:
         maker: worker.Worker | None = None
@@ -337,7 +337,7 @@ class _Thread(threading.Thread):
             future, task = entry
             if not future.set_running_or_notify_cancel():
                 continue
-            self._mark(task.id, 0)
+            self._mark(task.id, 0, time.perf_counter())
             self.entry = entry
             try:
                 if maker is None:

@@ -17,7 +17,7 @@ from typing import Any
 from minloader import transport
 from minloader.errors import shown
 from minloader.progress import is_stateful
-from minloader.tasks import END, Job, Shard, WorkerInfo
+from minloader.tasks import END, Job, Laps, Shard, WorkerInfo
 
 __all__ = ["Cursor", "Cursors"]
 
@@ -73,15 +73,15 @@ class Cursor:
         self.ended = len(samples) < (size or 1)
         return samples if samples and (self._job.keep_last or not self.ended) else END
 
-    def fetch(self, _: Any = None) -> Any:
+    def fetch(self, laps: Laps) -> Any:
         """The next batch, or END."""
         samples = self.draw()
         if samples is END:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
         self.info._begin(self._epoch, self._shard.ordinal(self.position - 1), key=(1,))
-        samples = self._job.transformed(samples)
-        return samples[0] if self._job.collate_fn is None else self._job.collate_fn(samples)
+        samples = self._job.transformed(samples, laps)
+        return samples[0] if self._job.collate_fn is None else self._job.collated(samples, laps)
 
     def _open(self) -> Any:
         if hasattr(self.dataset, "set_epoch"):

@@ -242,7 +242,7 @@ class _Executor(ProcessPoolExecutor):
             return
         for worker_id, process in enumerate(self.workers if timeout is not None else ()):
             line = self.board.line(worker_id)
-            late = time.monotonic_ns() - line.began > cast(float, timeout) * 1e9
+            late = time.perf_counter() - line.began > cast(float, timeout)
             if late and line.task in self.unfinished and process.pid not in self.stacks:
                 stack = self.board.stack(process.pid, GRACE)
                 if self.board.line(worker_id) == line and line.task in self.unfinished:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from minloader import transport
-from minloader.epoch import Epoch, Plan, _Pending
+from minloader.epoch import Epoch, Pass, Plan, _Pending
 from minloader.errors import BatchTimeout, WorkerDied
 from minloader.pool import Pool
 from minloader.progress import Bookmark, Note, Place, Reader
@@ -114,9 +115,9 @@ class ShardEpoch(Epoch):
             self._given_up = index
         return super()._failed(task, reply, failure)
 
-    def __next__(self) -> Any:
+    def _take(self) -> Any:
         try:
-            return super().__next__()
+            return super()._take()
         except StopIteration:
             if self._failed_reading:
                 logger.warning(
@@ -165,7 +166,7 @@ def _has_end(future: Future[Reply] | None) -> bool:
     return bool(outcomes) and outcomes[-1] is END
 
 
-class StreamEpoch:
+class StreamEpoch(Pass):
     """Iterator over the batches of one epoch of a stream, of each shard one in turn.
 
     Args:
@@ -211,12 +212,16 @@ class StreamEpoch:
     def __iter__(self) -> StreamEpoch:
         return self
 
-    def __next__(self) -> Any:
+    @property
+    def in_flight(self) -> int:
+        return sum(shard.in_flight for shard in self.shards)
+
+    def _take(self) -> Any:
         while self._round:
             index = 0 if self._plan.in_order else self._first_ready()
             shard = self._round[index]
             try:
-                batch = next(shard)
+                batch = shard._take()
             except StopIteration:
                 del self._round[index]
             except Exception:
@@ -233,12 +238,16 @@ class StreamEpoch:
         self._round.append(self._round.pop(index))
 
     def _first_ready(self) -> int:
-        while True:
-            for index, shard in enumerate(self._round):
-                if shard.ready():
-                    return index
-            futures = [future for shard in self._round for future in shard.waits_for()]
-            wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
+        begin = time.perf_counter()
+        try:
+            while True:
+                for index, shard in enumerate(self._round):
+                    if shard.ready():
+                        return index
+                futures = [future for shard in self._round for future in shard.waits_for()]
+                wait_for(futures, self._plan.patience, return_when=FIRST_COMPLETED)
+        finally:
+            self._plan.tally.opened(begin)
 
     def note(self) -> Note | None:
         """What has been delivered so far; None when the epoch is over."""

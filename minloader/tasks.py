@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,22 @@ from minloader import slots, transport
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["END", "Failure", "Job", "Reply", "Shard", "Task", "WorkerInfo"]
+__all__ = ["END", "Failure", "Job", "Laps", "Reply", "Shard", "Task", "WorkerInfo"]
+
+
+@dataclass(slots=True)
+class Laps:
+    """Seconds that parts of a task took; the rest of it is the dataset's.
+
+    Attributes:
+        transform: in the loader's ``transform``.
+        collate: in its ``collate_fn``.
+        transport: packing batches.
+    """
+
+    transform: float = 0.0
+    collate: float = 0.0
+    transport: float = 0.0
 
 
 @dataclass
@@ -37,14 +53,14 @@ class Job:
     batch_size: int | None = None
     keep_last: bool = True
 
-    def fetch(self, item: Any) -> Any:
+    def fetch(self, item: Any, laps: Laps) -> Any:
         """Makes the batch of one item."""
         if self.collate_fn is None:
             batch = self._get(item)
-            return batch if self.transform is None else self.transform(batch)
+            return batch if self.transform is None else self.transformed([batch], laps)[0]
         if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
-            return [self._collated(shard, self.collate_fn) for shard in item]
-        return self._collated(item, self.collate_fn)
+            return [self._gathered(shard, laps) for shard in item]
+        return self._gathered(item, laps)
 
     def _get(self, item: Any) -> Any:
         # Looked up on the type, as Python itself does: a class can be a callable dataset.
@@ -52,7 +68,7 @@ class Job:
             return self.dataset[item]
         return self.dataset(item)
 
-    def _collated(self, indices: Any, collate_fn: Callable[[list[Any]], Any]) -> Any:
+    def _gathered(self, indices: Any, laps: Laps) -> Any:
         try:
             indices = list(indices)
         except TypeError as error:
@@ -64,10 +80,24 @@ class Job:
             samples = list(self.dataset.__getitems__(indices))
         else:
             samples = [self._get(index) for index in indices]
-        return collate_fn(self.transformed(samples))
+        return self.collated(self.transformed(samples, laps), laps)
 
-    def transformed(self, samples: list[Any]) -> list[Any]:
-        return samples if self.transform is None else [self.transform(each) for each in samples]
+    def transformed(self, samples: list[Any], laps: Laps) -> list[Any]:
+        """Each sample transformed."""
+        if self.transform is None:
+            return samples
+        begin = time.perf_counter()
+        samples = [self.transform(each) for each in samples]
+        laps.transform += time.perf_counter() - begin
+        return samples
+
+    def collated(self, samples: list[Any], laps: Laps) -> Any:
+        """The batch of some samples. Asked for only where there is a ``collate_fn``."""
+        assert self.collate_fn is not None
+        begin = time.perf_counter()
+        batch = self.collate_fn(samples)
+        laps.collate += time.perf_counter() - begin
+        return batch
 
 
 class Shard(NamedTuple):
@@ -134,7 +164,9 @@ class Reply(NamedTuple):
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
             slow is cut short.
+        began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
+        laps: of which what for what.
         size: bytes they have, packed, more or less.
         slot_size: bytes that the slot has now; None if nobody touched it.
         slot_retired: whether the worker still uses memory of it.
@@ -147,7 +179,9 @@ class Reply(NamedTuple):
     pid: int
     packed: bool
     outcomes: list[Any]
+    began: float = 0.0
     seconds: float = 0.0
+    laps: tuple[float, float, float] = (0.0, 0.0, 0.0)
     size: int = 0
     slot_size: int | None = None
     slot_retired: bool = False

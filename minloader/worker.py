@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from minloader import processes, shipping, slots, transport
@@ -23,7 +24,7 @@ from minloader.board import READY, Mark, attend
 from minloader.errors import TransportError
 from minloader.seeds import batch_seed, borrow_globals, seeds
 from minloader.shards import Cursor, Cursors
-from minloader.tasks import END, Failure, Job, Reply, Shard, Task, WorkerInfo
+from minloader.tasks import END, Failure, Job, Laps, Reply, Shard, Task, WorkerInfo
 
 __all__ = ["READING", "Attachment", "Station", "Worker"]
 
@@ -57,12 +58,15 @@ class Worker:
         remote: bool,
         borrow: bool = False,
         packed: bool = False,
-        mark: Mark = lambda task, index: None,
+        mark: Mark = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
         self.info = info  # while a stream is read, its shard's
         self._id = info.id
         self._job = job
+        self._laps = Laps()
+        self._made = 0.0  # when the last batch was ready to be packed
+        self._fetch = partial(job.fetch, laps=self._laps)
         shared = not remote and not borrow
         self._cursors = Cursors(job, info.seed, reload, shared=shared)
         self._remote = remote
@@ -119,14 +123,18 @@ class Worker:
         outcomes: list[Any] = []
         overflowed = 0
         state = None
-        begin = time.perf_counter()
+        laps = self._laps
+        laps.transform = laps.collate = laps.transport = 0.0
+        begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
-                self._mark(task.id, n)
+                self._mark(task.id, n, now)
                 outcomes.append(self._make(task, n, item, writer))
                 overflowed += writer is not None and writer.overflowed
-                seconds = time.perf_counter() - begin
-                if seconds > 2 * CHUNK_SECONDS or outcomes[-1] is END:
+                last, now = now, time.perf_counter()
+                if self._made > last:
+                    laps.transport += now - self._made
+                if now - begin > 2 * CHUNK_SECONDS or outcomes[-1] is END:
                     break
             if task.shard is not None:
                 state = self._end_stream_task(task.shard, outcomes)
@@ -134,12 +142,15 @@ class Worker:
             # Of a chunk in a thread, the rest is to be tried one by one.
             if len(task.items) == 1:
                 raise
-            seconds = time.perf_counter() - begin
+            now = time.perf_counter()
         finally:
             if writer is not None:
                 slots.use(None)
         size = sum(map(transport.size_in_band, outcomes)) if self._remote else 0
-        reply = Reply(self._id, pid, self._remote, outcomes, seconds, size, state=state)
+        spent = laps.transform, laps.collate, laps.transport
+        reply = Reply(self._id, pid, self._remote, outcomes, begin, now - begin, spent, size)
+        if state is not None:
+            reply = reply._replace(state=state)
         if self._job.memory_limit is not None and self._remote:
             reply = reply._replace(memory=processes.private_memory())
         if writer is None:
@@ -160,13 +171,14 @@ class Worker:
         try:
             if task.shard is not None:
                 cursor = self._find_cursor(task, n, task.shard)
-                batch = self._call(cursor.fetch, None, self._batch_seed(task, cursor.begin()))
+                seed = self._batch_seed(task, cursor.begin())
+                batch = self._call(cursor.fetch, self._laps, seed)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 if self._packed:
                     item = transport.unpack(item)
                 seed = self._batch_seed(task, task.ordinal + n)
-                batch = self._call(self._job.fetch, item, seed)
+                batch = self._call(self._fetch, item, seed)
         except BaseException as error:
             # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
             # the executor would try to pickle it.
@@ -178,6 +190,7 @@ class Worker:
         if not self._remote or batch is END:
             return batch
         self._end_fork()
+        self._made = time.perf_counter()
         try:
             if writer is None:
                 return transport.pack(batch, down=False)
@@ -207,7 +220,7 @@ class Worker:
             return cursor
         samples = None
         while cursor.position < index and not cursor.ended:
-            self._mark(task.id, n)  # the time that each may take begins
+            self._mark(task.id, n, time.perf_counter())  # the time that each may take begins
             try:
                 samples = self._call(cursor.draw, None, self._batch_seed(task, cursor.begin()))
             except BaseException as error:
@@ -222,7 +235,7 @@ class Worker:
                 "when it was read before; it must give the same samples each time, for the same "
                 "epoch, shard and seed"
             )
-        self._mark(task.id, n)
+        self._mark(task.id, n, time.perf_counter())
         return cursor
 
     def _end_stream_task(self, shard: Shard, outcomes: list[Any]) -> bytes | None:
@@ -342,7 +355,7 @@ def start(station: Station, index: int) -> None:
         mark = attend(station.board, index)
         info = WorkerInfo(worker_id, station.num_workers, pid, station.seed)
         _process_worker = Worker(job, info, remote=True, mark=mark, reload=station.load_dataset)
-        mark(READY, 0)
+        mark(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"

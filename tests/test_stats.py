@@ -1,0 +1,478 @@
+"""Where the time went: counters, the verdict on set-ups slow in one place, the timeline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minloader import SKIP, Loader
+from minloader.stats import Event, Stats, processors
+from tests.conftest import eventually
+from tests.helpers import Squares
+
+SLOW = 0.01
+"""Seconds that the slow part of a set-up takes for each batch; all else takes far less."""
+
+
+def sleepy(value):
+    time.sleep(SLOW)
+    return value
+
+
+class Sleepy:
+    """Takes its time for each sample."""
+
+    def __init__(self, n=40, seconds=SLOW):
+        self.n, self.seconds = n, seconds
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return index
+
+
+class Uneven(Sleepy):
+    """Every 16th takes long."""
+
+    def __getitem__(self, index):
+        time.sleep(0.06 if index % 16 == 0 else 0.001)
+        return index
+
+
+class Quick(Sleepy):
+    def __getitem__(self, index):
+        return index
+
+
+class SlowToPack:
+    def __reduce__(self):
+        time.sleep(SLOW)
+        return str, ("packed",)
+
+
+class SlowToUnpack:
+    def __reduce__(self):
+        return sleepy, ("unpacked",)
+
+
+def pack_slowly(index):
+    return SlowToPack()
+
+
+def unpack_slowly(index):
+    return SlowToUnpack()
+
+
+def large(index):
+    return np.full(2_000_000, index, np.uint8)
+
+
+def start_slowly(info):
+    time.sleep(0.5)
+
+
+def slow_items(n):
+    for index in range(n):
+        time.sleep(SLOW)
+        yield index
+
+
+def run(loader, step=0.0):
+    """One epoch of a consumer that takes so many seconds a batch."""
+    for _ in loader:
+        if step:
+            time.sleep(step)
+    return loader.stats
+
+
+# --- counters
+
+
+def test_what_is_counted(make):
+    with make(Squares(20), batch_size=3, on_error="skip") as loader:
+        for _ in range(2):
+            for _ in loader:
+                time.sleep(0.001)
+        stats = loader.stats
+    assert stats.batches == 14
+    assert stats.skipped == stats.retries == stats.replaced == stats.overflowed == 0
+    assert stats.consumer >= 14 * 0.001
+    assert 0 < stats.startup <= stats.wait
+    assert stats.seconds == stats.wait + stats.consumer
+    for part in (stats.sampler, stats.dataset, stats.collate, stats.unpacking):
+        assert part > 0
+    assert stats.transform == 0
+    assert (stats.bytes > 0) == ("process" in make.name)
+    assert all(0 < share <= 1 for share in stats.busy.values())
+    assert stats.in_flight == 0
+    workers = {"inline": 1, "thread": 3, "process-1": 1, "process-3": 3}.get(make.name, 2)
+    assert 1 <= len(stats.busy) <= workers
+    kinds = {"inline": "inline", "foreign-process": "foreign"}
+    assert stats.executor == kinds.get(make.name, "thread" if "thread" in make.name else "process")
+
+
+def test_the_parts_add_up(make):
+    """What a worker spends on transform and collate is not the dataset's."""
+
+    def slow_transform(value):
+        time.sleep(2 * SLOW)
+        return value
+
+    def slow_collate(values):
+        time.sleep(3 * SLOW)
+        return values
+
+    with make(Sleepy(6), [[0], [1], [2]], transform=slow_transform, collate_fn=slow_collate) as it:
+        stats = run(it)
+    assert stats.dataset >= 3 * SLOW
+    assert stats.transform >= 3 * 2 * SLOW
+    assert stats.collate >= 3 * 3 * SLOW
+    assert stats.slowest >= 6 * SLOW
+    assert stats.dataset < stats.transform < stats.collate
+
+
+def test_streams_are_counted():
+    class Stream:
+        def __iter__(self):
+            return (sleepy(n) for n in range(4))
+
+    for options in ({"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}):
+        with Loader(Stream(), batch_size=2, transform=sleepy, **options) as loader:
+            stats = run(loader)
+        shards = max(1, options["num_workers"])
+        assert stats.batches == 2 * shards
+        assert stats.dataset >= 4 * shards * SLOW
+        assert stats.transform >= 4 * shards * SLOW
+        assert stats.unpacking < stats.wait / 2
+
+
+def test_every_moment_of_the_loop_is_waiting_or_the_consumers_own(make):
+    """Within 2 % of the wall clock; what a busy machine does in between may take three tries."""
+    with make(Sleepy(30, 0.002), range(30)) as loader:
+
+        def missing():
+            before = loader.stats.seconds
+            begin = time.perf_counter()
+            for epoch, _ in loader.epochs(2):
+                assert epoch >= 0
+                time.sleep(0.001)
+            wall = time.perf_counter() - begin
+            return 1 - (loader.stats.seconds - before) / wall
+
+        shares = [missing() for _ in range(3)]
+    assert 0 <= min(shares) < 0.02
+    assert min(shares) >= 0  # no moment is counted twice
+
+
+def test_what_is_between_epochs_is_nobodys(make):
+    with make(Squares(4), range(4)) as loader:
+        for _ in loader:
+            break
+        time.sleep(0.2)
+        assert len(list(loader)) == 4
+        time.sleep(0.2)
+        list(loader)
+        assert loader.stats.consumer < 0.2
+
+
+def test_failures_are_counted(make):
+    def fail(index):
+        if index % 2:
+            raise ValueError(index)
+        return index
+
+    with make(fail, range(10), on_error=lambda error: SKIP) as loader:
+        assert list(loader) == [0, 2, 4, 6, 8]
+        stats = loader.stats
+    assert (stats.batches, stats.skipped) == (5, 5)
+    failed = [event for event in stats.events if event.name == "failed"]
+    assert [event.args["batch"] for event in failed] == [1, 3, 5, 7, 9]
+    assert failed[0].args["error"] == "ValueError: 1"
+
+
+def test_tasks_in_flight():
+    with Loader(Sleepy(), range(40), num_workers=2, prefetch_factor=3) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert loader.stats.in_flight == 6
+        del iterator
+        assert loader.stats.in_flight == 0
+
+
+# --- the verdict
+
+SETUPS = {
+    # name: what the loader is made of, seconds a batch of the consumer, what is to be said
+    "dataset": ((Sleepy(),), {"num_workers": 2}, 0, ["both workers were busy", "the dataset"]),
+    "transform": (
+        (Quick(),),
+        {"num_workers": 2, "transform": sleepy},
+        0,
+        ["both workers were busy", "with transform"],
+    ),
+    "collate": (
+        (Quick(), [[n] for n in range(40)]),
+        {"num_workers": 2, "collate_fn": sleepy},
+        0,
+        ["both workers were busy", "with collate_fn"],
+    ),
+    "packing": (
+        (pack_slowly, range(40)),
+        {"num_workers": 2},
+        0,
+        ["packing batches", "minloader.empty"],
+    ),
+    "unpacking": (
+        (unpack_slowly, range(40)),
+        {"num_workers": 2},
+        0,
+        ["unpickling a batch takes", "return arrays"],
+    ),
+    "threads": (
+        (Sleepy(),),
+        {"num_workers": 2, "executor": "thread"},
+        0,
+        ["the dataset", "executor='process'"],
+    ),
+    "one": ((Sleepy(),), {"num_workers": 1}, 0, ["the worker was busy"]),
+    "sampler": (
+        (Quick(), slow_items(40)),
+        {"num_workers": 2},
+        0,
+        ["the sampler takes 1", "ms a batch and is the limit", "workers idle"],
+    ),
+    "sampler-inline": (
+        (Quick(), slow_items(40)),
+        {"num_workers": 0},
+        0,
+        ["the sampler takes 1", "is the limit"],
+    ),
+    "consumer": (
+        (Sleepy(seconds=0.001),),
+        {"num_workers": 3},
+        SLOW,
+        ["its own work is the limit", "workers were idle", "num_workers=1 would do"],
+    ),
+    "inline": ((Sleepy(),), {"num_workers": 0}, 0, ["for the dataset", "num_workers=1 or more"]),
+    "inline-consumer": ((Quick(),), {"num_workers": 0}, SLOW, ["its own work is the limit"]),
+    "pipe": (
+        (large, range(60)),
+        {"num_workers": 2, "shared_memory": 100_000},
+        0,
+        ["shared_memory would help", "pipe"],
+    ),
+    "uneven": (
+        (Uneven(64),),
+        {"num_workers": 2},
+        0.002,
+        ["some batches are slow", "prefetch_factor", "in_order=False"],
+    ),
+    "tiny": (
+        (Quick(30_000),),
+        {"num_workers": 2},
+        0,
+        ["a batch takes", "µs", "larger batches", "batch_size"],
+    ),
+    "start": (
+        (Quick(20),),
+        {"num_workers": 2, "worker_init_fn": start_slowly},
+        0,
+        ["the first batch took", "loader.start()"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_verdict_names_the_bottleneck(name):
+    args, options, step, said = SETUPS[name]
+    with Loader(*args, **options) as loader:
+        stats = run(loader, step)
+        if name != "start" and not name.startswith("sampler"):
+            stats = run(loader, step)
+    for part in said:
+        assert part in stats.verdict, str(stats)
+    assert stats.verdict in str(stats)
+
+
+def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
+    busy = Stats(batches=100, wait=1.0, dataset=1.96, num_workers=2)
+    monkeypatch.setattr("minloader.stats.processors", lambda: 8)
+    assert busy.verdict == (
+        "the consumer waited 100 % of the time; both workers were busy 98 %, 100 % of that with "
+        "the dataset: more workers would help (num_workers)"
+    )
+    monkeypatch.setattr("minloader.stats.processors", lambda: 2)
+    assert "only 2 processors" in busy.verdict
+    assert processors() >= 1
+
+
+def test_nothing_delivered_nothing_to_say(make):
+    with make(Squares()) as loader:
+        assert loader.stats.verdict == "no batch has been delivered yet"
+        assert str(loader.stats)
+        assert loader.stats.events == ()
+
+
+def test_the_table(make):
+    with make(Squares(20)) as loader:
+        stats = run(loader)
+    table = str(stats)
+    for name in ("batches", "consumer waited", "sampler", "dataset", "collate", "transport"):
+        assert f"\n{name} " in table
+    assert "busy " in table
+    assert max(map(len, table.splitlines()[1:])) <= 100
+
+
+# --- the timeline
+
+
+def check_lanes(events: list[Event]) -> None:
+    """In each lane but the consumer's (whose waits have the draws in them), one after another."""
+    lanes: dict[str, list[Event]] = {}
+    for event in events:
+        if event.name == "task" or event.lane == "sampler":
+            lanes.setdefault(event.lane, []).append(event)
+    for lane in lanes.values():
+        for before, after in itertools.pairwise(sorted(lane, key=lambda event: event.start)):
+            assert before.start + before.seconds <= after.start + 1e-6
+
+
+def test_the_timeline_has_all_that_was_done(make):
+    begin = time.perf_counter()
+    with make(Sleepy(9), batch_size=3, transform=sleepy) as loader:
+        stats = run(loader)
+    end = time.perf_counter()
+    events = stats.events
+    check_lanes(events)
+    assert all(begin <= each.start <= each.start + each.seconds <= end for each in events)
+    tasks = [event for event in events if event.name == "task"]
+    assert sorted(task.args["batch"] for task in tasks) == [0, 1, 2]
+    assert {task.args["epoch"] for task in tasks} == {0}
+    assert {event.lane for event in tasks} <= {
+        *("worker 0", "worker 1", "worker 2"),
+        *(name for name in stats.busy if name.startswith("process ")),
+    }
+    for part in ("dataset", "transform", "collate"):
+        assert len([event for event in events if event.name == part]) == 3
+    draws = sum(event.args["count"] for event in events if event.name == "draw")
+    assert draws == 3
+    waits = sum(event.seconds for event in events if event.name == "wait")
+    assert waits == pytest.approx(stats.wait - stats.unpacking)
+
+
+def read_trace(path):
+    entries = json.loads(Path(path).read_text())
+    lanes = {each["tid"]: each["args"]["name"] for each in entries if each["name"] == "thread_name"}
+    return [each | {"lane": lanes[each["tid"]]} for each in entries if each["ph"] != "M"]
+
+
+def test_a_trace_is_what_chrome_reads(make, tmp_path):
+    path = tmp_path / "run.json"
+    with make(Sleepy(8, 0.001), trace=path) as loader:
+        list(loader)
+        events = loader.stats.events
+    entries = read_trace(path)
+    assert [entry["name"] for entry in entries] == [event.name for event in events]
+    assert {entry["lane"] for entry in entries} == {event.lane for event in events}
+    for entry, event in zip(entries, events, strict=True):
+        assert entry["ts"] == pytest.approx(event.start * 1e6)
+        if event.seconds:
+            assert (entry["ph"], entry["dur"]) == ("X", pytest.approx(event.seconds * 1e6))
+
+
+def test_a_trace_of_a_part(tmp_path):
+    with Loader(Squares(6), num_workers=2) as loader:
+        list(loader)
+        with loader.trace(tmp_path / "part.json"):
+            list(loader)
+            with pytest.raises(RuntimeError, match=r"part\.json already"):
+                loader.trace(tmp_path / "other.json").__enter__()
+        list(loader)
+        with pytest.raises(ZeroDivisionError), loader.trace(tmp_path / "failed.json"):
+            1 / 0  # noqa: B018
+    tasks = [e for e in read_trace(tmp_path / "part.json") if e["name"] == "task"]
+    assert {task["args"]["epoch"] for task in tasks} == {1}
+    assert sum(task["args"]["count"] for task in tasks) == 6
+    assert read_trace(tmp_path / "failed.json") == []
+    assert not (tmp_path / "other.json").exists()
+    with pytest.raises(RuntimeError, match="closed"), loader.trace(tmp_path / "late.json"):
+        pass
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Loader(Squares(), trace=tmp_path / "nowhere" / "run.json")
+    with Loader(Squares()) as loader, pytest.raises(IsADirectoryError), loader.trace(tmp_path):
+        pass
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
+    with (
+        caplog.at_level(logging.WARNING, "minloader"),
+        Loader(Squares(6), num_workers=2, trace="/dev/full") as loader,
+    ):
+        assert list(loader) == [0, 1, 4, 9, 16, 25]
+    assert "the trace /dev/full ends here" in caplog.text
+
+
+def test_a_killed_program_leaves_a_trace_up_to_then(tmp_path):
+    script = """
+import os, sys
+from minloader import Loader
+with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
+    for n in loader:
+        if n == 5:
+            os.kill(os.getpid(), 9)
+"""
+    path = tmp_path / "run.json"
+    subprocess.run([sys.executable, "-c", script, path], timeout=60)
+    path.write_text(path.read_text() + "]")
+    assert {entry["name"] for entry in read_trace(path)} >= {"wait", "draw", "task"}
+
+
+def test_a_fork_writes_nothing_into_the_trace(tmp_path):
+    path = tmp_path / "run.json"
+    with Loader(Squares(3), num_workers=0, trace=path) as loader:
+        list(loader)
+        pid = os.fork()
+        if pid == 0:
+            list(loader)
+            loader.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        list(loader)
+    epochs = [e["args"]["epoch"] for e in read_trace(path) if e["name"] == "task"]
+    assert epochs == [0, 0, 0, 1, 1, 1]
+
+
+def die_once(path, n):
+    if n == 3 and not os.path.exists(path):
+        Path(path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return n
+
+
+def test_deaths_and_what_is_sent_again_are_in_the_timeline(tmp_path):
+    marker = str(tmp_path / "died")
+    with Loader(lambda n: die_once(marker, n), range(8), num_workers=2) as loader:
+        assert list(loader) == list(range(8))
+        stats = loader.stats
+    died = [event for event in stats.events if event.name == "died"]
+    assert [(event.args["batch"], event.lane[:7]) for event in died] == [(3, "worker ")]
+    assert "signal 9" in died[0].args["cause"] or "SIGKILL" in died[0].args["cause"]
+    again = [event.args["batch"] for event in stats.events if event.name == "again"]
+    assert 3 in again
+    assert stats.retries == 1
+    assert eventually(lambda: loader.stats.replaced == 1)
