@@ -76,11 +76,11 @@ def loss_of(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 @jax.jit
 def train_step(
-    params: Params, speed: Params, images: jax.Array, labels: jax.Array
+    params: Params, speed: Params, rate: float, images: jax.Array, labels: jax.Array
 ) -> tuple[Params, Params, jax.Array]:
     """One step of gradient descent with momentum."""
     loss, slope = jax.value_and_grad(loss_of)(params, images, labels)
-    speed = jax.tree.map(lambda v, g: MOMENTUM * v - RATE * g, speed, slope)
+    speed = jax.tree.map(lambda v, g: MOMENTUM * v - rate * g, speed, slope)
     return jax.tree.map(jnp.add, params, speed), speed, loss
 
 
@@ -110,7 +110,8 @@ with Loader(
 ) as loader:
     steps = len(loader)  # of an epoch
     for epoch, (shifted, digits) in to_device(loader.epochs(args.epochs)):
-        params, speed, loss = train_step(params, speed, shifted, digits)
+        rate = RATE * (1 - len(losses) / (args.epochs * steps))
+        params, speed, loss = train_step(params, speed, rate, shifted, digits)
         losses.append(loss)
         if len(losses) % (5 * steps) == 0:  # rarely: to look at a loss is to wait for the step
             print(f"epoch {epoch:>2}: loss {np.mean(losses[-steps:]):.6f}")

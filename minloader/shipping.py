@@ -7,6 +7,8 @@ and are mapped copy-on-write: processes share the pages until one writes to its 
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import io
 import mmap
 import os
@@ -17,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from minloader.slots import ALIGN, LARGE, open_anonymous
-from minloader.transport import Pickler
+from minloader.transport import Pickler, is_plain_tensor
 
-__all__ = ["Cargo", "Shipment"]
+__all__ = ["Cargo", "Shipment", "fingerprint"]
 
 
 class _ShipPickler(Pickler):
@@ -30,6 +32,7 @@ class _ShipPickler(Pickler):
         self.buffers: list[memoryview] = []
         self.blobs: list[bytes] = []
         self._blob_index: dict[int, int] = {}
+        self._storages: dict[tuple[int, int], Any] = {}
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
@@ -50,7 +53,34 @@ class _ShipPickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
             return _reduce_array(obj)
+        if _is_tensor(obj):
+            return self._reduce_tensor(obj)
         return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        """A tensor as a view of its memory, which is shipped once for all that are views of it.
+
+        Torch's own way is a copy for each, and in the stream.
+        """
+        torch: Any = sys.modules["torch"]
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        if place not in self._storages:
+            self._storages[place] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _load_tensor, (self._storages[place], tensor.dtype, *shape)
+
+
+def _is_tensor(obj: Any) -> bool:
+    return (
+        type(obj).__module__ == "torch" and type(obj).__name__ == "Tensor" and is_plain_tensor(obj)
+    )
+
+
+def _load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
+    torch = importlib.import_module("torch")
+    storage = torch.from_numpy(memory).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 def _reduce_array(array: Any) -> Any:
@@ -235,3 +265,75 @@ def _write(obj: Any, file: io.BufferedWriter) -> int:
     index = file.tell()
     pickle.dump((spans, blobs), file, protocol=5)
     return index
+
+
+# --- whether it has changed since
+
+
+class _HashFile:
+    """A file of which the hash is kept."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(data)
+
+
+class _Fingerprinter(Pickler):
+    """Hashes what shipping would write, but of what is large only where it is."""
+
+    def __init__(self, file: _HashFile) -> None:
+        super().__init__(file, down=True, buffer_callback=self._keep)
+        self._file = file
+        self.kept: list[Any] = []  # such that no other thing can be in its place
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        import numpy as np
+
+        view = buffer.raw()
+        if view.nbytes < LARGE:
+            return True
+        array = np.frombuffer(view, np.uint8)
+        self.kept.append(buffer)
+        self._file.write(b"%d %d" % (array.__array_interface__["data"][0], array.nbytes))
+        return False
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not bytes or len(obj) < LARGE:
+            return None
+        self.kept.append(obj)
+        return id(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
+            if obj.nbytes < LARGE or obj.dtype.hasobject:
+                return NotImplemented
+            address = obj.__array_interface__["data"][0]
+            return self._place(obj, address, obj.shape, obj.strides, obj.dtype.str)
+        if _is_tensor(obj):
+            # Torch counts the changes in place.
+            version = None if obj.is_inference() else obj._version
+            return self._place(obj, obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, version)
+        return super().reducer_override(obj)
+
+    def _place(self, obj: Any, *place: Any) -> Any:
+        self.kept.append(obj)
+        return str, (repr(place),)
+
+
+def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
+    """What changes when an object does, but for the contents of large arrays that stay where they
+    are; it takes as long as to pickle all else.
+
+    Returns:
+        The fingerprint, and what must be kept alive for as long as it is to be compared.
+
+    Raises:
+        Exception: whatever pickling raised.
+    """
+    file = _HashFile()
+    pickler = _Fingerprinter(file)
+    pickler.dump(obj)
+    return file.hash.digest(), pickler.kept

@@ -30,6 +30,7 @@ __all__ = [
     "Parcel",
     "Pickler",
     "find_culprit",
+    "is_plain_tensor",
     "pack",
     "pack_batch",
     "pack_error",
@@ -238,18 +239,23 @@ def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-def _reduce_tensor(tensor: Any) -> Any:
-    """A tensor as an array. Torch's own way would write it into the stream as a file."""
-    torch = sys.modules["torch"]
-    if (
+def is_plain_tensor(tensor: Any) -> bool:
+    """Whether a tensor is nothing but numbers in this machine's memory."""
+    return not (
         tensor.device.type != "cpu"
-        or tensor.layout != torch.strided
+        or tensor.layout != sys.modules["torch"].strided
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
         or tensor.requires_grad
         or tensor.__dict__
-    ):
+    )
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """A tensor as an array. Torch's own way would write it into the stream as a file."""
+    torch = sys.modules["torch"]
+    if not is_plain_tensor(tensor):
         return tensor.__reduce_ex__(5)
     if tensor.dtype in (torch.bfloat16,):  # numpy has none
         return _tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
