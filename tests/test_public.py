@@ -41,6 +41,7 @@ ORDER = [
     "testing",
 ]
 
+
 def imports_of(path: Path) -> set[str]:
     """The rooms a module imports, at any depth of its code."""
     found = set()

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
-from minloader.report import Bar, Event, Part, page, table_html
+from minloader.report import Bar, Event, Part, page
 
 STAGES = ("dataset", "transform", "collate", "transport")
 
