@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from minloader.torch import DataLoader
 
-STEPS = 400
+STEPS = 300
 EVERY = 25  # steps between two checkpoints
 
 
@@ -80,7 +80,9 @@ def train(checkpoints: Path, workers: int, kill_at: int = 0) -> str:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.01, total_iters=STEPS)
-    loader: DataLoader[list[Tensor]] = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=workers)
+    loader: DataLoader[list[Tensor]] = DataLoader(
+        dataset, batch_size=64, shuffle=True, num_workers=workers
+    )
 
     step = 0
     if checkpoints.exists():
@@ -121,7 +123,7 @@ def train(checkpoints: Path, workers: int, kill_at: int = 0) -> str:
     digest = hashlib.sha256(weights).hexdigest()[:16]
     if accuracy < 0.95:
         raise SystemExit(f"the accuracy should be at least 95%, not {accuracy:.1%}")
-    return f"step {step}, loss {loss.item():.6f}, test accuracy {accuracy:.1%}, weights {digest}"
+    return f"step {step}, test accuracy {accuracy:.1%}, weights {digest}"
 
 
 def save(checkpoint: object, path: Path) -> None:
