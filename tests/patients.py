@@ -88,16 +88,18 @@ class Computing(Unlike):
 
 
 class Failing(Healthy):
-    """Opens files, until there are no more to open."""
+    """Opens files, until there are no more to open, after 0.8 s."""
 
     def __init__(self) -> None:
-        super().__init__(10_000)
+        super().__init__(100_000)
         self.kept: list[int] = []
+        self.begun = 0.0
 
     def __getitem__(self, index: int) -> int:
+        self.begun = self.begun or time.monotonic()
         self.kept.append(os.open(os.devnull, os.O_RDONLY))
         time.sleep(0.002)
-        if index == 200:
+        if time.monotonic() > self.begun + 0.8:
             raise OSError("no more")
         return index
 

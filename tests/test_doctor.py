@@ -74,9 +74,13 @@ def quick(make_loader: Callable[..., Any], **options: Any) -> Report:
     return examine(make_loader, **({"workers": [1, 2], "prefetch": [2], "seconds": 0.5} | options))
 
 
-def is_serialized(report: Report) -> bool:
-    """Or in part, since the first trial may have had less of the machine."""
-    return report.serialized.answer in ("yes", "in part")
+def serialized(make_loader: Callable[..., Any], cause: str, **options: Any) -> Report:
+    """Examines a loader that is; again where other programs had the machine meanwhile."""
+    for _ in range(4):
+        report = quick(make_loader, **options)
+        if report.serialized.answer in ("yes", "in part") and cause in report.serialized.text:
+            return report
+    pytest.fail(f"{report}\ndoes not say {cause!r}")
 
 
 def is_leaking(report: Report) -> bool:
@@ -140,9 +144,11 @@ def test_all_that_a_dataset_may_keep():
 
 
 def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
-    report = quick(lambda: Loader(lambda index: time.perf_counter(), patients.Keeping()), seconds=1)
-    assert is_serialized(report)
-    assert "the sampler is the limit" in report.serialized.text
+    report = serialized(
+        lambda: Loader(lambda index: time.perf_counter(), patients.Keeping()),
+        "the sampler is the limit",
+        seconds=1,
+    )
     assert report.bottleneck == ""
     assert "this process grew by" in report.leaking.text
     assert "worker 0" not in report.leaking.text
@@ -159,32 +165,27 @@ def test_a_cache_is_no_leak():
 
 
 def test_workers_that_wait_for_each_other():
-    report = quick(lambda: Loader(patients.Locked()))
-    assert is_serialized(report)
-    assert "a lock that they share" in report.serialized.text
+    serialized(lambda: Loader(patients.Locked()), "a lock that they share")
 
 
 def test_threads_and_one_processor():
-    report = quick(lambda: Loader(patients.Computing(), executor="thread"))
-    assert is_serialized(report)
-    assert "interpreter's lock" in report.serialized.text
+    def threads() -> Loader:
+        return Loader(patients.Computing(), executor="thread")
+
+    report = serialized(threads, "interpreter's lock")
     assert all(row.memory is None for row in report.rows)
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        report = quick(lambda: Loader(patients.Computing()))
+        serialized(lambda: Loader(patients.Computing()), "there is one processor")
     finally:
         os.sched_setaffinity(0, before)
-    assert is_serialized(report)
-    assert "there is one processor" in report.serialized.text
 
 
 def test_a_stream_has_its_shards():
     report = quick(lambda num_workers: Loader(patients.Stream(), num_workers=num_workers))
     assert report.serialized.answer != "yes"
-    report = quick(lambda: Loader(patients.Stream()))
-    assert is_serialized(report)
-    assert "num_workers was 1 when" in report.serialized.text
+    serialized(lambda: Loader(patients.Stream()), "num_workers was 1 when")
 
 
 # --- settings
@@ -228,7 +229,7 @@ def test_one_epoch_and_an_executor_of_ones_own():
 
 def test_what_grew_is_told_with_an_error():
     with pytest.raises(OSError, match="no more") as caught:
-        quick(lambda: Loader(patients.Failing()), workers=[1], seconds=0.6)
+        quick(lambda: Loader(patients.Failing()), workers=[1], seconds=1)
     assert any("until then worker 0 had" in note for note in caught.value.__notes__)
 
 
