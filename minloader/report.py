@@ -402,16 +402,18 @@ def _timeline(events: Iterable[Event], origin: float | None) -> str:
     names = "".join(f'<div title="{_escape(n)}">{_escape(n)}</div>' for n in lanes)
     kinds = {_class(e.name) for lane in lanes.values() for e in lane if not _is_instant(e)}
     kinds |= {"own"} if "wait" in kinds else set()
-    kinds = kinds - {"wait"} | {"idle"}
+    kinds -= {"wait", "task"} if "dataset" in kinds else {"wait"}  # it covers the task below
+    kinds |= {"idle"}
     keys = "".join(
         f'<li><i class="key {kind}"></i>{"waiting" if kind == "idle" else WORDS[kind]}</li>'
         for kind in WORDS
         if kind in kinds
     )
+    start = "the first event kept" if origin is None else "the start"
     reach = f"{'The last' if axis.cut else 'All'} {_duration(axis.seconds)}"
     return (
         f'<p class="dim">{reach}, the newest at the right: scroll for the rest. The clock'
-        " counts from the start; the number above a span is its first batch.</p>\n"
+        f" counts from {start}; the number above a span is its first batch.</p>\n"
         f'<ul class="keys">{keys}</ul>\n'
         '<p class="zoom" hidden><button type="button">\u2212</button>'
         '<button type="button">+</button><button type="button">all</button></p>\n'
