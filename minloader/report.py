@@ -581,11 +581,11 @@ for (const scroll of document.querySelectorAll(".scroll")) {
   const svg = scroll.querySelector("svg"), base = +svg.dataset.width;
   const buttons = scroll.parentNode.previousElementSibling;
   const ticks = [...svg.querySelectorAll(".tick")];
-  let zoom = 1;
+  const all = () => scroll.clientWidth / base;
+  let zoom = Math.max(1, all());
   function set(wanted, at) {
-    const all = scroll.clientWidth / base;
     const point = (scroll.scrollLeft + at) / svg.clientWidth;
-    zoom = Math.min(8, Math.max(wanted, Math.min(all, 1)));
+    zoom = Math.min(8, Math.max(wanted, all()));
     svg.style.width = base * zoom + "px";
     svg.classList.toggle("far", zoom < 0.9);
     const apart = svg.clientWidth / base;
