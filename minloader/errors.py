@@ -27,7 +27,7 @@ SKIP: Final = _Skip()
 """What an ``on_error`` callable returns to leave the failed batch out."""
 
 
-class MinloaderError(Exception):
+class MinloaderError(RuntimeError):
     """Base of the errors that minloader itself defines."""
 
 

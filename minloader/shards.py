@@ -143,7 +143,8 @@ class Cursors:
     def _drop(self, key: tuple[int, int]) -> None:
         """Forgets a cursor; its dataset is read by another one, if that can be."""
         dataset = self._cursors.pop(key).dataset
-        if _is_iterator(dataset) or (is_stateful(dataset) and self._reload is not None):
+        once = is_stateful(dataset) or getattr(dataset, "read_once", False)
+        if _is_iterator(dataset) or (once and self._reload is not None):
             return
         self._idle.append(self._put_back(dataset))
 

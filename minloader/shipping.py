@@ -7,19 +7,23 @@ and are mapped copy-on-write: processes share the pages until one writes to its 
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import io
 import mmap
 import os
 import pickle
+import secrets
+import stat
 import struct
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from minloader.slots import ALIGN, LARGE, open_anonymous
-from minloader.transport import Pickler
+from minloader.transport import Pickler, is_plain_tensor
 
-__all__ = ["Cargo", "Shipment"]
+__all__ = ["Cargo", "Shipment", "fingerprint"]
 
 
 class _ShipPickler(Pickler):
@@ -30,6 +34,7 @@ class _ShipPickler(Pickler):
         self.buffers: list[memoryview] = []
         self.blobs: list[bytes] = []
         self._blob_index: dict[int, int] = {}
+        self._storages: dict[tuple[int, int], Any] = {}
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
@@ -50,7 +55,34 @@ class _ShipPickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
             return _reduce_array(obj)
+        if _is_tensor(obj):
+            return self._reduce_tensor(obj)
         return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        """A tensor as a view of its memory, which is shipped once for all that are views of it.
+
+        Torch's own way is a copy for each, and in the stream.
+        """
+        torch: Any = sys.modules["torch"]
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        if place not in self._storages:
+            self._storages[place] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _load_tensor, (self._storages[place], tensor.dtype, *shape)
+
+
+def _is_tensor(obj: Any) -> bool:
+    return (
+        type(obj).__module__ == "torch" and type(obj).__name__ == "Tensor" and is_plain_tensor(obj)
+    )
+
+
+def _load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
+    torch = importlib.import_module("torch")
+    storage = torch.from_numpy(memory).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 def _reduce_array(array: Any) -> Any:
@@ -123,19 +155,25 @@ class Cargo:
         inode: of that file: paths under ``/proc`` are used again for other files.
         index: offset in bytes of the table that says where the buffers lie.
         named: whether the file has a name, which somebody must unlink.
+        size: bytes of the file.
+        token: what it ends with, and nobody can guess: the proof that a file is this one, and
+            that whoever asks for it elsewhere (``depot.py``) was sent by its owner.
     """
 
     path: str
     inode: int
     index: int
     named: bool
+    size: int
+    token: bytes
 
     def exists(self) -> bool:
         """Whether the shipment is still there."""
         try:
-            return os.stat(self.path).st_ino == self.inode
+            status = os.stat(self.path)
         except OSError:
             return False
+        return status.st_ino == self.inode and stat.S_ISREG(status.st_mode)
 
     def load(self, *, forever: bool) -> Any:
         """Maps and unpickles the object.
@@ -145,15 +183,31 @@ class Cargo:
                 can bytes objects be mapped rather than copied.
 
         Raises:
-            FileNotFoundError: the shipment is gone, or the process is on another machine.
+            OSError: the shipment is gone, or the process is on another machine.
         """
+        return self.unpickle(self.map(), forever=forever)
+
+    def map(self) -> mmap.mmap:
+        """Its file, copy-on-write. On another machine the path may be that of any other file.
+
+        Raises:
+            OSError: it is not here.
+        """
+        if not self.exists():  # not to be opened then: it may be a pipe, or a device
+            raise FileNotFoundError(f"{self.path} is gone, or now holds something else")
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            if os.fstat(fd).st_ino != self.inode:
-                raise FileNotFoundError(f"{self.path} now holds something else")
-            mapping = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
+        except ValueError as error:  # it is smaller
+            raise FileNotFoundError(f"{self.path} now holds something else") from error
         finally:
             os.close(fd)
+        if mapping[-len(self.token) :] != self.token:
+            raise FileNotFoundError(f"{self.path} now holds something else")
+        return mapping
+
+    def unpickle(self, mapping: mmap.mmap, *, forever: bool) -> Any:
+        """The object in a private mapping of the file, or of a copy; see :meth:`load`."""
         unpickler = _ShipUnpickler(mapping, self, forever=forever)
         obj = unpickler.load()
         # Known under their names here too, these classes and functions go back by name, and
@@ -184,10 +238,12 @@ class Shipment:
 
     def __init__(self, obj: Any) -> None:
         self._pid = os.getpid()
+        self._token = secrets.token_bytes(32)
         self._fd, self._name = open_anonymous()
         try:
             with open(self._fd, "wb", closefd=False) as file:
                 self._index = _write(obj, file)
+                file.write(self._token)
             self._inode, self.size = os.fstat(self._fd).st_ino, os.fstat(self._fd).st_size
         except BaseException:
             self.close()
@@ -197,7 +253,12 @@ class Shipment:
     def cargo(self) -> Cargo:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        return Cargo(path, self._inode, self._index, self._name is not None)
+        named = self._name is not None
+        return Cargo(path, self._inode, self._index, named, self.size, self._token)
+
+    def duplicate(self) -> int:
+        """Another descriptor of the file, for the caller to close."""
+        return os.dup(self._fd)
 
     def close(self) -> None:
         """Lets the file go. What is mapped already stays usable."""
@@ -235,3 +296,75 @@ def _write(obj: Any, file: io.BufferedWriter) -> int:
     index = file.tell()
     pickle.dump((spans, blobs), file, protocol=5)
     return index
+
+
+# --- whether it has changed since
+
+
+class _HashFile:
+    """A file of which the hash is kept."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(data)
+
+
+class _Fingerprinter(Pickler):
+    """Hashes what shipping would write, but of what is large only where it is."""
+
+    def __init__(self, file: _HashFile) -> None:
+        super().__init__(file, down=True, buffer_callback=self._keep)
+        self._file = file
+        self.kept: list[Any] = []  # such that no other thing can be in its place
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        import numpy as np
+
+        view = buffer.raw()
+        if view.nbytes < LARGE:
+            return True
+        array = np.frombuffer(view, np.uint8)
+        self.kept.append(buffer)
+        self._file.write(b"%d %d" % (array.__array_interface__["data"][0], array.nbytes))
+        return False
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not bytes or len(obj) < LARGE:
+            return None
+        self.kept.append(obj)
+        return id(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ == "numpy" and type(obj).__name__ in ("ndarray", "memmap"):
+            if obj.nbytes < LARGE or obj.dtype.hasobject:
+                return NotImplemented
+            address = obj.__array_interface__["data"][0]
+            return self._place(obj, address, obj.shape, obj.strides, obj.dtype.str)
+        if _is_tensor(obj):
+            # Torch counts the changes in place.
+            version = None if obj.is_inference() else obj._version
+            return self._place(obj, obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, version)
+        return super().reducer_override(obj)
+
+    def _place(self, obj: Any, *place: Any) -> Any:
+        self.kept.append(obj)
+        return str, (repr(place),)
+
+
+def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
+    """What changes when an object does, but for the contents of large arrays that stay where they
+    are; it takes as long as to pickle all else.
+
+    Returns:
+        The fingerprint, and what must be kept alive for as long as it is to be compared.
+
+    Raises:
+        Exception: whatever pickling raised.
+    """
+    file = _HashFile()
+    pickler = _Fingerprinter(file)
+    pickler.dump(obj)
+    return file.hash.digest(), pickler.kept

@@ -19,6 +19,7 @@ ORDER = [
     "slots",
     "transport",
     "shipping",
+    "depot",
     "collate",
     "board",
     "progress",
@@ -27,6 +28,7 @@ ORDER = [
     "worker",
     "pool",
     "spawned",
+    "foreign",
     "crew",
     "samplers",
     "dynamic",
@@ -37,11 +39,13 @@ ORDER = [
     "loader",
     "device",
     "jax",
+    "torchlike",
+    "torch",
     "testing",
 ]
 
-# What is for the library of the same name, and imports it.
-ADAPTORS = {"jax"}
+# What is for a library, and imports it; torchlike only where somebody else has done so.
+ADAPTORS = {("jax", "jax"), ("torch", "torch"), ("torchlike", "torch")}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -80,7 +84,7 @@ def test_only_numpy_and_cloudpickle_are_needed():
             for name in names:
                 root = name.split(".")[0]
                 needed = {"numpy", "cloudpickle", "minloader"} | sys.stdlib_module_names
-                assert root in needed or root == path.stem in ADAPTORS
+                assert root in needed or (path.stem, root) in ADAPTORS
 
 
 def test_all_names_what_is_public():
