@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 
 from minloader.errors import check_int, shown
 from minloader.loader import Loader
-from minloader.stats import Stats, processors
+from minloader.processes import processors
+from minloader.stats import Stats
 from minloader.testing import IrreproducibleError, check_reproducible, executors_of
 
 __all__ = ["Report", "Row", "Verdict", "examine", "main"]

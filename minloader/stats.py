@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minloader.processes import processors
 from minloader.tasks import Reply
 
 __all__ = ["Event", "Stats", "Tally", "Trace"]
@@ -344,13 +345,6 @@ def _between(stats: Stats, total: float, wait: float) -> str:
             "larger prefetch_factor or in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
-
-
-def processors() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _percent(share: float) -> str:
