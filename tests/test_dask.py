@@ -51,7 +51,7 @@ def running(n_workers: int, **options: Any) -> Iterator[Any]:
     """A cluster of this machine and a client of it."""
     options = {"threads_per_worker": 1, "processes": True} | options
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 3}),
+        dask.config.set({"distributed.comm.timeouts.connect": "5s"}),
         distributed.LocalCluster(n_workers=n_workers, dashboard_address=":0", **options) as cluster,
         distributed.Client(cluster) as client,
     ):
