@@ -16,6 +16,8 @@ from conftest import require
 from helpers import Echo
 
 from minloader import Loader
+from minloader.depot import Depot, fetch, wait_for_end
+from minloader.shipping import Shipment
 
 # --- what they give up -----------------------------------------------------------------------
 
@@ -109,6 +111,27 @@ def test_executors_of_this_machine_need_no_port():
     ):
         assert list(loader) == [0, 1, 2]
         assert loader._crew.pools[0]._depot is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_close_the_depot_of_its_parent():
+    shipment = Shipment("here")
+    store = Depot(shipment)
+    hosts, port = store.open()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        store.close()
+        shipment.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    mapping, connection = fetch(shipment.cargo, hosts, port)
+    with connection:
+        assert shipment.cargo.unpickle(mapping, forever=False) == "here"
+        store.close()
+        wait_for_end(connection)
+    shipment.close()
+    with pytest.raises(ConnectionError):
+        fetch(shipment.cargo, hosts, port)
 
 
 # --- loky, MPI -------------------------------------------------------------------------------
