@@ -1,6 +1,6 @@
 """Executors that the user brings: threads, processes of this machine, or those of a cluster.
 
-All that is asked of one is ``submit``. A task carries the address of the loader's job, some 400
+All that is asked of one is ``submit``. A task carries the address of the loader's job, some 300
 bytes, and each worker process gets the job itself once, when it meets the first task:
 
 * in the loader's own process (threads) it is there;
