@@ -135,6 +135,15 @@ class Crew:
         return str(self._executor)
 
     @property
+    def in_flight(self) -> int:
+        """Tasks under way now. For any thread to ask."""
+        while True:
+            try:
+                return sum(user.in_flight for user in list(self.users))
+            except RuntimeError:  # an epoch was begun meanwhile, in another thread
+                continue
+
+    @property
     def replaced(self) -> int:
         """How many workers were replaced so far."""
         return self._replaced + sum(pool.replaced for pool in self._pools + self._former)

@@ -276,7 +276,7 @@ class Loader:
         return self._plan.tally.snapshot(
             executor=crew.kind,
             num_workers=crew.num_workers,
-            in_flight=sum(epoch.in_flight for epoch in crew.users),
+            in_flight=crew.in_flight,
             slots=sum(count for count, _ in slots),
             slot_bytes=sum(size for _, size in slots),
             replaced=crew.replaced,

@@ -212,6 +212,28 @@ def test_tasks_in_flight():
         assert loader.stats.in_flight == 0
 
 
+def test_stats_are_for_any_thread_to_ask():
+    """Another one may begin an epoch while the epochs are looked through."""
+
+    class Disturbed(type(Loader(Squares(), num_workers=0)._crew.users)):
+        times = 0
+
+        def __iter__(self):
+            first = super().__iter__()
+            yield next(first)
+            Disturbed.times += 1
+            if Disturbed.times == 1:
+                epochs.append(iter(loader))
+            yield from first
+
+    with Loader(Sleepy(), range(40), num_workers=2) as loader:
+        epochs = [iter(loader)]
+        loader._crew.users = Disturbed(epochs)
+        assert loader.stats.in_flight == 8
+        assert Disturbed.times > 1
+        epochs.clear()
+
+
 # --- the verdict
 
 SETUPS = {
