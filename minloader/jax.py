@@ -40,6 +40,8 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
         device: what ``jax.device_put`` takes: a device; a sharding, such as ``NamedSharding(mesh,
             PartitionSpec("data"))`` to split each array along its first axis; a pytree of these
             that is a prefix of the batch; None for the default device of the calling thread.
+            Of a sharding over devices of several processes each process gives its own part of the
+            batch (samplers have ``rank`` and ``world_size``), and gets the whole ``jax.Array``.
         depth: most batches beyond the consumer's that are on the device or on their way; its
             memory must hold as many more.
 
@@ -58,6 +60,8 @@ class _Put:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        here = [getattr(each, "is_fully_addressable", True) for each in jax.tree.leaves(device)]
+        self._parts = not all(here)  # whether other processes put parts of the same batch
         # It may be set for a thread, and it is another one that puts.
         config: Any = jax.config
         self._default = config.jax_default_device
@@ -69,7 +73,11 @@ class _Put:
         with nullcontext() if self._default is None else jax.default_device(self._default):
             # In place of a leaf that stays here is None, which is no leaf: what is around it must
             # be there, or it would not match a pytree of devices.
-            there = jax.device_put(jax.tree.unflatten(tree, arrays), self._device)
+            here = jax.tree.unflatten(tree, arrays)
+            if self._parts:
+                there = jax.make_array_from_process_local_data(self._device, here)
+            else:
+                there = jax.device_put(here, self._device)
         put = jax.tree.leaves(there)
         for array in put:
             array.block_until_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import warnings
@@ -305,6 +306,61 @@ def test_several_devices():
     )
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
     assert done.stderr == ""
+
+
+PROCESSES = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from minloader import BatchSampler, Loader, collate
+from minloader.jax import to_device
+
+rank, address = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(address, 2, rank)
+mesh = Mesh(np.array(jax.devices()), ("data",))
+split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+
+class Samples:
+    def __getitem__(self, i):
+        return {"x": np.full(3, i, np.float32), "name": str(i)}
+
+sampler = BatchSampler(24, 4, rank=rank, world_size=2)
+loader = Loader(Samples(), sampler, collate_fn=collate, num_workers=0)
+sums = []
+for sharding in (split, {"x": split, "name": whole}):
+    loader.set_epoch(0)
+    for batch in to_device(loader, sharding):
+        assert batch["x"].shape == (8, 3) and len(batch["name"]) == 4
+        assert not batch["x"].is_fully_addressable
+        own = [np.asarray(shard.data)[:, 0] for shard in batch["x"].addressable_shards]
+        assert [str(int(i)) for i in np.concatenate(own)] == batch["name"]
+        sums.append(jax.jit(jax.numpy.sum)(batch["x"]).item())
+assert sums == 2 * [3 * sum(range(n, n + 8)) for n in (0, 8, 16)], sums
+print("done")
+"""
+
+
+def test_several_processes():
+    """Each loads its own part of a batch, and all have the whole: jax.distributed over CPUs."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    command = [sys.executable, "-c", PROCESSES]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=50)
+            assert rank.returncode == 0, err.decode()
+            assert out.decode().endswith("done\n")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_script_ends_in_the_middle():
