@@ -139,12 +139,61 @@ class Stats:
     @property
     def verdict(self) -> str:
         """What limits the loop, and the argument to change, in a sentence."""
-        return _verdict(self)
+        return _judge(self)[1]
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page for a browser: the verdict, where the time went, the timeline, the table.
+
+        Args:
+            path: file to write; overwritten. It needs no other.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from minloader import report  # not for every worker to import
+
+        running = self.seconds - self._starting
+        consumer = [("wait", self.wait - self._starting), ("own", self.consumer)]
+        sampler = [("draw", self.sampler), ("idle", running - self.sampler)]
+        workers = [*self._parts.items(), ("idle", running * max(self.num_workers, 1) - self._work)]
+        where = f"{self.num_workers}" if self.num_workers else "none: in this process"
+        bars = [
+            report.Bar(label, [report.Part(*part) for part in parts], remark)
+            for label, parts, remark in (
+                ("consumer", consumer, ""),
+                ("sampler", sampler, ""),
+                ("workers", workers, where),
+            )
+        ]
+        kind, verdict = _judge(self)
+        subtitle = f"{self.batches:,} batches in {_time(self.seconds)}"
+        subtitle += f", the first after {_time(self.startup)}"
+        page = report.page(
+            verdict[:1].upper() + verdict[1:] + ".",
+            *(bars, self._rows(), self.events),
+            bottleneck=kind,
+            subtitle=subtitle,
+        )
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
+
+    def _repr_html_(self) -> str:
+        from minloader import report
+
+        title = f"minloader: {self.batches:,} batches in {_time(self.seconds)}"
+        return report.table_html(title, self.verdict, self._rows())
+
+    @property
+    def _parts(self) -> dict[str, float]:
+        """Seconds of all workers together, by what for."""
+        packing = max(0.0, self.transport - self.unpacking)
+        parts = {"dataset": self.dataset, "transform": self.transform}
+        return parts | {"collate": self.collate, "transport": packing}
 
     @property
     def _work(self) -> float:
         """Seconds that all workers together were busy."""
-        return self.dataset + self.transform + self.collate + self.transport - self.unpacking
+        return sum(self._parts.values())
 
     @property
     def _starting(self) -> float:
@@ -167,9 +216,7 @@ class Stats:
         if self.bytes:
             size = f"{_size(self.bytes)}, {_size(self.bytes / total if total else 0)}/s"
             rows[0] = (*rows[0][:2], f"{rows[0][2]}, {size}")
-        parts = ("dataset", "transform", "collate", "transport")
-        for name in parts:
-            seconds = getattr(self, name) - (self.unpacking if name == "transport" else 0.0)
+        for name, seconds in self._parts.items():
             remark = (
                 f"{_share(seconds, work)} of the workers' time; {_time(seconds / each)} a batch"
             )
@@ -203,69 +250,71 @@ class Stats:
 # --- the verdict
 
 
-def _verdict(stats: Stats) -> str:
+def _judge(stats: Stats) -> tuple[str, str]:
+    """What limits the loop: a kind of span, or "" if that cannot be said, and the sentence."""
     if not stats.batches:
-        return "no batch has been delivered yet"
-    workers, work = stats.num_workers, stats._work
-    start = stats._starting
+        return "", "no batch has been delivered yet"
+    workers, start = stats.num_workers, stats._starting
     total, wait = stats.seconds - start, stats.wait - start
     if start > 3 * total:
-        return (
+        return "", (
             f"the first batch took {_time(stats.startup)}, {_share(start, stats.seconds)} of the "
             "time so far: look again after more batches; loader.start() begins earlier"
         )
     waited = f"the consumer waited {_share(wait, total)} of the time"
-    busy = min(1.0, work / (total * max(workers, 1)))
+    busy = min(1.0, stats._work / (total * max(workers, 1)))
+    idle = f", the workers were idle {_percent(1 - busy)}" if workers else ""
     if wait < 0.1 * total:
         needed = max(1, math.ceil(workers * busy / 0.8))
         fewer = f": num_workers={needed} would do" if needed < workers else ""
-        idle = f", and the workers were idle {_percent(1 - busy)}{fewer}" if workers else ""
-        return f"{waited}: its own work is the limit{idle}"
+        return "own", f"the consumer is the limit: it waited {_share(wait, total)} of the time" + (
+            idle + fewer
+        )
     if stats.sampler > wait / 2:
         each = _time(stats.sampler / stats.batches)
-        idle = f", the workers idle {_percent(1 - busy)}" if workers else ""
-        return f"{waited}: the sampler takes {each} a batch and is the limit{idle}"
+        return "draw", f"the sampler is the limit: it takes {each} a batch; {waited}{idle}"
+    part, share = _largest(stats)
+    limit = f"{_NAMES[part]} is the limit, with {_percent(share)} of the work"
     if not workers:
-        part, share = _largest(stats)
-        return (
-            f"{waited}, {_percent(share)} of that for {part}: with num_workers=1 or more, batches "
-            "are made beside its own work"
-        )
-    if busy > 0.75:
-        return f"{waited}; {_who(workers)} busy {_percent(busy)}, {_advice(stats)}"
-    return (
-        f"{waited}, but the workers were idle {_percent(1 - busy)}: {_between(stats, total, wait)}"
-    )
+        return part, f"{limit}: {waited}; num_workers=1 or more makes batches meanwhile"
+    if busy > 0.6:
+        who = f"{_who(workers)} busy {_percent(busy)}"
+        return part, f"{limit}: {who}, {waited}; {_advice(stats, part)}"
+    return "", f"{waited}{idle.replace(',', ', but')}: {_between(stats, total, wait)}"
+
+
+_NAMES = {
+    "dataset": "the dataset",
+    "transform": "transform",
+    "collate": "collate_fn",
+    "transport": "packing batches",
+}
 
 
 def _largest(stats: Stats) -> tuple[str, float]:
     """What most of the workers' time goes to, and its share."""
-    packing = stats.transport - stats.unpacking
-    parts = {"the dataset": stats.dataset, "transform": stats.transform}
-    parts |= {"collate_fn": stats.collate, "packing batches": packing}
-    name = max(parts, key=lambda part: parts[part])
-    return name, parts[name] / (stats._work or 1.0)
+    parts = stats._parts
+    part = max(parts, key=lambda name: parts[name])
+    return part, parts[part] / (stats._work or 1.0)
 
 
 def _who(workers: int) -> str:
     return {1: "the worker was", 2: "both workers were"}.get(workers, f"all {workers} workers were")
 
 
-def _advice(stats: Stats) -> str:
+def _advice(stats: Stats, part: str) -> str:
     """What to do where the workers are the limit."""
-    part, share = _largest(stats)
-    what = f"{_percent(share)} of that with {part}"
-    if part == "packing batches":
+    if part == "transport":
         if stats.overflowed > stats.batches / 10:
-            return f"{what}: more shared_memory would help, since batches go through the pipe"
-        return f"{what}: make large arrays with collate or minloader.empty, and few small objects"
+            return "more shared_memory would help, since batches go through the pipe"
+        return "make large arrays with collate or minloader.empty, and few small objects"
     if stats.executor == "thread":
-        return f"{what}: executor='process' would help, unless they wait for files or the network"
+        return "executor='process' would help, unless they wait for files or the network"
     if stats.num_workers < processors():
-        return f"{what}: more workers would help (num_workers)"
+        return "more workers would help (num_workers)"
     return (
-        f"{what}: there are only {processors()} processors, so make {part} cheaper; a larger "
-        "num_workers helps if it waits for files, the network or other processes"
+        f"make it cheaper, or set num_workers past the {processors()} processors there are if it "
+        "waits for files or the network"
     )
 
 

@@ -25,6 +25,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
     default_convert,
 )
@@ -49,6 +51,9 @@ T = TypeVar("T")
 
 _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """Attributes that cannot be set once a loader is made, as in torch."""
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Torch's samplers that have a generator. They are finite, and keep their order in a list."""
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
@@ -249,14 +254,28 @@ class DataLoader(Generic[T]):
         start = _Start.now(self._generators(), seeded=True)
         self._order.begin()
         if self.persistent_workers and self._begun:
-            return start._replace(seeded=False)
-        seed = self._draw_seed()
-        if self._seed is None:
-            self._seed = seed
-        if self.num_workers:  # torch's iterator resets itself as soon as it is made
-            start = _Start.now(self._generators(), seeded=False)
-            self._order.begin()
+            start = start._replace(seeded=False)
+        else:
+            seed = self._draw_seed()
+            if self._seed is None:
+                self._seed = seed
+            if self.num_workers:  # torch's iterator resets itself as soon as it is made
+                start = _Start.now(self._generators(), seeded=False)
+                self._order.begin()
+        if self._draws_on():
+            self._order.settle(whole=True)
         return start
+
+    def _draws_on(self) -> bool:
+        """Whether the sampler goes on drawing from a generator that later epochs draw from too.
+
+        What they get must not depend on how far it was read ahead in an epoch that was left early.
+        """
+        inner = self.batch_sampler.sampler if type(self.batch_sampler) is BatchSampler else None
+        return any(
+            type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
+            for sampler in (self.sampler, inner)
+        )
 
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
@@ -294,7 +313,7 @@ class DataLoader(Generic[T]):
             self._order.begin()
             if start.seeded:
                 self._draw_seed()
-            self._order.prime()
+            self._order.settle(whole=self._draws_on())
             return self._iterate(start)
         finally:
             torch.set_rng_state(now)
@@ -567,10 +586,10 @@ class _Order:
         """Begins an epoch of the sampler, which may draw random numbers for it now."""
         self._items = iter(self._sampler)
 
-    def prime(self) -> None:
-        """Has the sampler draw its random numbers now, if it does so with its first item."""
+    def settle(self, *, whole: bool) -> None:
+        """Has the sampler draw its random numbers now: those for its first item, or for all."""
         assert self._items is not None
-        first = list(itertools.islice(self._items, 1))
+        first = list(self._items if whole else itertools.islice(self._items, 1))
         self._items = itertools.chain(first, self._items)
 
     def __iter__(self) -> Iterator[Any]:
@@ -587,7 +606,7 @@ class _StatefulOrder(_Order):
     def begin(self) -> None:
         """Not yet: the loader may put it back first."""
 
-    def prime(self) -> None: ...
+    def settle(self, *, whole: bool) -> None: ...
 
     def state_dict(self) -> Any:
         return self._sampler.state_dict()  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minloader.errors import shown
 from minloader.slots import empty
 from minloader.tasks import WorkerInfo
 from minloader.transport import _tensor
@@ -206,8 +207,9 @@ def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
     if array.dtype.kind == "f":  # whole numbers first, then others
         array = array.astype(np.float32)
     elif array.dtype.kind not in "bi":
-        raise ValueError(
-            f"cannot make a tensor of {numbers!r}: not all are numbers that int64 can hold"
+        large = all(isinstance(number, int) for number in numbers)
+        raise (ValueError if large else RuntimeError)(
+            f"cannot make a tensor of {shown(numbers)}: not all are numbers that int64 can hold"
         )
     return Leaf(array)
 

@@ -20,7 +20,7 @@ from minloader.stats import Event, Stats, processors
 from tests.conftest import eventually
 from tests.helpers import Squares
 
-SLOW = 0.01
+SLOW = 0.02
 """Seconds that the slow part of a set-up takes for each batch; all else takes far less."""
 
 
@@ -215,24 +215,29 @@ def test_tasks_in_flight():
 
 SETUPS = {
     # name: what the loader is made of, seconds a batch of the consumer, what is to be said
-    "dataset": ((Sleepy(),), {"num_workers": 2}, 0, ["both workers were busy", "the dataset"]),
+    "dataset": (
+        (Sleepy(),),
+        {"num_workers": 2},
+        0,
+        ["the dataset is the limit", "both workers were busy"],
+    ),
     "transform": (
         (Quick(),),
         {"num_workers": 2, "transform": sleepy},
         0,
-        ["both workers were busy", "with transform"],
+        ["transform is the limit", "both workers were busy"],
     ),
     "collate": (
         (Quick(), [[n] for n in range(40)]),
         {"num_workers": 2, "collate_fn": sleepy},
         0,
-        ["both workers were busy", "with collate_fn"],
+        ["collate_fn is the limit", "both workers were busy"],
     ),
     "packing": (
         (pack_slowly, range(40)),
         {"num_workers": 2},
         0,
-        ["packing batches", "minloader.empty"],
+        ["packing batches is the limit", "minloader.empty"],
     ),
     "unpacking": (
         (unpack_slowly, range(40)),
@@ -244,29 +249,34 @@ SETUPS = {
         (Sleepy(),),
         {"num_workers": 2, "executor": "thread"},
         0,
-        ["the dataset", "executor='process'"],
+        ["the dataset is the limit", "executor='process'"],
     ),
     "one": ((Sleepy(),), {"num_workers": 1}, 0, ["the worker was busy"]),
     "sampler": (
         (Quick(), slow_items(40)),
         {"num_workers": 2},
         0,
-        ["the sampler takes 1", "ms a batch and is the limit", "workers idle"],
+        ["the sampler is the limit: it takes 2", "ms a batch", "workers were idle"],
     ),
     "sampler-inline": (
         (Quick(), slow_items(40)),
         {"num_workers": 0},
         0,
-        ["the sampler takes 1", "is the limit"],
+        ["the sampler is the limit: it takes 2"],
     ),
     "consumer": (
         (Sleepy(seconds=0.001),),
         {"num_workers": 3},
         SLOW,
-        ["its own work is the limit", "workers were idle", "num_workers=1 would do"],
+        ["the consumer is the limit", "workers were idle", "num_workers=1 would do"],
     ),
-    "inline": ((Sleepy(),), {"num_workers": 0}, 0, ["for the dataset", "num_workers=1 or more"]),
-    "inline-consumer": ((Quick(),), {"num_workers": 0}, SLOW, ["its own work is the limit"]),
+    "inline": (
+        (Sleepy(),),
+        {"num_workers": 0},
+        0,
+        ["the dataset is the limit", "num_workers=1 or more"],
+    ),
+    "inline-consumer": ((Quick(),), {"num_workers": 0}, SLOW, ["the consumer is the limit"]),
     "pipe": (
         (large, range(60)),
         {"num_workers": 2, "shared_memory": 100_000},
@@ -310,11 +320,11 @@ def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
     busy = Stats(batches=100, wait=1.0, dataset=1.96, num_workers=2)
     monkeypatch.setattr("minloader.stats.processors", lambda: 8)
     assert busy.verdict == (
-        "the consumer waited 100 % of the time; both workers were busy 98 %, 100 % of that with "
-        "the dataset: more workers would help (num_workers)"
+        "the dataset is the limit, with 100 % of the work: both workers were busy 98 %, the "
+        "consumer waited 100 % of the time; more workers would help (num_workers)"
     )
     monkeypatch.setattr("minloader.stats.processors", lambda: 2)
-    assert "only 2 processors" in busy.verdict
+    assert "past the 2 processors there are" in busy.verdict
     assert processors() >= 1
 
 

@@ -1,0 +1,829 @@
+"""minloader.torch.DataLoader beside torch's own, which says what is right wherever it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import Lock
+from typing import Any
+
+import numpy as np
+import pytest
+import samples as zoo
+from conftest import alive, eventually, require
+from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
+
+from minloader import BatchSampler as OurBatchSampler
+from minloader import BatchTimeout
+from minloader.shipping import Shipment, fingerprint
+
+torch = require("torch")
+
+import torch_helpers  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
+from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
+from torch_helpers import Eager, Sharded, Span, Tensors  # noqa: E402
+
+from minloader import torch as ours_module  # noqa: E402
+from minloader import torchlike  # noqa: E402
+from minloader.torch import DataLoader, to_device  # noqa: E402
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same types, and the same values to the bit."""
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, np.ndarray):
+        assert ours.tolist() == theirs.tolist()
+    elif hasattr(theirs, "keys"):
+        assert list(ours) == list(theirs)
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+        assert getattr(ours, "tag", None) == getattr(theirs, "tag", None)
+    elif isinstance(theirs, str | bytes) or not hasattr(theirs, "__len__"):
+        assert ours == theirs
+    else:
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_same(mine, other)
+
+
+def outcomes(loader: Any) -> Iterator[Any]:
+    """Batches, and the types of errors in the place of others. It must be map-style."""
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        try:
+            yield next(batches)
+        except Exception as error:
+            yield type(error)
+
+
+def numbers(batches: Any) -> list[Any]:
+    """The first field of each batch."""
+    return [batch[0].flatten().tolist() for batch in batches]
+
+
+# --- collating
+
+
+@pytest.mark.parametrize("make", [default_collate, default_convert])
+def test_every_kind_of_sample(make):
+    """In the workers, of which one runs all kinds; an error takes one batch's place."""
+    with warnings.catch_warnings():  # torch warns of arrays that it does not own
+        warnings.simplefilter("ignore")
+        options: dict[str, Any] = {"batch_size": 3 if make is default_collate else None}
+        theirs = list(outcomes(TorchLoader(Kinds(list(KINDS)), **options)))
+    with DataLoader(Kinds(list(KINDS)), num_workers=1, **options) as loader:
+        assert loader.collate_fn is make
+        for n, (mine, other) in enumerate(zip(outcomes(loader), theirs, strict=True)):
+            kind = list(KINDS)[n if make is default_collate else n // 3]
+            if kind == "object" and make is default_convert:
+                assert type(mine) is type(other) is object
+            elif isinstance(other, type):
+                assert issubclass(mine, other), kind
+            else:
+                assert_same(mine, other)
+
+
+def test_more_lenient_than_torch():
+    """What torch takes by itself and not in a batch, or not at all, for no good reason."""
+
+    def arrived(samples: list[Any]) -> Any:
+        return pickle.loads(pickle.dumps(torchlike.collate(samples)))
+
+    big = np.arange(3, dtype=">f4")
+    assert_same(arrived([big, big]), torch.arange(3.0).expand(2, 3))
+    assert_same(arrived([np.uint64(2**63)]), torch.tensor([2**63], dtype=torch.uint64))
+    assert_same(arrived([np.arange(3)[::-1]]), torch.tensor([[2, 1, 0]]))
+    with pytest.raises(IndexError):
+        arrived([])
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(RuntimeError, match=r"\(1,\) in sample 0, \(2,\) in sample 1"):
+        torchlike.collate([np.zeros(1), np.zeros(2)])
+    with pytest.raises(TypeError, match=r"found <class 'NoneType'>.*collate_fn of your own"):
+        torchlike.collate([{"a": None}])
+    with pytest.raises(TypeError, match=r"datetime64\[s\]; convert it"):
+        torchlike.collate([np.zeros(1, "M8[s]")])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
+def test_tensors(dtype):
+    """The worker, which has torch then, stacks them where they travel."""
+    data = Tensors(getattr(torch, dtype))
+    theirs = list(TorchLoader(data, batch_size=4))
+    loader = DataLoader(data, batch_size=4, num_workers=1)
+    if dtype == "float32":
+        with loader:
+            assert_all_same(list(loader), theirs)
+        return
+    # Without a worker for each of the types.
+    ours = [torchlike.collate([data[i] for i in part]) for part in (range(4), range(4, 6))]
+    assert_all_same(pickle.loads(pickle.dumps(ours)), theirs)
+
+
+def assert_all_same(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+
+
+def test_tensors_that_cannot_be_stacked():
+    for samples in (
+        [torch.zeros(2).to_sparse()] * 2,
+        [torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)] * 2,
+        [torch.zeros(1), torch.zeros(2)],
+    ):
+        with pytest.raises(RuntimeError) as theirs:
+            default_collate(samples)
+        with pytest.raises(RuntimeError) as ours:
+            torchlike.collate(samples)
+        assert ("sparse" in str(ours.value)) == ("sparse" in str(theirs.value))
+    parameters = [torch.nn.Parameter(torch.ones(2))] * 2
+    assert torch.equal(torchlike.collate(parameters), torch.ones(2, 2))
+
+
+def test_what_was_added_to_torchs_collating(monkeypatch):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    data = torch_helpers.Specials()
+    key = torch_helpers.Special
+    monkeypatch.setitem(default_collate_fn_map, key, torch_helpers.collate_special)
+    theirs = list(TorchLoader(data, batch_size=2))
+    with DataLoader(data, batch_size=2, num_workers=1) as loader:
+        assert_all_same(list(loader), theirs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_batch_is_fetched_by(num_workers):
+    lists = [[[0, 1], [2, 3]], [[4, 5]]]  # an index may be a list
+    for options in (
+        {"dataset": zoo.Whole(5), "batch_size": 2, "collate_fn": zoo.same},
+        {"dataset": zoo.Slices(6), "batch_sampler": lists},
+    ):
+        theirs = list(TorchLoader(**options))
+        with DataLoader(**options, num_workers=num_workers) as loader:
+            assert_all_same(list(loader), theirs)
+
+
+# --- order
+
+
+def samplers(n: int, generator: Any) -> dict[str, Any]:
+    return {
+        "shuffle": {"shuffle": True, "batch_size": 4},
+        "shuffle one by one": {"shuffle": True, "batch_size": None},
+        "drop last": {"shuffle": True, "batch_size": 6, "drop_last": True},
+        "list": {"sampler": [3, 1, 4, 1, 5], "batch_size": 2},
+        "replacement": {"sampler": RandomSampler(range(n), replacement=True, num_samples=40)},
+        "own generator": {"sampler": RandomSampler(range(n), generator=generator)},
+        "weighted": {"sampler": WeightedRandomSampler([1.0] * n, 9), "batch_size": 4},
+        "subset": {"sampler": SubsetRandomSampler(range(3, 15))},
+        "eager": {"sampler": Eager(n), "batch_size": 3},
+        "batches": {"batch_sampler": BatchSampler(SequentialSampler(range(n)), 7, True)},
+        "random batches": {"batch_sampler": BatchSampler(RandomSampler(range(n)), 3, False)},
+        "distributed": {"sampler": DistributedSampler(range(n), 2, 1), "batch_size": 4},
+    }
+
+
+def run(loader_class: Any, name: str, num_workers: int, own: bool, **options: Any) -> list[Any]:
+    """Three epochs, of which one may be left early, and what comes next from the generators."""
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(4)
+    given: Any = samplers(20, generator)[name]
+    loader = loader_class(
+        Numbers(), generator=generator if own else None, num_workers=num_workers, **given, **options
+    )
+    seen = []
+    for epoch in range(3):
+        if name == "distributed":
+            given["sampler"].set_epoch(epoch)
+        batches = iter(loader)
+        early = epoch == 1 and not own and name != "own generator"
+        taken = list(islice(batches, 1)) if early else list(batches)
+        seen += [numbers([batch] if torch.is_tensor(batch) else batch for batch in taken)]
+        seen += [len(loader), torch.rand(1).item(), torch.rand(1, generator=generator).item()]
+    if loader_class is DataLoader:
+        loader.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", samplers(20, None))
+def test_the_order_is_torchs(name):
+    for own in (False, True):
+        assert run(DataLoader, name, 0, own) == run(TorchLoader, name, 0, own)
+
+
+@pytest.mark.parametrize(
+    "name", ["shuffle", "eager", "own generator", "distributed", "replacement"]
+)
+def test_the_order_is_torchs_with_workers(name):
+    assert run(DataLoader, name, 2, False) == run(TorchLoader, name, 2, False)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_persistent_workers_draw_as_torchs(own):
+    both = [
+        run(loader, "shuffle", 2, own, persistent_workers=True)
+        for loader in (DataLoader, TorchLoader)
+    ]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("name", ["own generator", "replacement"])
+def test_an_epoch_left_early_leaves_the_generator_as_a_whole_one(name):
+    """Whoever makes the batches, and however far the sampler was read ahead."""
+
+    def third(num_workers: int, taken: int | None) -> Any:
+        generator = torch.Generator().manual_seed(4)
+        sampler = samplers(20, generator)[name]["sampler"]
+        sampler.generator = generator
+        with DataLoader(Numbers(), sampler=sampler, num_workers=num_workers) as loader:
+            for _ in range(2):
+                list(islice(iter(loader), taken))
+            return numbers(loader)
+
+    whole = third(0, None)
+    assert third(0, 0) == third(0, 1) == third(0, 20) == whole
+    assert third(1, 1) == third(1, 18) == whole
+
+
+def test_out_of_order():
+    with DataLoader(Numbers(), batch_size=2, num_workers=2, in_order=False) as loader:
+        assert sorted(chain(*numbers(loader))) == list(range(20))
+
+
+def test_a_sampler_that_can_tell_where_it_is():
+    """Its epochs are the user's to set, as with torch."""
+
+    def make() -> DataLoader[Any]:
+        sampler = OurBatchSampler(20, 3, shuffle=True)
+        return DataLoader(Numbers(), batch_sampler=sampler)
+
+    loader = make()
+    first = numbers(loader)
+    assert numbers(loader) == first
+    loader.batch_sampler.set_epoch(1)
+    second = numbers(loader)
+    assert second != first
+    assert len(second[0]) == 3
+    loader.batch_sampler.set_epoch(1)
+    batches = iter(loader)
+    assert numbers(islice(batches, 2)) == second[:2]
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make()
+    other.load_state_dict(state)
+    assert numbers(other) == second[2:]
+
+
+# --- randomness
+
+
+def test_randomness_comes_from_the_generator():
+    def draw(seed: int, num_workers: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        with DataLoader(TorchNoise(4), 2, num_workers=num_workers, generator=generator) as loader:
+            return [[field.tolist() for field in batch] for _ in range(2) for batch in loader]
+
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    alone = draw(1, 0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert draw(1, 1) == alone
+    assert draw(2, 0) != alone
+    for field in range(1, 4):  # no batch, and no epoch, has the same
+        assert len({str(batch[field]) for batch in alone}) == 4
+
+
+# --- workers
+
+
+def test_what_workers_know():
+    options: dict[str, Any] = {"batch_size": None, "worker_init_fn": zoo.mark_dataset}
+    both = []
+    for loader_class in (DataLoader, TorchLoader):
+        torch.manual_seed(5)
+        loader = loader_class(Whereabouts(8), num_workers=2, **options)
+        both.append([each[:5] for each in loader])
+    ours, theirs = both
+    assert all(each in theirs for each in ours)  # who made which depends on luck
+    assert all(each[3:] == [True, 10 + each[0]] for each in ours)
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_a_dataset_that_is_the_first_to_import_torch():
+    with DataLoader(Whereabouts(2), batch_size=None, num_workers=1) as loader:
+        first, second = loader
+        assert first[:2] == [0, 1]
+        assert (first[5], second[5]) == (False, True)
+
+
+def test_no_worker_is_told_of():
+    with DataLoader(Whereabouts(2), batch_size=None, worker_init_fn=zoo.fail_to_begin) as loader:
+        assert [each[0] for each in loader] == [None, None]
+
+
+def test_workers_do_not_import_torch():
+    with DataLoader(Numbers(40, 5000), batch_size=4, num_workers=2) as loader:
+        for batch, has_torch in loader:
+            assert not has_torch.any()
+            assert lies_in_slot(loader, batch)
+            batch += 1  # it is ours
+        del batch
+        assert loader.stats.slots <= 8
+        assert loader.stats.overflowed == 0
+
+
+def lies_in_slot(loader: Any, tensor: Any) -> bool:
+    pool = loader._loader._crew.pool()
+    mappings = [slot.mapping for slot in pool.slots._all if slot.mapping is not None]
+    return any(0 <= tensor.data_ptr() - m.address < m.size for m in mappings)
+
+
+def test_a_worker_init_fn_that_fails():
+    with (
+        DataLoader(Numbers(4), num_workers=1, worker_init_fn=zoo.fail_to_begin) as loader,
+        pytest.raises(KeyError, match="no worker 0"),
+    ):
+        next(iter(loader))
+
+
+def test_errors_of_the_dataset():
+    for num_workers in (0, 2):
+        with DataLoader(Bad(6, fails=2), batch_size=2, num_workers=num_workers) as loader:
+            batches = iter(loader)
+            assert next(batches).tolist() == [0, 1]
+            with pytest.raises(LookupError, match="index 2 is bad"):
+                next(batches)
+            assert next(batches).tolist() == [4, 5]
+
+
+def test_timeout():
+    """Torch raises RuntimeError, and so do we."""
+    with DataLoader(Bad(3, hangs=1), num_workers=1, timeout=0.3) as loader:
+        batches = iter(loader)
+        assert next(batches).tolist() == [0]
+        with pytest.raises(RuntimeError, match="took longer than timeout") as caught:
+            next(batches)
+        assert type(caught.value) is BatchTimeout
+        assert "threading.py" in caught.value.stack
+        assert next(batches).tolist() == [2]
+
+
+def test_a_dataset_that_changes():
+    for persistent in (False, True):
+        data = Scaled(3)
+        with DataLoader(data, num_workers=1, persistent_workers=persistent) as loader:
+
+            def look(loader: Any = loader) -> tuple[list[int], set[int]]:
+                pairs = list(loader)
+                return [int(n) for n, _ in pairs], {int(pid) for _, pid in pairs}
+
+            values, pids = look()
+            assert values == [0, 1, 2]
+            assert look() == (values, pids)  # nothing has changed, and nothing is made anew
+            data.scale = 2
+            assert look()[0] == ([0, 1, 2] if persistent else [0, 2, 4])
+            data.table = np.ones(10_000)
+            assert look()[0] == ([0, 1, 2] if persistent else [1, 3, 5])
+            if not persistent:
+                loader.num_workers = 0  # any attribute that is not fixed may be set
+                data.scale = 5
+                assert look() == ([1, 6, 11], {os.getpid()})
+
+
+def test_nothing_is_left():
+    """No guard, no close: the program just ends, inside a loop."""
+    script = """
+    import torch
+    from torch.utils.data import Dataset
+    from minloader.torch import DataLoader
+
+    class Squares(Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            import os
+            return torch.full((5000,), index * index), os.getpid()
+
+    loader = DataLoader(Squares(), batch_size=5, num_workers=2, persistent_workers=True)
+    pids = set()
+    for epoch in range(2):
+        for n, (squares, workers) in enumerate(loader):
+            pids |= set(workers.tolist())
+            if n == 7:
+                break
+    kept = iter(loader)
+    print(*pids, squares[0, 0].item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    *pids, square = map(int, done.stdout.split())
+    assert square == 35 * 35
+    assert pids
+    assert eventually(lambda: not any(map(alive, pids)))
+
+
+def test_a_loader_that_goes_takes_its_workers_along():
+    loader = DataLoader(Scaled(4), num_workers=2)
+    pids = {int(pid) for _, pid in loader}
+    del loader
+    assert eventually(lambda: not any(map(alive, pids)))
+    with DataLoader(Scaled(4), num_workers=1) as loader:
+        batches = iter(loader)
+        next(batches)
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(loader)
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}])
+def test_streams_in_shards(options):
+    options = options | ({"drop_last": True} if options["batch_size"] else {})
+    for num_workers in (0, 2):
+        theirs = list(TorchLoader(Sharded(11), num_workers=num_workers, **options))
+        with DataLoader(Sharded(11), num_workers=num_workers, **options) as loader:
+            assert_all_same(list(loader), theirs)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_init_fn_that_splits_the_stream(persistent):
+    """As in torch's documentation, with shards of different lengths. Of each epoch, or of all,
+    the copies of the dataset are the same ones."""
+
+    def go(loader_class: Any) -> Any:
+        loader = loader_class(
+            Span(3, 18),
+            batch_size=2,
+            num_workers=2,
+            worker_init_fn=torch_helpers.split_span,
+            persistent_workers=persistent,
+        )
+        return [[values.tolist() for values in batch] for _ in range(3) for batch in loader]
+
+    ours, theirs = go(DataLoader), go(TorchLoader)
+    assert ours == theirs
+    assert ours[-1][1] == ([3, 3] if persistent else [1, 1])
+
+
+def test_the_length_of_a_stream():
+    data = Sharded(5, length=4)
+    loader = DataLoader(data, batch_size=2)
+    assert len(loader) == len(TorchLoader(data, batch_size=2)) == 2
+    assert len(DataLoader(data, batch_size=3, drop_last=True)) == 1
+    alone = DataLoader(data, batch_size=None)
+    assert len(alone) == 4
+    with pytest.warns(UserWarning, match="was reported to be 4.*but 5 batches"):
+        list(alone)
+    with pytest.raises(TypeError):
+        len(DataLoader(Sharded(5)))
+    list(DataLoader(data, batch_size=None))  # nobody asked
+
+
+# --- arguments
+
+BAD_ARGUMENTS = [
+    {"num_workers": -1},
+    {"timeout": -1},
+    {"prefetch_factor": 2},
+    {"num_workers": 1, "prefetch_factor": -1},
+    {"persistent_workers": True},
+    {"sampler": [0], "shuffle": True},
+    {"batch_sampler": [[0]], "batch_size": 2},
+    {"batch_sampler": [[0]], "shuffle": True},
+    {"batch_sampler": [[0]], "sampler": [0]},
+    {"batch_sampler": [[0]], "drop_last": True},
+    {"batch_size": None, "drop_last": True},
+    {"batch_size": 0},
+    {"batch_size": 1.5},
+    {"drop_last": 1},
+    {"multiprocessing_context": "spawn"},
+    {"multiprocessing_context": "bad", "num_workers": 1},
+    {"multiprocessing_context": 5, "num_workers": 1},
+    {"dataset": [], "shuffle": True},
+    {"dataset": Sharded(3), "shuffle": True},
+    {"dataset": Sharded(3), "sampler": [0]},
+    {"dataset": Sharded(3), "batch_sampler": [[0]]},
+]
+
+
+@pytest.mark.parametrize("options", BAD_ARGUMENTS, ids=lambda options: " ".join(options))
+def test_arguments_are_refused_as_by_torch(options):
+    options = {"dataset": Numbers()} | options
+    with pytest.raises((ValueError, TypeError)) as theirs:
+        TorchLoader(**options)
+    with pytest.raises(theirs.type):
+        DataLoader(**options)
+
+
+def test_attributes():
+    options: dict[str, Any] = {"batch_size": 3, "drop_last": True, "shuffle": True}
+    ours, theirs = DataLoader(Numbers(), **options), TorchLoader(Numbers(), **options)
+    for name in vars(theirs):
+        if not name.startswith("_") and name not in ("dataset", "sampler", "batch_sampler"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+    assert type(ours.sampler) is type(theirs.sampler)
+    assert type(ours.batch_sampler) is type(theirs.batch_sampler)
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
+        with pytest.raises(ValueError, match=name):
+            setattr(ours, name, None)
+    assert len(ours) == len(iter(ours)) == 6
+    assert DataLoader(Numbers(), num_workers=1).prefetch_factor == 2
+    assert DataLoader[int](Numbers()).stats.batches == 0
+
+
+def test_what_is_refused():
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    with pytest.raises(NotImplementedError, match="DataPipe, IterableWrapperIterDataPipe"):
+        DataLoader(IterableWrapper(range(3)))
+    with pytest.raises(ValueError, match="timeout=1 is for workers"):
+        iter(DataLoader(Numbers(), timeout=1))
+    data = Numbers()
+    data.shared = Lock()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"dataset\.shared.* is a Lock"):
+        iter(DataLoader(data, num_workers=1))
+    loader = DataLoader(Numbers(), sampler=iter([1, 2]))
+    assert numbers(loader) == [[1], [2]]
+    with pytest.raises(RuntimeError, match="sampler is an iterator"):
+        iter(loader)
+
+
+# --- state
+
+
+def interrupted(make: Any, at: int, **resumed: Any) -> None:
+    """A run that is interrupted in its second epoch goes on as if it had not been."""
+    torch.manual_seed(8)
+    loader = make()
+    whole = [[text(batch) for batch in loader]]
+    batches, second = iter(loader), []
+    for n, batch in enumerate(batches):
+        if n == at:
+            state = json.loads(json.dumps(loader.state_dict()))
+            rng = torch.get_rng_state()
+        second.append(text(batch))
+    if at == len(second):
+        state, rng = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+    third = [text(batch) for batch in loader]
+    close(loader)
+    del batches
+
+    other = make(**resumed)
+    other.load_state_dict(state)
+    torch.set_rng_state(rng)  # which is the script's to do
+    assert other.state_dict() == state
+    if at < len(second):
+        # The state was taken when batch ``at`` had been delivered.
+        assert [text(batch) for batch in other] == second[at + 1 :]
+    assert [text(batch) for batch in other] == third
+    close(other)
+    assert whole[0] != second or third != second
+
+
+def close(loader: Any) -> None:
+    getattr(loader, "close", lambda: None)()
+
+
+def text(batch: Any) -> str:
+    return str(batch)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "replacement", "own generator", "weighted", "eager"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+def test_state(name, own, at):
+    def make(**options: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4)
+        given = samplers(20, generator)[name]
+        return DataLoader(Numbers(), generator=generator if own else None, **given, **options)
+
+    interrupted(make, at)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_state_with_workers(persistent):
+    def make(**options: Any) -> DataLoader[Any]:
+        given = {"shuffle": True, "num_workers": 2, "persistent_workers": persistent}
+        return DataLoader(Noise(10), 2, **(given | options))
+
+    interrupted(make, 3)
+    interrupted(make, 5)
+    if not persistent:
+        interrupted(make, 1, num_workers=0)
+
+
+def test_state_of_a_stream():
+    def make() -> DataLoader[Any]:
+        return DataLoader(Sharded(9), batch_size=2, num_workers=2)
+
+    with make() as loader, make() as other:
+        batches = iter(loader)
+        head = [text(next(batches)) for _ in range(3)]
+        other.load_state_dict(loader.state_dict())
+        assert head + [text(batch) for batch in other] == [text(batch) for batch in loader]
+
+
+def test_state_before_anything():
+    generator = torch.Generator().manual_seed(4)
+    loader = DataLoader(Numbers(), 4, True, generator=generator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    first = numbers(loader)
+    assert numbers(loader) != first
+    loader.load_state_dict(state)
+    assert numbers(loader) == first
+
+
+def test_states_that_do_not_fit():
+    loader = DataLoader(Numbers(), 4, True)
+    iter(loader)
+    state = loader.state_dict()
+    with pytest.raises(TypeError, match="what state_dict"):
+        loader.load_state_dict({})
+    with pytest.raises(ValueError, match="version 9"):
+        loader.load_state_dict(state | {"version": 9})
+    with pytest.raises(ValueError, match="damaged"):
+        loader.load_state_dict(state | {"order": {"own": [], "shared": "?", "seeded": True}})
+    with pytest.raises(ValueError, match=r"5 batches.*but the state"):
+        DataLoader(Numbers(), 4).load_state_dict(
+            {**state, "loader": state["loader"] | {"length": 9}}
+        )
+    other = DataLoader(Numbers(), 4, True, generator=torch.Generator())
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"0 generators.*but here are 1"):
+        iter(other)
+
+
+# --- to a device
+
+
+def test_pinning_without_an_accelerator():
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    for num_workers in (0, 1):
+        loader = DataLoader(Numbers(4), 2, num_workers=num_workers, pin_memory=True)
+        with loader, pytest.warns(UserWarning, match="no accelerator"):
+            assert numbers(loader) == [[0, 1], [2, 3]]
+
+
+def test_pinning(monkeypatch):
+    """Where there is an accelerator; here, of what can pin itself."""
+    monkeypatch.setattr(ours_module, "_can_pin", lambda: True)
+    for num_workers in (0, 1):
+        loader = DataLoader(
+            Numbers(8), 2, True, num_workers=num_workers, pin_memory=True, collate_fn=zoo.pinnable
+        )
+        with loader:
+            batches = iter(loader)
+            first = next(batches)
+            thread = "minloader-prefetch" if num_workers else threading.current_thread().name
+            assert first["batch"].where == f"pinned in {thread}"
+            assert first["list"] == [1, ("a", 2)]
+            rest = [batch["batch"].samples for batch in batches]
+            assert sorted(chain(first["batch"].samples, *rest)) == list(range(8))
+
+    def make(**options: Any) -> DataLoader[Any]:
+        given = {"num_workers": 1, "pin_memory": True, "collate_fn": zoo.first_numbers}
+        return DataLoader(Numbers(12), 2, True, **(given | options))
+
+    interrupted(make, 2, num_workers=0)
+    interrupted(make, 6)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass(frozen=True)
+class Box:
+    inside: Any
+
+
+def test_to_a_device():
+    batch = {
+        "pair": Pair(torch.ones(2), "text"),
+        "list": [torch.zeros(1), (torch.ones(1), 3)],
+        "box": Box(torch.ones(3)),
+        "array": np.ones(2),
+        "own": zoo.Pinned([1]),
+    }
+    with to_device([batch, batch], "meta", depth=2) as moved:
+        for each in moved:
+            assert each["pair"].left.device.type == "meta"
+            assert each["pair"].right == "text"
+            assert each["list"][1][0].device.type == "meta"
+            assert each["box"].inside.device.type == "meta"
+            assert each["array"] is batch["array"]
+            assert each["own"].where == "meta"
+    assert batch["box"].inside.device.type == "cpu"
+    assert batch["list"][0].device.type == "cpu"
+
+
+def test_to_a_device_with_state():
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 4, True, num_workers=1)
+
+    with make() as loader, make() as other:
+        whole = [numbers(to_device(loader, "cpu"))]
+        batches = to_device(loader, "cpu")
+        head = numbers(islice(batches, 2))
+        state = loader.state_dict()
+        assert batches.state_dict() == state
+        batches.close()
+        assert loader.state_dict() == state
+        loader.load_state_dict(state)
+        tail = numbers(loader)
+        other.load_state_dict(state)
+        assert numbers(to_device(other, "cpu")) == tail
+        assert sorted(chain(*head, *tail)) == list(range(20))
+        assert head != whole[0][:2]
+
+
+# --- what the workers are sent
+
+
+def test_tensors_of_a_dataset_are_mapped():
+    base = torch.arange(1_000_000)
+    views = [base[n : n + 10] for n in range(100)]
+    parts = [base, base.view(1000, 1000).t(), views, torch.ones(3, dtype=torch.bfloat16)]
+    parts += [torch.empty(0), torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.cfloat)]
+    parts += [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.cfloat).conj()]
+    shipment = Shipment(parts)
+    assert shipment.size < base.nbytes + 50_000  # not once for each view
+    arrived = shipment.cargo.load(forever=False)
+    shipment.close()
+    for mine, other in zip(arrived, parts, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert mine.stride() == other.stride() if not other.is_sparse else True
+            assert torch.equal(mine.to_dense(), other.to_dense())
+            assert mine.requires_grad == other.requires_grad
+    arrived[0][5] = -1
+    assert arrived[2][5][0] == -1  # they are views of it still
+    assert base[5] == 5
+
+
+def test_a_tensor_dataset():
+    """Its tensors are read where they are mapped, by both workers."""
+    data = TensorDataset(torch.arange(40_000.0).view(100, 400), torch.arange(100))
+    theirs = list(TorchLoader(data, batch_size=32))
+    with DataLoader(data, batch_size=32, num_workers=2) as loader:
+        assert_all_same(list(loader), theirs)
+
+
+def test_fingerprints():
+    def mark() -> Any:
+        return fingerprint(thing)[0]
+
+    def keep() -> Any:
+        return lambda: thing
+
+    large, blob = np.zeros((300, 300)), bytes(20_000)
+    thing: dict[str, Any] = {"a": [1], "large": large[:, ::2], "blob": blob, "f": keep}
+    thing |= {"t": torch.zeros(9000), "small": np.zeros(3), "raw": pickle.PickleBuffer(large)}
+    first, kept = fingerprint(thing)
+    assert mark() == first
+    assert kept
+    seen = {first}
+    for key, value in [
+        ("a", [2]),
+        ("large", large[:, 1::2]),
+        ("blob", bytes(bytearray(20_000))),
+        ("small", np.ones(3)),
+        ("raw", pickle.PickleBuffer(large[1:])),
+    ]:
+        thing[key] = value
+        seen.add(mark())
+    thing["t"][0] = 1  # torch counts
+    seen.add(mark())
+    assert len(seen) == 7
+    large[0] = 1  # but numpy does not
+    assert mark() in seen

@@ -1,0 +1,101 @@
+"""Torch's datasets and samplers, for torch's kind of loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+
+class Sharded(IterableDataset):  # type: ignore[type-arg]
+    """Gives each worker every n-th number."""
+
+    def __init__(self, stop: int, length: int | None = None) -> None:
+        self.stop = stop
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for n in range(first, self.stop, step):
+            yield torch.full((2,), n)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("no length")
+        return self.length
+
+
+class Span(IterableDataset):  # type: ignore[type-arg]
+    """A range that a worker_init_fn makes a part of; it counts how often it was gone through."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for n in range(self.start, self.stop):
+            info = get_worker_info()
+            assert info is None or info.dataset is self
+            yield n, self.passes
+
+
+def split_span(worker_id: int) -> None:
+    """Unevenly: the first worker gets most."""
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == worker_id
+    dataset: Any = info.dataset
+    middle = dataset.start + (dataset.stop - dataset.start) * 2 // 3
+    if worker_id == 0:
+        dataset.stop = middle
+    else:
+        dataset.start = middle
+
+
+class Eager(Sampler):  # type: ignore[type-arg]
+    """Draws its order as soon as it is begun."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.n).tolist())
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Tensors:
+    """Samples that are tensors."""
+
+    def __init__(self, dtype: Any, n: int = 6) -> None:
+        self.data = torch.arange(n * 100 * 100).view(n, 100, 100).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index], self.data[index, 0, :3], {"n": self.data[index, 0, 0]}
+
+
+class Special:
+    """A type that torch's collating does not know until it is told."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def collate_special(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return torch.tensor([each.value for each in batch])
+
+
+class Specials:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {"special": Special(index), "plain": index}
