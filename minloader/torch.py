@@ -412,17 +412,17 @@ class DataLoader(Generic[T]):
         gone on with. A few kilobytes, fit for JSON. Torch's global generator is not put back by
         it: a script that is to repeat a run saves that itself, with the model.
         """
-        state: dict[str, Any] = (self._delivered or self._note())()
+        state: dict[str, Any] = (self._delivered or self._note_state())()
         return state
 
-    def _note(self) -> Callable[[], dict[str, Any]]:
+    def _note_state(self) -> Callable[[], dict[str, Any]]:
         """The state as of now, for whoever reads batches ahead; see :func:`minloader.prefetch`."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
         now = _Start.now(self._generators(), seeded=False)._replace(shared=None)
         if self._loader is None:
             return partial(_state, None, now, now)
-        note = self._loader._delivered or self._loader._note()
+        note = self._loader._delivered or self._loader._note_state()
         return partial(_state, note, self._start or now, now)
 
     def _deliver(self, note: Callable[[], Any] | None) -> None:
