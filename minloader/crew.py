@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from minloader import shipping, transport
 from minloader.errors import shown
-from minloader.pool import GRACE, ForeignPool, InlinePool, Pool, Terms, ThreadPool, is_in_process
+from minloader.foreign import ForeignPool, is_in_process, is_local
+from minloader.pool import GRACE, InlinePool, Pool, Terms, ThreadPool
 from minloader.processes import memory_limit
 from minloader.slots import Slots
 from minloader.spawned import ProcessPool
@@ -188,9 +189,10 @@ class Crew:
             self._shipment = _ship(self._job)
             _check_room(self._shipment, self._job, self.num_workers)
         slots = None
-        if self._budget != 0:
+        foreign = isinstance(executor, Executor)
+        if self._budget != 0 and (not foreign or is_local(executor)):
             slots = Slots(self._budget, self.depth // self._count(), share=self._count())
-        if isinstance(executor, Executor):
+        if foreign:
             return ForeignPool(terms, self._job, self._shipment, executor, self._owner, slots)
         return ProcessPool(terms, self._shipment, self._context, slots, self._timeout)
 
@@ -198,8 +200,8 @@ class Crew:
 def check_executor(executor: Any, *, streams: bool) -> None:
     if executor not in ("process", "thread") and not isinstance(executor, Executor):
         raise ValueError(
-            "executor must be 'process', 'thread' or a concurrent.futures.Executor, got "
-            f"{shown(executor)}"
+            "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
+            f"client: client.get_executor(pure=False)), got {shown(executor)}"
         )
     if streams and isinstance(executor, Executor):
         raise ValueError(

@@ -76,6 +76,7 @@ class _Pending(NamedTuple):
     mark: Mark | None  # of the sampler, before the task's items or further back
     future: Future[Reply] | None = None  # None: it is not sent yet
     slot: Slot | None = None
+    alone: bool = False  # to be under way by itself: it, or what was there with it, breaks things
 
     @property
     def lost(self) -> bool:
@@ -267,6 +268,8 @@ class Epoch(Pass):
 
     def _fill(self, depth: int) -> None:
         """Draws items and submits them until ``depth`` tasks are under way."""
+        if self._pending and self._pending[0].alone:
+            depth = 1
         if self._unsent:
             self._send_rest(depth)
         if self._where() is not self._pool:
@@ -293,7 +296,10 @@ class Epoch(Pass):
         self._unsent = False
         for index, pending in enumerate(self._pending):
             if pending.future is None and (index == 0 or under_way < depth):
-                self._pending[index] = self._submit(pending.task, pending.mark)
+                if pending.alone:
+                    wait_for([each.future for each in self._pending if each.future is not None])
+                sent = self._submit(pending.task, pending.mark)
+                self._pending[index] = sent._replace(alone=pending.alone)
                 under_way += 1
             self._unsent |= self._pending[index].future is None
 
@@ -384,7 +390,7 @@ class Epoch(Pass):
             assert error is not None
             _add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
             raise error
-        memory = None
+        memory, alone = None, pending.alone
         try:
             reply = pending.future.result()
             memory = self._settle(pending, reply)
@@ -401,8 +407,7 @@ class Epoch(Pass):
             reply = Reply(-1, -1, False, failures)
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
-            failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
-            reply = Reply(-1, -1, False, [failure] * len(task.items))
+            reply, alone = self._excuse(pending, error), True
         self._note(task, reply)
         done = len(reply.outcomes)
         self._opened = _Opened(task, pending.mark, reply, memory) if done else None
@@ -410,9 +415,24 @@ class Epoch(Pass):
         # The rest goes back to where the task was; after a failure to send it, one by one.
         step = self._chunk if done else 1
         starts = range(done, len(task.items), step)
-        rest = [_Pending(_part(task, n, n + step), pending.mark) for n in starts]
+        rest = [_Pending(_part(task, n, n + step), pending.mark, alone=alone) for n in starts]
         self._pending.extendleft(reversed(rest))
         self._unsent |= bool(rest)
+
+    def _excuse(self, pending: _Pending, error: Exception) -> Reply:
+        """What stands for the reply to a task that its executor gave up."""
+        task = pending.task
+        if not pending.alone:
+            # Another that was under way too may be why. Sent alone, it has nobody else to blame.
+            logger.warning("the executor lost batch %d, again: %s", task.ordinal, error)
+            self._plan.tally.retries += 1
+            return Reply(-1, -1, False, [])
+        if self._pool.is_death(error):
+            what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(_item(task, 0))}"
+            death = WorkerDied(f"the workers of the executor died that made {what}: {error}")
+            return Reply(-1, -1, False, [Failure.of(death, packed=False)])
+        failure = Failure.of(error, packed=False, stage="in the executor", fatal=True)
+        return Reply(-1, -1, False, [failure])
 
     def _recover(self) -> None:
         """Sends what was lost with its workers again, each task in its place."""
@@ -568,8 +588,10 @@ class Epoch(Pass):
 
 
 def _lane(worker: int, pid: int) -> str:
-    """A worker's name; those of an executor of the user's have no number."""
-    return f"worker {worker}" if worker >= 0 else f"process {pid}"
+    """A worker's name in the timeline; those of an executor of the user's have no number."""
+    if worker >= 0:
+        return f"worker {worker}"
+    return f"process {pid}" if worker == -1 else f"process {pid}, thread {-worker}"
 
 
 def _item(task: Task, n: int) -> Any:

@@ -1,6 +1,6 @@
-"""Where batches are made: in the calling process, in threads, in an executor that the user
-brings, or in processes of our own (``spawned.py``). All are driven alike, through :class:`Pool`,
-from the parent.
+"""Where batches are made: in the calling process, in threads, in processes of our own
+(``spawned.py``), or in an executor that the user brings (``foreign.py``). All are driven alike,
+through :class:`Pool`, from the parent.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from abc import ABC, abstractmethod
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
-    Executor,
     Future,
     InvalidStateError,
-    ThreadPoolExecutor,
 )
 from typing import Any, NamedTuple
 
-from minloader import shipping, transport, worker
+from minloader import transport, worker
 from minloader.slots import Slots
 from minloader.tasks import Job, Reply, Task, WorkerInfo
 
 __all__ = [
     "GRACE",
     "Fate",
-    "ForeignPool",
     "Held",
     "InlinePool",
     "Pool",
@@ -147,6 +144,10 @@ class Pool(ABC):
         """How often tasks have been lost so far. Those not done when this grows are to be sent
         again; their futures have an error by now."""
         return 0
+
+    def is_death(self, error: BaseException) -> bool:
+        """Whether the error of a future says no more than that workers died, and others live."""
+        return False
 
     def renew(self, pid: int) -> None:
         """Replaces a worker that takes too much memory, when it has done what it was given."""
@@ -359,60 +360,3 @@ def _settle(
             future.set_exception(error)
     except InvalidStateError:
         return  # the other side was first: the thread with its batch, close() or watch()
-
-
-class ForeignPool(Pool):
-    """Makes batches in an executor that the user brought, and will shut down.
-
-    Args:
-        terms: how many tasks the executor runs at once, as the user says.
-        job: what workers in this process use as it is.
-        shipment: what others load; None if the executor has no others.
-        executor: runs the tasks.
-        owner: process that made the executor; in a fork of it nothing would ever run.
-        slots: shared memory for batches of workers on this machine.
-    """
-
-    def __init__(
-        self,
-        terms: Terms,
-        job: Job,
-        shipment: shipping.Shipment | None,
-        executor: Executor,
-        owner: int,
-        slots: Slots | None,
-    ) -> None:
-        super().__init__(terms, slots)
-        self._owner = owner
-        self._job = job
-        self._shipment = shipment
-        self._executor = executor
-        self.release()
-
-    def release(self) -> None:
-        self._attachment = worker.Attachment(
-            *(self._job, self._shipment, self.num_workers, self.terms.seed)
-        )
-
-    def hold(self, item: Any) -> Held:
-        return Held(item)
-
-    def pack(self, task: Task) -> Task:
-        return packed(task)
-
-    def submit(self, task: Task) -> Future[Reply]:
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                f"executor belongs to process {self._owner}, of which this one is a fork; make "
-                "the Loader and its executor here"
-            )
-        return self._executor.submit(worker.run_attached, self._attachment, task)
-
-    def end(self, deadline: float) -> None:
-        if self.slots is not None:
-            self.slots.close()
-
-
-def is_in_process(executor: Executor) -> bool:
-    """Whether an executor is known to run its tasks in this process."""
-    return isinstance(executor, ThreadPoolExecutor)

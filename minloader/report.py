@@ -11,28 +11,24 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Bar", "Event", "Part", "page", "table_html"]
 
 
-class Event(NamedTuple):
-    """Something that took time, or happened, in one lane of the timeline.
+class Event(Protocol):
+    """What the timeline is made of; :class:`minloader.stats.Event` is such."""
 
-    Attributes:
-        lane: "consumer", "sampler", or "worker 0" and so on.
-        name: for the consumer "wait", for the sampler "draw"; for a worker "task", and inside
-            of it "dataset", "transform", "collate" and "transport"; instants "died" and "again".
-        start: seconds, of ``time.perf_counter()``.
-        seconds: how long; 0.0 for an instant.
-        args: what more there is to say; of a task "batch" (its first ordinal), "count", "epoch".
-    """
-
-    lane: str
-    name: str
-    start: float
-    seconds: float
-    args: Mapping[str, Any] = {}
+    @property
+    def lane(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
 
 
 class Part(NamedTuple):
@@ -72,7 +68,7 @@ WORDS = {
 }
 """The kinds of spans and parts, in the order of the legend. Another kind looks like "task"."""
 
-MARKS = {"died": "\u2715 died", "again": "\u21bb again"}
+MARKS = {"died": "\u2715 died", "again": "\u21bb again", "failed": "! failed"}
 
 PERIOD = 90
 """Pixels from one task of a worker to its next. Less: batches cannot be told apart; more: fewer of
@@ -159,7 +155,6 @@ def table_html(title: str, verdict: str, rows: Rows) -> str:
 def _bar(bar: Bar, bottleneck: str) -> str:
     parts = [part for part in bar.parts if part.seconds > 0]
     whole = math.fsum(part.seconds for part in parts)
-    guilty = any(part.kind == bottleneck for part in parts)
     pieces, words = [], []
     for kind, seconds in parts:
         told = f"{_escape(WORDS.get(kind, kind))} {_share(seconds, whole)}"
@@ -172,9 +167,12 @@ def _bar(bar: Bar, bottleneck: str) -> str:
         words.append(
             f'<li><i class="key {_class(kind)}"></i>{told} <span class="dim">{took}</span></li>'
         )
+    guilty = any(part.kind == bottleneck for part in parts)
+    marked, pill = " guilty" * guilty, " <em>bottleneck</em>" * guilty
+    remark = f'<span class="dim">{_escape(bar.remark)}</span>'
     return (
-        f'<div class="row{" guilty" * guilty}"><div class="head"><b>{_escape(bar.label)}</b>'
-        f'{" <em>bottleneck</em>" * guilty}<span class="dim">{_escape(bar.remark)}</span></div>\n'
+        f'<div class="row{marked}">'
+        f'<div class="head"><b>{_escape(bar.label)}</b>{pill}{remark}</div>\n'
         f'<div class="bar">{"".join(pieces)}</div>\n<ul class="keys">{"".join(words)}</ul></div>\n'
     )
 
@@ -208,20 +206,17 @@ def _layers(events: list[Event], origin: float) -> Iterator[list[_Cell]]:
     """What is drawn of one lane, the lowest first: its tasks, then what is inside of these."""
     below: list[_Cell] = []
     above: list[_Cell] = []
-    task = Event("", "", 0.0, 0.0)
+    task: Mapping[str, Any] = {}
     for event in events:
-        if event.name == "task":
-            task = event
-        about = _told(event.args or task.args)
-        title = f"{WORDS.get(event.name, event.name)} {_duration(event.seconds)}"
-        if event.name == "task":
-            title = f"task {_duration(event.seconds)}"
-        title += (
-            f"\n{about}" * bool(about) + f"\n{event.lane}, at {_duration(event.start - origin)}"
-        )
-        label = str(event.args["batch"]) if "batch" in event.args else ""
+        is_task = event.name == "task"
+        task = event.args if is_task else task
+        name = "task" if is_task else WORDS.get(event.name, event.name)
+        lines = [f"{name} {_duration(event.seconds)}", _told(event.args or task)]
+        lines.append(f"{event.lane}, at {_duration(event.start - origin)}")
+        title = "\n".join(filter(None, lines))
+        label = str(event.args.get("batch", ""))
         cell = _Cell(event.name, event.start, event.start + event.seconds, title, label)
-        (below if event.name == "task" else above).append(cell)
+        (below if is_task else above).append(cell)
     if any(cell.kind == "wait" for cell in above):  # what the consumer does when it does not wait
         for before, after in list(pairwise(above)):
             took = after.start - before.end
@@ -298,10 +293,9 @@ class _Axis:
         first = min(events[0].start for events in lanes.values())
         self.origin = origin
         self.end = max(e.start + e.seconds for events in lanes.values() for e in events)
-        whole = self.end - first or 1e-3
-        period = _period(lanes) or whole
+        period = max(_period(lanes) or self.end - first, 1e-6)  # the clock sees no less
         self.begin = max(first, self.end - period * WIDEST / PERIOD)
-        self.seconds = self.end - self.begin or whole
+        self.seconds = max(self.end - self.begin, 1e-6)
         self.width = min(max(SHORTEST, round(self.seconds / period * PERIOD)), WIDEST)
         self.cut = self.begin > first
 
@@ -347,7 +341,7 @@ def _mark(event: Event, y: int, axis: _Axis, anchor: str, word: str) -> str:
 
 
 def _has_room(taken: list[tuple[float, float]], start: float, text: str) -> bool:
-    """Whether a text overlaps none that is there already; then it is there too."""
+    """Whether a text overlaps none of those there already; then it is there too."""
     end = start + GLYPH * len(text) + 8
     place = bisect.bisect(taken, (start, end))
     if (place and taken[place - 1][1] > start) or (place < len(taken) and taken[place][0] < end):
@@ -367,7 +361,7 @@ def _drawn_lane(events: list[Event], top: int, axis: _Axis, anchors: Mapping[int
         seen = (cell for cell in layer if cell.end > axis.begin)
         cells += _merged(seen, NARROWEST * axis.seconds / axis.width)
     out += [_rect(cell, y, axis) for cell in cells]
-    taken: list[tuple[float, float]] = []
+    taken = [(float(axis.width), math.inf)]  # from and to, in pixels
     for event in events:
         if id(event) in anchors:
             word = MARKS.get(event.name, event.name)
@@ -458,16 +452,19 @@ def page(
     """A whole page, for a file of its own.
 
     Args:
-        verdict: one sentence: what holds everything up.
+        verdict: what limits the loop and what to do. The headline is all before its first colon.
         bars: where the time of the consumer, the sampler and the workers went.
         rows: (name, value, remark) each, for the table at the end.
         events: for the timeline; in any order. Of more than some thousand the last are drawn.
-        bottleneck: the kind of the part that the verdict is about, such as "dataset"; its bar is
-            marked, and the verdict has its colour.
+        bottleneck: kind of the part that the verdict is about, such as "dataset", or "" if there
+            is none; the headline has its colour, and its bar is marked.
         subtitle: what the run was, such as "1,000 batches in 12 s by 4 workers".
         origin: where the timeline's clock starts, in seconds of ``time.perf_counter()``; the
             first event if None.
     """
+    headline, advice = (
+        _escape(text[:1].upper() + text[1:]) for text in verdict.partition(": ")[::2]
+    )
     kind = f" {_class(bottleneck)}" * bool(bottleneck)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -475,14 +472,15 @@ def page(
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>minloader: {_escape(verdict)}</title>
+<title>minloader: {headline}</title>
 <style>{_style()}</style>
 </head>
 <body>
 <main>
 <header>
 <p class="dim">minloader{_escape(f": {subtitle}" if subtitle else "")}</p>
-<h1><i class="edge{kind}"></i><span>{_escape(verdict)}</span></h1>
+<h1><i class="edge{kind}"></i><span>{headline}</span></h1>
+<p class="verdict">{advice}</p>
 </header>
 <section>
 <h2>Where the time went <small><i class="key task"></i>solid: at work
@@ -525,9 +523,10 @@ body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; -webkit-text-size-adjust: 100%; }
 main { max-width: 1600px; margin: 0 auto; padding: 1.2rem clamp(.9rem, 3vw, 2.5rem) 3rem; }
 p { margin: .3rem 0; }
-h1 { display: flex; gap: .8rem; margin: .3rem 0 1.4rem; line-height: 1.2;
+h1 { display: flex; gap: .8rem; margin: .3rem 0 .6rem; line-height: 1.2;
   font-size: clamp(1.45rem, 1rem + 2vw, 2.3rem); overflow-wrap: anywhere; }
 .edge { flex: none; width: .55rem; border-radius: 3px; background: var(--line); }
+.verdict { font-size: 1.15rem; max-width: 60rem; }
 h2 { font-size: 1.05rem; margin: 1.8rem 0 .6rem; }
 h2 small { font-weight: normal; color: var(--dim); white-space: nowrap; margin-left: .6rem; }
 .dim { color: var(--dim); }

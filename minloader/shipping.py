@@ -13,6 +13,8 @@ import io
 import mmap
 import os
 import pickle
+import secrets
+import stat
 import struct
 import sys
 from dataclasses import dataclass
@@ -153,19 +155,25 @@ class Cargo:
         inode: of that file: paths under ``/proc`` are used again for other files.
         index: offset in bytes of the table that says where the buffers lie.
         named: whether the file has a name, which somebody must unlink.
+        size: bytes of the file.
+        token: what it ends with, and nobody can guess: the proof that a file is this one, and
+            that whoever asks for it elsewhere (``depot.py``) was sent by its owner.
     """
 
     path: str
     inode: int
     index: int
     named: bool
+    size: int
+    token: bytes
 
     def exists(self) -> bool:
         """Whether the shipment is still there."""
         try:
-            return os.stat(self.path).st_ino == self.inode
+            status = os.stat(self.path)
         except OSError:
             return False
+        return status.st_ino == self.inode and stat.S_ISREG(status.st_mode)
 
     def load(self, *, forever: bool) -> Any:
         """Maps and unpickles the object.
@@ -175,15 +183,31 @@ class Cargo:
                 can bytes objects be mapped rather than copied.
 
         Raises:
-            FileNotFoundError: the shipment is gone, or the process is on another machine.
+            OSError: the shipment is gone, or the process is on another machine.
         """
+        return self.unpickle(self.map(), forever=forever)
+
+    def map(self) -> mmap.mmap:
+        """Its file, copy-on-write. On another machine the path may be that of any other file.
+
+        Raises:
+            OSError: it is not here.
+        """
+        if not self.exists():  # not to be opened then: it may be a pipe, or a device
+            raise FileNotFoundError(f"{self.path} is gone, or now holds something else")
         fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            if os.fstat(fd).st_ino != self.inode:
-                raise FileNotFoundError(f"{self.path} now holds something else")
-            mapping = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
+        except ValueError as error:  # it is smaller
+            raise FileNotFoundError(f"{self.path} now holds something else") from error
         finally:
             os.close(fd)
+        if mapping[-len(self.token) :] != self.token:
+            raise FileNotFoundError(f"{self.path} now holds something else")
+        return mapping
+
+    def unpickle(self, mapping: mmap.mmap, *, forever: bool) -> Any:
+        """The object in a private mapping of the file, or of a copy; see :meth:`load`."""
         unpickler = _ShipUnpickler(mapping, self, forever=forever)
         obj = unpickler.load()
         # Known under their names here too, these classes and functions go back by name, and
@@ -214,10 +238,12 @@ class Shipment:
 
     def __init__(self, obj: Any) -> None:
         self._pid = os.getpid()
+        self._token = secrets.token_bytes(32)
         self._fd, self._name = open_anonymous()
         try:
             with open(self._fd, "wb", closefd=False) as file:
                 self._index = _write(obj, file)
+                file.write(self._token)
             self._inode, self.size = os.fstat(self._fd).st_ino, os.fstat(self._fd).st_size
         except BaseException:
             self.close()
@@ -227,7 +253,12 @@ class Shipment:
     def cargo(self) -> Cargo:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        return Cargo(path, self._inode, self._index, self._name is not None)
+        named = self._name is not None
+        return Cargo(path, self._inode, self._index, named, self.size, self._token)
+
+    def duplicate(self) -> int:
+        """Another descriptor of the file, for the caller to close."""
+        return os.dup(self._fd)
 
     def close(self) -> None:
         """Lets the file go. What is mapped already stays usable."""

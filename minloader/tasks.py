@@ -159,7 +159,7 @@ class Reply(NamedTuple):
     """What became of a task.
 
     Attributes:
-        worker: id of the worker.
+        worker: id of the worker; below 0 on an executor that the user brought.
         pid: its process.
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be

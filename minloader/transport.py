@@ -33,6 +33,7 @@ __all__ = [
     "is_plain_tensor",
     "pack",
     "pack_batch",
+    "pack_beside",
     "pack_error",
     "unpack",
     "unpack_batch",
@@ -117,14 +118,14 @@ class Parcel(NamedTuple):
 
     Attributes:
         stream: its pickle; empty if that is the last buffer.
-        buffers: of its large arrays: start and stop in the slot, or the data.
+        buffers: of its large arrays: start and stop in the slot, or the data itself.
     """
 
     stream: bytes
     buffers: list[Any]
 
 
-def pack_batch(batch: Any, writer: SlotWriter) -> bytes | Parcel:
+def pack_batch(batch: Any, writer: SlotWriter | _Beside) -> bytes | Parcel:
     """Serializes a batch, into its slot as far as there is room; bytes if all of it is small.
 
     Raises:
@@ -140,13 +141,32 @@ def pack_batch(batch: Any, writer: SlotWriter) -> bytes | Parcel:
             raise error from plain_error
 
 
+def pack_beside(batch: Any) -> bytes | Parcel:
+    """Serializes a batch with its large buffers beside it, as arrays of bytes: an executor that
+    sends arrays without copying them, as Dask's does, can do so.
+
+    Raises:
+        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    """
+    return pack_batch(batch, _Beside())
+
+
+class _Beside:
+    """In place of a slot."""
+
+    def put(self, data: memoryview) -> Any:
+        import numpy as np
+
+        return np.frombuffer(data, np.uint8)
+
+
 def _plain_pickler(file: Any, **options: Any) -> pickle.Pickler:
     pickler = pickle.Pickler(file, **options)
     pickler.dispatch_table = _dispatch_table()
     return pickler
 
 
-def _pack_batch(make_pickler: Any, batch: Any, writer: SlotWriter) -> bytes | Parcel:
+def _pack_batch(make_pickler: Any, batch: Any, writer: SlotWriter | _Beside) -> bytes | Parcel:
     buffers: list[Any] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
@@ -170,7 +190,11 @@ def size_in_band(outcome: Any) -> int:
     """Bytes of a packed batch that are not in its slot; 0 of anything else."""
     if isinstance(outcome, bytes):
         return len(outcome)
-    return len(outcome.stream) if isinstance(outcome, Parcel) else 0
+    if not isinstance(outcome, Parcel):
+        return 0
+    return len(outcome.stream) + sum(
+        len(each) for each in outcome.buffers if type(each) is not tuple
+    )
 
 
 def unpack_batch(parcel: Parcel, memory: Any) -> Any:
@@ -178,9 +202,9 @@ def unpack_batch(parcel: Parcel, memory: Any) -> Any:
 
     Args:
         parcel: the packed batch.
-        memory: of its slot, leased.
+        memory: of its slot, leased; None if it had none.
     """
-    view = memoryview(memory).cast("B")
+    view = memoryview(b"" if memory is None else memory).cast("B")
     buffers = [view[slice(*data)] if type(data) is tuple else data for data in parcel.buffers]
     stream = parcel.stream or buffers.pop()
     return pickle.loads(stream, buffers=buffers)

@@ -2,7 +2,7 @@
 
 A worker process is born through :func:`start`, makes batches through :func:`run` and dies
 with its parent (``processes.py``). An executor that the user brought knows none of
-this: its workers meet a loader's job by an :class:`Attachment`.
+this: what its workers do is in ``foreign.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minloader.seeds import batch_seed, borrow_globals, seeds
 from minloader.shards import Cursor, Cursors
 from minloader.tasks import END, Failure, Job, Laps, Reply, Shard, Task, WorkerInfo
 
-__all__ = ["READING", "Attachment", "Station", "Worker"]
+__all__ = ["READING", "Station", "Worker"]
 
 logger = logging.getLogger("minloader")
 
@@ -46,6 +46,7 @@ class Worker:
         borrow: seed the global generators of the caller's process around each batch. Threads
             do neither: the global generators are shared by all of them.
         packed: whether items come packed even so.
+        beside: whether large arrays are to be beside the message, where there is no slot.
         mark: told of each item before it is begun.
         reload: gives the dataset once more, for a stream that is read in several places.
     """
@@ -58,11 +59,12 @@ class Worker:
         remote: bool,
         borrow: bool = False,
         packed: bool = False,
+        beside: bool = False,
         mark: Mark = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
         self.info = info  # while a stream is read, its shard's
-        self._id = info.id
+        self.id = info.id  # as replies have it
         self._job = job
         self._laps = Laps()
         self._made = 0.0  # when the last batch was ready to be packed
@@ -71,6 +73,7 @@ class Worker:
         self._cursors = Cursors(job, info.seed, reload, shared=shared)
         self._remote = remote
         self._packed = remote or packed
+        self._pack = transport.pack_beside if beside else partial(transport.pack, down=False)
         self._borrow = borrow
         self._mark = mark
         self._broken: Failure | None = None
@@ -116,7 +119,7 @@ class Worker:
         pid = self.info.pid
         if self._broken is not None:
             failures = [self._broken] * len(task.items)
-            return Reply(self._id, pid, self._remote, failures)
+            return Reply(self.id, pid, self._remote, failures)
         writer = slots.SlotWriter(task.slot) if task.slot is not None else None
         if writer is not None:
             slots.use(writer)
@@ -148,7 +151,7 @@ class Worker:
                 slots.use(None)
         size = sum(map(transport.size_in_band, outcomes)) if self._remote else 0
         spent = laps.transform, laps.collate, laps.transport
-        reply = Reply(self._id, pid, self._remote, outcomes, begin, now - begin, spent, size)
+        reply = Reply(self.id, pid, self._remote, outcomes, begin, now - begin, spent, size)
         if state is not None:
             reply = reply._replace(state=state)
         if self._job.memory_limit is not None and self._remote:
@@ -193,7 +196,7 @@ class Worker:
         self._made = time.perf_counter()
         try:
             if writer is None:
-                return transport.pack(batch, down=False)
+                return self._pack(batch)
             parcel = transport.pack_batch(batch, writer)
         except BaseException as error:
             try:
@@ -384,67 +387,3 @@ def run(task: Task) -> Reply:
 
 def warm_up() -> None:
     """Does nothing: a task that makes an executor start a worker for it."""
-
-
-# --- a worker of somebody else's executor
-
-_attached: dict[tuple[shipping.Cargo, int, int], Worker] = {}
-_attach_lock = threading.Lock()
-
-
-class Attachment:
-    """Stands for a loader's job in the tasks sent to an executor that we did not start.
-
-    It is the job itself as long as it stays in this process (threads); pickled, it is only
-    the address of the shipped job, which each process loads once.
-    """
-
-    def __init__(
-        self, job: Job, shipment: shipping.Shipment | None, num_workers: int, seed: int
-    ) -> None:
-        self._job = job
-        self._shipment = shipment
-        self._num_workers = num_workers
-        self._seed = seed
-        self._threads = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._shipment is None:
-            raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
-        return _attach, (self._shipment.cargo, self._num_workers, self._seed)
-
-    def __call__(self) -> Worker:
-        """The worker of the calling thread."""
-        worker: Worker | None = getattr(self._threads, "worker", None)
-        if worker is None:
-            info = WorkerInfo(-1, self._num_workers, os.getpid(), self._seed)
-            worker = self._threads.worker = Worker(self._job, info, remote=False, packed=True)
-        return worker
-
-
-def _attach(cargo: shipping.Cargo, num_workers: int, seed: int) -> Callable[[], Worker]:
-    """What an attachment unpickles to. Loading waits for the call: an error here would be
-    raised while the executor reads its queue, which kills the worker."""
-
-    def worker() -> Worker:
-        key = cargo, num_workers, seed
-        with _attach_lock:
-            if key not in _attached:
-                for other in [other for other in _attached if not other[0].exists()]:
-                    del _attached[other]  # its loader is closed
-                info = WorkerInfo(-1, num_workers, os.getpid(), seed)
-                _attached[key] = Worker(cargo.load(forever=False), info, remote=True)
-            return _attached[key]
-
-    return worker
-
-
-def run_attached(attachment: Callable[[], Worker], task: Task) -> Reply:
-    """Makes the batches of a task in a worker of somebody else's executor."""
-    try:
-        worker = attachment()
-    except Exception as error:
-        stage = "while the worker loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
-    return worker.run(task)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import html
+import json
+import os
 import random
+import re
+import shutil
+import signal
+import subprocess
 from collections import deque
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
-from minloader.report import Bar, Event, Part, page
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minloader.report import Bar, Part, page, table_html
+from minloader.stats import Event
 
 STAGES = ("dataset", "transform", "collate", "transport")
+
+
+def event(lane: str, name: str, start: float, seconds: float, **args: Any) -> Event:
+    return Event(lane, name, start, seconds, args)
 
 
 def simulate(
@@ -29,7 +48,7 @@ def simulate(
     pending: deque[float] = deque()
 
     def add(lane: str, name: str, start: float, seconds: float, **args: Any) -> float:
-        events.append(Event(lane, name, start, seconds, args))
+        events.append(event(lane, name, start, seconds, **args))
         if name in took:
             took[name] += seconds
         return start + seconds
@@ -94,28 +113,422 @@ ROWS = [
 ]
 
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "dataset": ("The dataset holds everything up: 86 % of the workers' time.", "dataset", {}),
+    "dataset": (
+        "The dataset is the limit, with 71 % of the work: both workers were busy 90 %, the "
+        "consumer waited 69 % of the time; more workers would help (num_workers).",
+        "dataset",
+        {},
+    ),
     "sampler": (
-        "The sampler holds everything up: it takes 12 ms a batch, and the workers wait for it.",
+        "The sampler is the limit: it takes 12 ms a batch; the consumer waited 93 % of the time, "
+        "the workers were idle 76 %.",
         "draw",
         {"draw": 0.012, "stages": (0.004, 0.001, 0.001, 0.0005), "own": 0.001},
     ),
     "consumer": (
-        "The loader keeps up: the consumer's own work is 97 % of the time.",
+        "The consumer is the limit: it waited 6 % of the time, the workers were idle 70 %: "
+        "num_workers=1 would do.",
         "own",
         {"stages": (0.01, 0.003, 0.004, 0.001), "own": 0.03},
     ),
-    "death": ("The dataset holds everything up.", "dataset", {"batches": 60, "dies": 50}),
-    "eight": ("Collating holds everything up.", "collate", {
-        "workers": 8, "stages": (0.01, 0.005, 0.03, 0.004), "own": 0.001, "batches": 500}),
-    "chunks": ("Transport holds everything up.", "transport", {
-        "batches": 64 * 30, "chunk": 64, "stages": (2e-5, 1e-6, 1e-6, 3e-5), "draw": 1e-6,
-        "own": 5e-6}),
+    "death": (
+        "The dataset is the limit, with 71 % of the work.",
+        "dataset",
+        {"batches": 60, "dies": 50},
+    ),
+    "eight": (
+        "collate_fn is the limit, with 62 % of the work: all 8 workers were busy 94 %, the "
+        "consumer waited 86 % of the time; make it cheaper, or set num_workers past the 8 "
+        "processors there are if it waits for files or the network.",
+        "collate",
+        {"workers": 8, "stages": (0.01, 0.005, 0.03, 0.004), "own": 0.001, "batches": 500},
+    ),
+    "chunks": (
+        "The consumer waited 96 % of the time, but the workers were idle 75 %: a batch takes "
+        "105 µs, most of it to hand it over, so larger batches would help (batch_size, or the "
+        "sampler).",
+        "",
+        {"batches": 64 * 30, "chunk": 64, "stages": (2e-5, 1e-6, 1e-6, 3e-5), "draw": 1e-6,
+         "own": 5e-6},
+    ),
 }  # fmt: skip
 
 
 def run_page(name: str) -> str:
-    verdict, bottleneck, how = RUNS[name]
+    verdict, kind, how = RUNS[name]
     events, bars = simulate(**how)
-    subtitle = "120 batches in 2.70 s, 2 workers"
-    return page(verdict, bars, ROWS, events, bottleneck=bottleneck, subtitle=subtitle)
+    subtitle = "120 batches in 2.70 s"
+    return page(verdict, bars, ROWS, events, bottleneck=kind, subtitle=subtitle)
+
+
+VOID = {"meta", "br", "link", "img"}
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser would, but strictly: whatever is opened must be closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len(dict(attrs)) == len(attrs), "an attribute twice"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert tag in {"rect", "line"}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.append((self.open[-1], data))
+
+    def all(self, tag: str, **attrs: str) -> list[dict[str, str | None]]:
+        return [has for name, has in self.tags if name == tag and attrs.items() <= has.items()]
+
+    def said(self, tag: str) -> list[str]:
+        return [text for name, text in self.texts if name == tag]
+
+
+def bare(*events: Event, **how: Any) -> Reader:
+    return Reader(page("A verdict.", [], [], events, **how))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_is_sound_and_self_contained(name):
+    text = run_page(name)
+    read = Reader(text)
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+    assert read.all("meta", name="viewport")
+    verdict, kind, _ = RUNS[name]
+    headline, _, advice = verdict.partition(": ")
+    headline = headline[0].upper() + headline[1:]
+    assert read.said("title")[0] == f"minloader: {headline}"
+    assert headline in read.said("span")
+    assert not advice or advice[0].upper() + advice[1:] in read.said("p")
+    assert len(read.all("div", **{"class": "row guilty"})) == bool(kind)
+    for tag, attrs in read.tags:
+        assert tag not in {"link", "img", "iframe"}
+        assert not {"src", "srcset", "xlink:href"} & set(attrs)
+        assert (attrs.get("href") or "#").startswith("#")
+        assert not [key for key in attrs if key.startswith("on")]
+    assert not re.search(r"//|@import|url\((?!#)", text)
+    ids = [attrs["id"] for _, attrs in read.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    links = {attrs["href"] for attrs in read.all("a")}
+    assert links <= {f"#{name}" for name in ids}
+    assert (len(links) == 2) == (name == "death")
+
+
+HOSTILE = """<script>alert("'&amp;'")</script>\udc80"""
+READ = HOSTILE.replace("\udc80", "?")
+
+
+def test_everything_is_escaped():
+    events = [
+        event(HOSTILE, "task", 0.0, 1.0, batch=HOSTILE, count=1, **{HOSTILE: HOSTILE}),
+        event(HOSTILE, HOSTILE, 0.1, 0.2),
+        event(HOSTILE, HOSTILE, 0.1, 0.0, cause=HOSTILE),
+        event(HOSTILE, "died", 0.1, 0.0, cause=HOSTILE),
+    ]
+    bars = [Bar(HOSTILE, [Part(HOSTILE, 1.0)], HOSTILE)]
+    rows = [(HOSTILE, HOSTILE, HOSTILE)]
+    text = page(HOSTILE, bars, rows, events, bottleneck=HOSTILE, subtitle=HOSTILE)
+    text.encode()
+    read = Reader(text)
+    assert len(read.all("script")) == 1
+    assert sum(READ in data for _, data in read.texts) >= 10
+    fragment = Reader(table_html(HOSTILE, HOSTILE, rows))
+    assert not fragment.all("script")
+    assert [data for _, data in fragment.texts if data.strip()] == [READ] * 5
+
+
+def test_fragment_leaves_colours_to_the_notebook():
+    text = table_html("minloader", "A verdict.", ROWS)
+    assert Reader(text).said("strong") == [value for _, value, _ in ROWS]
+    assert not re.search(r"#[0-9a-f]{3}|rgb|background", text)
+
+
+def test_page_without_events():
+    read = bare()
+    assert "No events were recorded." in read.said("p")
+    assert not read.all("svg")
+
+
+def test_page_of_one_event():
+    read = bare(event("consumer", "wait", 12.0, 0.25))
+    spans = read.all("rect", **{"class": "wait wide"})
+    assert [(span["x"], span["width"]) for span in spans] == [("0.0000%", "100.0000%")]
+
+
+def test_page_of_one_instant():
+    read = bare(event("worker 0", "died", 12.0, 0.0, cause="SIGKILL"), origin=10.5)
+    assert len(read.all("g", **{"class": "mark", "id": "mark0"})) == 1
+    assert " at 1.500 s: SIGKILL" in read.said("li")
+
+
+def test_own_time_of_the_consumer_is_what_lies_between_its_waits():
+    waits = [event("consumer", "wait", start, 1.0) for start in (4.0, 0.0, 2.0)]
+    read = bare(*waits)
+    assert [span["x"] for span in read.all("rect", **{"class": "own wide"})] == [
+        "20.0000%",
+        "60.0000%",
+    ]
+
+
+def test_stages_say_which_batches_they_are_of():
+    read = bare(
+        event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
+        event("worker 3", "dataset", 5.0, 0.008),
+    )
+    said = "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 0 µs"
+    assert said in read.said("title")
+    assert "64" in read.said("text")
+
+
+def test_lanes_are_in_order():
+    lanes = ["worker 10", "sampler", "worker 9", "other", "consumer"]
+    read = bare(*(event(lane, "task", 0.0, 1.0) for lane in lanes))
+    names = [attrs["title"] for attrs in read.all("div") if "title" in attrs]
+    assert names == ["consumer", "sampler", "other", "worker 9", "worker 10"]
+
+
+def test_many_tiny_spans_are_drawn_as_few():
+    crowd = [event("worker 0", "task", n * 1e-6, 9e-7) for n in range(100_000)]
+    rare = [event("worker 1", "task", n * 0.01, 0.009) for n in range(10)]
+    short = [event("worker 2", "task", n * 0.01, 0.009) for n in range(10)]
+    text = page("", [], [], [*crowd[::-1], *rare, *short])
+    drawn = Reader(text).all("rect")
+    assert sum((attrs["class"] or "").startswith("task") for attrs in drawn) > 20
+    assert len(text) < 5_000_000
+
+
+def test_of_a_long_run_the_end_is_drawn():
+    events = [event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)]
+    read = bare(*events, event("worker 0", "died", 1.0, 0.0))
+    assert "4999" in read.said("text")
+    assert 100 < len(read.all("rect")) < 400
+    assert not read.all("a")  # what has been left out cannot be gone to, but is told
+    assert any("at 1.000 s" in text for text in read.said("li"))
+
+
+def test_deaths_too_many_to_tell_are_counted():
+    read = bare(*(event("worker 0", "died", n, 0.0) for n in range(100)))
+    assert "88 more before" in read.said("li")
+
+
+EVENTS = st.builds(
+    Event,
+    st.sampled_from(["consumer", "sampler", "worker 0", "worker 1", "x"]),
+    st.sampled_from(["wait", "draw", "task", "dataset", "died", "again", "y"]),
+    st.floats(0, 1e6) | st.floats(1000, 1000.001),
+    st.just(0.0) | st.floats(0, 1e-3) | st.floats(0, 1e4),
+    st.sampled_from([{}, {"batch": 3}, {"batch": 3, "count": 4}]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(EVENTS, max_size=12), st.none() | st.floats(0, 1e6))
+def test_any_events_can_be_drawn(events, origin):
+    read = bare(*events, origin=origin)
+    for tag in ("rect", "line", "text"):
+        for attrs in read.all(tag):
+            for key in ("x", "x1", "width"):
+                if str(attrs.get(key, "")).endswith("%"):
+                    assert -1e-3 <= float(attrs[key][:-1]) <= 100.001
+
+
+# --- in a browser
+
+
+def chromium() -> str:
+    """A browser, or the test is skipped; where all must be there, it fails instead."""
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+    if found is None and os.environ.get("MINLOADER_REQUIRE_ALL"):
+        pytest.fail("no Chromium on the path")
+    return found or pytest.skip("no Chromium on the path")
+
+
+OPTIONS = (
+    "headless",
+    "no-sandbox",  # as root it would not start with one
+    "disable-gpu",
+    "disable-quic",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "no-first-run",
+    "hide-scrollbars",
+    "window-size=1500,1000",
+    "virtual-time-budget=3000",
+)
+
+
+def dump(url: str, folder: Path, *, dark: bool) -> str:
+    """The document as it stands when the browser has run its scripts."""
+    command = [
+        chromium(),
+        *(f"--{option}" for option in OPTIONS),
+        f"--user-data-dir={folder}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        *("--dump-dom", url),
+    ]
+    browser = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return browser.communicate(timeout=60)[0].decode()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(browser.pid, signal.SIGKILL)  # its helpers leave a moment after itself
+        browser.communicate()
+
+
+MEASURE = r"""
+const rect = e => e.getBoundingClientRect();
+function light(colour) {  // relative luminance, of WCAG
+  const [r, g, b] = colour.map(c => c / 255)
+    .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function contrast(element) {
+  const style = getComputedStyle(element);
+  const rgb = text => text.match(/[\d.]+/g).map(Number);
+  const behind = e => rgb(getComputedStyle(e).backgroundColor);
+  let ground = element;
+  while (behind(ground).length > 3) ground = ground.parentNode;  // transparent
+  const back = behind(ground);
+  const front = rgb(style[element.namespaceURI.includes("svg") ? "fill" : "color"]);
+  const seen = front.slice(0, 3).map((c, n) => c * style.opacity + back[n] * (1 - style.opacity));
+  const [a, b] = [light(seen), light(back)].sort((a, b) => b - a);
+  return (a + 0.05) / (b + 0.05);
+}
+function overlaps(elements) {
+  const boxes = elements.map(e => [rect(e), e.textContent]).filter(([r]) => r.width && r.height);
+  const found = [];
+  boxes.forEach(([a, one], n) => boxes.slice(n + 1).forEach(([b, other]) => {
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide > 1 && high > 3) found.push(one + " / " + other);
+  }));
+  return found;
+}
+function measure(frame) {
+  const page = frame.contentDocument, all = s => [...page.querySelectorAll(s)];
+  const window = frame.contentWindow, html = page.documentElement;
+  const scroll = page.querySelector(".scroll"), svg = page.querySelector("svg");
+  const texts = all("p:not(.zoom), h1 span, h2, .head > *, li, th, td, .names div, button");
+  const visible = all("svg text").filter(e => e.textContent && rect(e).width);
+  const guilty = page.querySelector(".guilty");
+  const numbers = all(".number");
+  const facts = {
+    overflow: html.scrollWidth - window.innerWidth,
+    verdict_bottom: rect(page.querySelector("h1")).bottom,
+    guilty_bottom: guilty ? rect(guilty).bottom : 0,
+    height: window.innerHeight,
+    background: window.getComputedStyle(page.body).backgroundColor,
+    contrasts: Object.fromEntries(
+      ["h1 span", "th", "td:last-child", ".dim", ".guilty .dim", ".guilty em", ".tick text",
+       ".number", ".mark text", ".marks"]
+      .filter(s => page.querySelector(s)).map(s => [s, contrast(page.querySelector(s))])),
+    overlaps: [...overlaps(texts), ...overlaps(visible)],
+    clipped: all(".names div, .head, li, td, th").filter(e => e.scrollWidth > e.clientWidth + 1)
+      .map(e => e.textContent),
+    outside: visible.filter(e => rect(e).right > rect(svg).right + 1).map(e => e.textContent),
+    seen: all("svg > rect").filter(e => rect(e).width >= 1 && rect(e).right > rect(scroll).left
+      && rect(e).left < rect(scroll).right).length,
+    untitled: all("svg > rect").filter(e => !e.querySelector("title").textContent).length,
+    bars: all(".bar").map(bar => Math.round(
+      [...bar.children].reduce((sum, e) => sum + rect(e).width, 0) - rect(bar).width)),
+    solid: guilty ? window.getComputedStyle(page.querySelector(".guilty .bar .KIND"))
+      .backgroundColor : "",
+    edge: window.getComputedStyle(page.querySelector(".edge")).backgroundColor,
+    last: Math.max(...all("svg > rect").map(e => rect(e).right)) - rect(scroll).right,
+    buttons: rect(page.querySelector(".zoom")).height,
+  };
+  if (facts.buttons) {
+    const [less, more, whole] = all(".zoom button");
+    whole.click();
+    facts.whole = svg.clientWidth - scroll.clientWidth;
+    facts.overlaps_whole = overlaps(all("svg text").filter(e => rect(e).width));
+    more.click();
+    more.click();
+    facts.larger = svg.clientWidth / scroll.clientWidth;
+    facts.overlaps_larger = overlaps(all("svg text").filter(e => rect(e).width));
+  }
+  return facts;
+}
+"""
+
+
+def facts(folder: Path, *, dark: bool) -> dict[str, dict[str, Any]]:
+    """What a browser makes of each run's page: wide, narrow, and narrow without scripts."""
+    folder.mkdir()
+    frames, script = [], [MEASURE]
+    for name, (_, kind, _) in RUNS.items():
+        for width, without in ((1400, False), (400, False), (400, True)):
+            key = f"{name} {width}" + " without scripts" * without
+            sandbox = ' sandbox="allow-same-origin"' * without
+            frames.append(
+                f'<iframe id="{key}" data-kind="{kind}" width="{width}" height="800"{sandbox}'
+                f' style="border: 0" srcdoc="{html.escape(run_page(name))}"></iframe>'
+            )
+    script.append("""
+    addEventListener("load", () => {
+      const found = {};
+      for (const frame of document.querySelectorAll("iframe")) {
+        const kind = frame.dataset.kind;
+        try { found[frame.id] = eval("(" + String(measure).replace("KIND", kind) + ")")(frame); }
+        catch (error) { found[frame.id] = {error: String(error.stack)}; }
+      }
+      document.documentElement.textContent = JSON.stringify(found);
+    });""")
+    file = folder / "frames.html"
+    file.write_text(
+        "<!DOCTYPE html><meta charset=utf-8><script>"
+        + "".join(script)
+        + "</script>"
+        + "".join(frames)
+    )
+    text = dump(file.as_uri(), folder / "profile", dark=dark)
+    found: dict[str, dict[str, Any]] = json.loads(html.unescape(re.sub("<[^>]*>", "", text)))
+    return found
+
+
+def test_pages_look_right_in_a_browser(tmp_path):
+    backgrounds = {}
+    for dark in (False, True):
+        found = facts(tmp_path / str(dark), dark=dark)
+        assert len(found) == 3 * len(RUNS)
+        for key, is_so in found.items():
+            assert "error" not in is_so, (key, is_so)
+            what = (key, dark, is_so)
+            assert is_so["overflow"] <= 0, what
+            assert is_so["verdict_bottom"] < 300, what
+            assert is_so["guilty_bottom"] < is_so["height"], what
+            assert min(is_so["contrasts"].values()) >= 4.5, what
+            assert is_so["overlaps"] == is_so["clipped"] == is_so["outside"] == [], what
+            assert is_so["seen"] >= 10, what
+            assert is_so["untitled"] == 0, what
+            assert max(map(abs, is_so["bars"])) <= 1, what
+            assert is_so["solid"] in {is_so["edge"], ""}, what
+            assert -60 < is_so["last"] < 5, what  # scrolled to the end
+            assert (is_so["buttons"] == 0) == ("without" in key), what
+            if is_so["buttons"]:
+                assert abs(is_so["whole"]) <= 4, what
+                assert 3.5 < is_so["larger"] < 4.5, what
+                assert is_so["overlaps_whole"] == is_so["overlaps_larger"] == [], what
+            backgrounds.setdefault(dark, set()).add(is_so["background"])
+    assert backgrounds == {False: {"rgb(255, 255, 255)"}, True: {"rgb(21, 23, 27)"}}

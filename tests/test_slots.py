@@ -37,7 +37,16 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import minloader
-from minloader import Loader, TransportError, collate, pad_collate, slots, transport, worker
+from minloader import (
+    Loader,
+    TransportError,
+    collate,
+    foreign,
+    pad_collate,
+    slots,
+    transport,
+    worker,
+)
 from minloader.slots import ALIGN, LARGE, Slots, SlotWriter, empty
 from minloader.transport import pack, pack_batch, unpack_batch
 from minloader.worker import Job, Task, Worker, WorkerInfo
@@ -611,7 +620,7 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
         monkeypatch.setattr(worker, "_start_reply", run(Task(0, 0, [0])))
         run = worker.run
     elif stage == "attach":
-        run = partial(worker.run_attached, partial(refuse, None))
+        run = partial(foreign.run_attached, partial(refuse, None))
     slot = bench.pool.lend()
     reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
     assert [type(outcome) for outcome in reply.outcomes] == [worker.Failure]

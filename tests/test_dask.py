@@ -1,0 +1,444 @@
+"""On a Dask cluster of separate processes: the same batches, whatever happens to its workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import _belongings, eventually, require
+
+from minloader import Loader, WorkerDied, depot, foreign, get_worker_info
+from minloader.seeds import seeds
+from minloader.shipping import Cargo
+from minloader.tasks import Task
+
+dask = require("dask")
+distributed = require("distributed")
+
+pytestmark = [
+    # Dask's own: of its event loop, and of workers that are killed.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:distributed"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After each test: nothing of ours. What Dask keeps for the next test is Dask's."""
+    yield
+
+    def left() -> list[Any]:
+        now = _belongings()
+        threads = [thread for thread in now["threads"] if thread.name.startswith("minloader")]
+        return threads + [each for each in now["descriptors"] if "minloader" in each[1]]
+
+    eventually(lambda: not left())
+    assert left() == []
+
+
+@contextmanager
+def running(n_workers: int, **options: Any) -> Iterator[Any]:
+    """A cluster of this machine and a client of it."""
+    options = {"threads_per_worker": 1, "processes": True} | options
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 3}),
+        distributed.LocalCluster(n_workers=n_workers, dashboard_address=":0", **options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with running(2) as client:
+        yield client
+
+
+@pytest.fixture
+def make(cluster: Any) -> Iterator[Callable[..., Loader]]:
+    with making(cluster) as factory:
+        yield factory
+
+
+@contextmanager
+def making(client: Any) -> Iterator[Callable[..., Loader]]:
+    """Gives a function that makes loaders on the cluster."""
+    loaders: list[Loader] = []
+
+    def factory(*args: Any, **options: Any) -> Loader:
+        executor = client.get_executor(pure=False)
+        loaders.append(Loader(*args, **({"num_workers": 2, "executor": executor} | options)))
+        return loaders[-1]
+
+    try:
+        yield factory
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+class Dice:
+    """Draws from every generator that there is, before and after a while."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self.table = np.arange(1 << 20)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        info = get_worker_info()
+        assert info is not None
+        first = random.random(), np.random.random()
+        threading.Event().wait(self.delay)
+        return {
+            "index": index,
+            "random": (first, random.random(), np.random.random(), info.rng.random()),
+            "large": self.table[index : index + 10_000],
+            "strings": [str(index)] * 10_000,
+        }
+
+
+def inline(dataset: Any, sampler: Any, **options: Any) -> list[Any]:
+    with Loader(dataset, sampler, num_workers=0, **options) as loader:
+        return list(loader)
+
+
+def assert_same(batches: Any, expected: Any) -> None:
+    # Arrays compare by their bytes so.
+    for batch, other in zip(batches, expected, strict=True):
+        assert pickle.dumps(batch["random"]) == pickle.dumps(other["random"])
+        assert (batch["index"], batch["strings"]) == (other["index"], other["strings"])
+        assert np.array_equal(batch["large"], other["large"])
+
+
+def test_batches_are_those_without_workers(make):
+    """Though Dask's own threads draw from the global generator, several times a second."""
+    expected = inline(Dice(), range(60))
+    loader = make(Dice(0.02), range(60))
+    batches = list(loader)
+    assert_same(batches, expected)
+    for batch in batches:
+        batch["large"] += 1
+    assert loader.stats.slots == 0
+    loader.set_epoch(0)
+    loader.num_workers = 4
+    assert_same(loader, expected)
+    loader.set_epoch(0)
+    loader.num_workers = 0
+    assert_same(loader, expected)
+
+
+def test_out_of_order_loses_nothing(make):
+    loader = make(Dice(0.005), range(40), in_order=False)
+    assert_same(sorted(loader, key=lambda batch: batch["index"]), inline(Dice(), range(40)))
+
+
+def test_an_executor_that_takes_equal_calls_for_one(make, cluster):
+    loader = make(Dice(), [0] * 5, executor=cluster.get_executor())
+    assert_same(loader, inline(Dice(), [0] * 5))
+
+
+def test_leaving_early_and_beginning_again(make):
+    loader = make(Dice(0.01), range(30))
+    for batch in loader:
+        if batch["index"] == 4:
+            break
+    loader.set_epoch(0)
+    assert_same(loader, inline(Dice(), range(30)))
+
+
+def test_what_no_worker_can_import(make):
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    lock = threading.Lock()
+    assert [point.x for point in make(Point, range(5))] == list(range(5))
+    with pytest.raises(TypeError, match="dataset cannot be sent to worker processes"):
+        make(lambda item: lock, range(5))
+
+
+class Faulty:
+    def __getitem__(self, index: int) -> int:
+        if index % 5 == 3:
+            raise KeyError(index)
+        return index
+
+
+def test_errors_are_the_datasets_own(make):
+    batches = iter(make(Faulty(), range(10)))
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError) as caught:
+        next(batches)
+    assert "batch 3 of epoch 0, item 3, a worker (pid" in caught.value.__notes__[0]
+    assert "in __getitem__" in str(caught.value.__cause__)  # the worker's traceback
+    assert [next(batches) for _ in range(4)] == [4, 5, 6, 7]
+    assert list(make(Faulty(), range(10), on_error="skip")) == [0, 1, 2, 4, 5, 6, 7, 9]
+
+
+def test_the_state_goes_on_anywhere(make):
+    expected = inline(Dice(), range(30))
+    first = make(Dice(), range(30))
+    batches = iter(first)
+    assert_same([next(batches) for _ in range(11)], expected[:11])
+    with Loader(Dice(), range(30), num_workers=1) as second:
+        second.load_state_dict(first.state_dict())
+        batches = iter(second)
+        assert_same([next(batches) for _ in range(6)], expected[11:17])
+        third = make(Dice(), range(30))
+        third.load_state_dict(second.state_dict())
+    assert_same(third, expected[17:])
+
+
+class Counting:
+    """Says how often its workers were begun, and loaded it."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def __call__(self, item: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return self.begun, info.id, info.num_workers, info.pid
+
+    def begin(self, info: Any) -> None:
+        self.begun += 1
+
+
+def test_worker_init_fn_runs_once_in_a_process(make):
+    dataset = Counting()
+    loader = make(dataset, range(50), worker_init_fn=lambda info: None)
+    pids = {batch[3] for batch in loader}
+    loader.num_workers = 3
+    assert {batch[:3] for batch in loader} == {(0, -1, 3)}
+    assert os.getpid() not in pids
+
+
+# --- elsewhere -----------------------------------------------------------------------------------
+
+
+def go_elsewhere() -> None:
+    """What a worker on another machine finds of the file: nothing."""
+    vars(foreign)["real_map"] = Cargo.map
+
+    def find_nothing(self: Cargo) -> Any:
+        raise FileNotFoundError(self.path)
+
+    Cargo.map = find_nothing  # type: ignore[method-assign]
+
+
+def come_back() -> None:
+    Cargo.map = vars(foreign).pop("real_map")  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def elsewhere(cluster: Any) -> Iterator[Any]:
+    cluster.run(go_elsewhere)
+    yield cluster
+    cluster.run(come_back)
+
+
+def guests() -> int:
+    return len(foreign._guests)
+
+
+def sent(visitor: socket.socket) -> int:
+    """Bytes that the other side has received over a connection, as the kernel counts them."""
+    info = visitor.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+    (count,) = struct.unpack_from("Q", info, 120)
+    return int(count)
+
+
+def visitors(loader: Loader) -> set[socket.socket]:
+    pool: Any = loader._crew.pools[0]
+    found: set[socket.socket] = pool._depot._visitors
+    return found
+
+
+class Heavy(Dice):
+    def __init__(self) -> None:
+        super().__init__(0.01)
+        self.table = np.random.default_rng(0).integers(0, 1 << 60, 50_000_000 // 8)
+
+
+def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
+    expected = inline(Heavy(), range(60))
+    loader = make(Heavy(), range(60))
+    assert_same(loader, expected)
+    loader.set_epoch(0)
+    loader.num_workers = 4
+    assert_same(loader, expected)
+    counts = [sent(visitor) for visitor in visitors(loader)]
+    assert len(counts) == 2
+    for count in counts:
+        assert 50_000_000 <= count < 50_100_000
+    pool: Any = loader._crew.pools[0]
+    message = pickle.dumps((foreign.run_attached, pool._attachment, Task(0, 0, [b""])))
+    assert len(message) < 700
+    assert set(elsewhere.run(guests).values()) == {1}
+    loader.close()
+    assert eventually(lambda: set(elsewhere.run(guests).values()) == {0})
+
+
+def test_on_the_loaders_machine_it_does_not_cross_at_all(make):
+    loader = make(Heavy(), range(20))
+    assert_same(loader, inline(Heavy(), range(20)))
+    assert visitors(loader) == set()
+
+
+def test_a_worker_that_cannot_reach_the_loader_says_so(make, elsewhere, monkeypatch):
+    monkeypatch.setattr(depot, "_hosts", lambda: ("127.0.0.1", "no.such.host.invalid"))
+    loader = make(Dice(), range(3), on_error="skip")
+    (pool,) = loader._crew.pools
+    pool._address()
+    pool._depot.close()
+    with pytest.raises(ConnectionError, match="cannot fetch it from port") as caught:
+        list(loader)
+    assert "127.0.0.1: " in str(caught.value)
+    assert "no.such.host.invalid: " in str(caught.value)
+    assert "while the worker loaded the dataset" in caught.value.__notes__[0]
+
+
+def test_a_stranger_gets_nothing(make, elsewhere):
+    """Nor does it keep a worker from fetching."""
+    loader = make(Dice(0.01), range(20))
+    batches = iter(loader)
+    port = loader._crew.pools[0]._depot.port
+    with socket.create_connection(("localhost", port)) as silent:
+        with socket.create_connection(("localhost", port)) as liar:
+            liar.sendall(bytes(64))
+            with liar.makefile("rb") as answer:
+                assert len(answer.read()) == 32  # the challenge, and no more
+        assert_same(batches, inline(Dice(), range(20)))
+        assert len(silent.recv(100)) == 32
+
+
+def test_a_loader_that_somebody_else_poses_as(cluster):
+    """What it would send is never unpickled."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pose() -> None:
+            with listener.accept()[0] as visitor:
+                visitor.sendall(bytes(32))
+                visitor.recv(64)
+                visitor.sendall(bytes(32) + pickle.dumps(1))
+
+        poser = threading.Thread(target=pose)
+        poser.start()
+        cargo = Cargo("/nowhere", 0, 0, False, 10, b"secret")
+        with pytest.raises(ConnectionError, match="somebody else answers there"):
+            depot.fetch(cargo, ("127.0.0.1",), listener.getsockname()[1])
+        poser.join()
+
+
+def test_other_versions_are_named(make, monkeypatch):
+    monkeypatch.setattr(foreign, "_versions", lambda: ("9.9", "3.99"))
+    with pytest.raises(RuntimeError, match=r"but the loader has 9\.9 and Python 3\.99; install"):
+        list(make(Dice(), range(3)))
+
+
+def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
+    """On another machine the path may lead anywhere."""
+    other = tmp_path / "other"
+    other.write_bytes(bytes(1000))
+    cargo = Cargo(str(other), other.stat().st_ino, 0, False, 1000, b"secret")
+    with pytest.raises(FileNotFoundError, match="holds something else"):
+        cargo.map()
+    os.mkfifo(tmp_path / "pipe")
+    cargo = cargo.__class__(
+        str(tmp_path / "pipe"), (tmp_path / "pipe").stat().st_ino, 0, False, 9, b""
+    )
+    with pytest.raises(FileNotFoundError):
+        cargo.map()  # would wait for a writer if it was opened
+
+
+# --- deaths --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Any]:
+    """A cluster whose workers are killed; each has two threads."""
+    with running(2, threads_per_worker=2) as client:
+        yield client
+
+
+def kill(client: Any, count: int) -> None:
+    """Kills so many workers, as the kernel would."""
+    for pid in list(client.run(os.getpid).values())[:count]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_worker_that_dies_costs_nothing_but_time(mortal, count, place):
+    """Two threads in each: they take turns, so that each batch draws its own numbers."""
+    expected = inline(Dice(), range(80))
+    mortal.wait_for_workers(2)
+    if place == "elsewhere":
+        mortal.run(go_elsewhere)
+    with making(mortal) as make:
+        loader = make(Dice(0.01), range(80), num_workers=4)
+        batches = iter(loader)
+        got = [next(batches) for _ in range(20)]
+        kill(mortal, count)
+        assert_same([*got, *batches], expected)
+
+
+class Poison:
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_batch_that_no_worker_survives(mortal):
+    mortal.wait_for_workers(2)
+    mortal.cluster.scheduler.allowed_failures = 0
+    try:
+        with making(mortal) as make:
+            batches = iter(make(Poison(), range(12)))
+            assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
+            with pytest.raises(WorkerDied, match="batch 5 of epoch 0, item 5") as caught:
+                next(batches)
+            assert caught.value.ordinal == 5
+            assert list(batches) == [6, 7, 8, 9, 10, 11]
+    finally:
+        mortal.cluster.scheduler.allowed_failures = 3
+
+
+# --- in this process -----------------------------------------------------------------------------
+
+
+def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
+    class Mine:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # as it is, not loaded again
+
+        def __getitem__(self, index: int) -> float:
+            info = get_worker_info()
+            assert info is not None
+            return float(info.rng.random()) + (info.pid != os.getpid())
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {}
+
+    expected = inline(Mine(), range(20))
+    # The generators of this process are the program's: Dask itself draws from them.
+    monkeypatch.setattr(type(seeds), "seed", None)
+    with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
+        loader = make(Mine(), range(20))
+        assert list(loader) == expected
+
+
+def test_a_client_is_no_executor(cluster):
+    with pytest.raises(ValueError, match=r"of a Dask client: client\.get_executor\(pure=False\)"):
+        Loader(Dice(), range(3), executor=cluster)
