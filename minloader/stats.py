@@ -125,6 +125,7 @@ class Stats:
     retries: int = 0
     replaced: int = 0
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    _began: float | None = field(default=None, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -156,11 +157,13 @@ class Stats:
         consumer = [("wait", self.wait - self._starting), ("own", self.consumer)]
         sampler = [("draw", self.sampler), ("idle", running - self.sampler)]
         workers = [*self._parts.items(), ("idle", running * max(self.num_workers, 1) - self._work)]
-        where = f"{self.num_workers}" if self.num_workers else "none: in this process"
+        kind = {"process": "processes", "thread": "threads"}.get(self.executor, "")
+        where = f"{self.num_workers} {kind}" if self.num_workers else "none: in this process"
+        started = f"the {_time(self._starting)} until workers were ready left out"
         bars = [
             report.Bar(label, [report.Part(*part) for part in parts], remark)
             for label, parts, remark in (
-                ("consumer", consumer, ""),
+                ("consumer", consumer, started if self._starting else ""),
                 ("sampler", sampler, ""),
                 ("workers", workers, where),
             )
@@ -173,6 +176,7 @@ class Stats:
             *(bars, self._rows(), self.events),
             bottleneck=kind,
             subtitle=subtitle,
+            origin=self._began,
         )
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)
@@ -207,7 +211,7 @@ class Stats:
         each, total, work = max(self.batches, 1), self.seconds, self._work
         rate = self.batches / total if total else 0.0
         rows = [
-            ("batches", f"{self.batches:,}", f"{rate:,.4g}/s"),
+            ("batches", f"{self.batches:,}", f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"),
             ("consumer's own time", _time(self.consumer), _share(self.consumer, total)),
             ("consumer waited", _time(self.wait), _share(self.wait, total)),
             ("until the first batch", _time(self.startup), "of the wait"),
@@ -485,6 +489,7 @@ class Tally:
             overflowed=self.overflowed,
             retries=self.retries,
             _records=tuple(self.records),
+            _began=self.began,
             **now,
         )
         running = max(stats.seconds - stats._starting, 1e-9)
