@@ -75,7 +75,8 @@ class _Put:
             # be there, or it would not match a pytree of devices.
             here = jax.tree.unflatten(tree, arrays)
             if self._parts:
-                there = jax.make_array_from_process_local_data(self._device, here)
+                join: Any = jax.make_array_from_process_local_data
+                there = join(self._device, here)
             else:
                 there = jax.device_put(here, self._device)
         put = jax.tree.leaves(there)
