@@ -82,7 +82,9 @@ class _Put:
         put = jax.tree.leaves(there)
         for array in put:
             array.block_until_ready()
-        self._copy = any(device.platform == "cpu" for array in put for device in array.devices())
+        if put:
+            platforms = {device.platform for array in put for device in array.devices()}
+            self._copy = "cpu" in platforms
         left = iter(put)
         pairs = zip(leaves, arrays, strict=True)
         leaves = [leaf if array is None else next(left) for leaf, array in pairs]

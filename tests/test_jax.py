@@ -147,6 +147,10 @@ def test_contents_never_change_though_the_dataset_writes_to_its_arrays():
     with Loader(Reusing(), range(6), num_workers=0) as loader:
         found = list(to_device(loader))
     assert [array[5].item() for array in found] == list(range(6))
+    # Also after a batch that says nothing of where arrays go.
+    reusing = Reusing()
+    found = list(to_device("text" if n == 1 else reusing[n] for n in range(6)))
+    assert [array[5].item() for array in found if not isinstance(array, str)] == [0, 2, 3, 4, 5]
 
 
 def test_slots_are_free_when_the_consumer_has_the_batch():
