@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from minloader.device import Prefetch, prefetch
+from minloader.slots import is_leased
 
 __all__ = ["to_device"]
 
@@ -32,8 +33,9 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
     JAX. All other leaves stay as they are: strings, single numbers (the epoch of
     ``loader.epochs()``, say), arrays of strings, bytes, objects or dates.
 
-    The memory that a batch came in is free again when the consumer gets it. On the CPU, where JAX
-    would go on using that memory, the arrays are copied: a ``jax.Array`` must never change.
+    The memory that a batch came in is free again when the consumer gets it. On the CPU, JAX goes
+    on using it, until the last array dies, without a copy; what did not come in shared memory from
+    a worker process may be somebody else's, who may write to it, and is copied.
 
     Args:
         batches: a :class:`minloader.Loader`, ``loader.epochs(n)``, or any iterable.
@@ -100,4 +102,4 @@ def _as_array(leaf: Any, *, copy: bool) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in UNFIT:
         return None
-    return array.copy() if copy else array
+    return array.copy() if copy and not is_leased(array) else array
