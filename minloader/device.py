@@ -57,9 +57,13 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
     loader's own as well as that of the iterator, counts what the consumer was given, not what
     the thread has read ahead.
 
+    With ``num_workers=0`` it is the thread that makes the batches, and for each it seeds
+    ``random``, ``numpy.random`` and torch, which are the consumer's too. If both draw from them,
+    use a worker, or ``get_worker_info().rng`` in the dataset.
+
     Args:
         batches: iterated once, here; for several epochs call ``prefetch`` for each, or give
-            ``loader.epochs(n)``. While it is in use nobody else should iterate it.
+            ``loader.epochs(n)``. Meanwhile it is the thread's: ask for ``len(loader)`` before.
         fn: called in the thread with each batch.
         depth: most batches that are ready, or being made ready, beyond the one that the
             consumer has. So many more are held in memory.
@@ -236,7 +240,7 @@ class _Line:
                 note = partial(_fail, failure)
             if isinstance(error, StopIteration):
                 return _Entry(None, None, note, end=True)
-            if error is None:
+            if error is None and not self.closed:
                 value, error = _attempt(_apply, self._fn, value)
             return _Entry(value, error, note)
         finally:

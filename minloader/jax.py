@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from minloader.device import Prefetch, prefetch
+from minloader.slots import is_leased
 
 __all__ = ["to_device"]
 
@@ -32,14 +33,17 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
     JAX. All other leaves stay as they are: strings, single numbers (the epoch of
     ``loader.epochs()``, say), arrays of strings, bytes, objects or dates.
 
-    The memory that a batch came in is free again when the consumer gets it. On the CPU, where JAX
-    would go on using that memory, the arrays are copied: a ``jax.Array`` must never change.
+    The memory that a batch came in is free again when the consumer gets it. On the CPU, JAX goes
+    on using it, until the last array dies, without a copy; what did not come in shared memory from
+    a worker process may be somebody else's, who may write to it, and is copied.
 
     Args:
         batches: a :class:`minloader.Loader`, ``loader.epochs(n)``, or any iterable.
         device: what ``jax.device_put`` takes: a device; a sharding, such as ``NamedSharding(mesh,
             PartitionSpec("data"))`` to split each array along its first axis; a pytree of these
             that is a prefix of the batch; None for the default device of the calling thread.
+            Of a sharding over devices of several processes each process gives its own part of the
+            batch (samplers have ``rank`` and ``world_size``), and gets the whole ``jax.Array``.
         depth: most batches beyond the consumer's that are on the device or on their way; its
             memory must hold as many more.
 
@@ -58,6 +62,8 @@ class _Put:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        here = [getattr(each, "is_fully_addressable", True) for each in jax.tree.leaves(device)]
+        self._parts = not all(here)  # whether other processes put parts of the same batch
         # It may be set for a thread, and it is another one that puts.
         config: Any = jax.config
         self._default = config.jax_default_device
@@ -69,11 +75,18 @@ class _Put:
         with nullcontext() if self._default is None else jax.default_device(self._default):
             # In place of a leaf that stays here is None, which is no leaf: what is around it must
             # be there, or it would not match a pytree of devices.
-            there = jax.device_put(jax.tree.unflatten(tree, arrays), self._device)
+            here = jax.tree.unflatten(tree, arrays)
+            if self._parts:
+                join: Any = jax.make_array_from_process_local_data
+                there = join(self._device, here)
+            else:
+                there = jax.device_put(here, self._device)
         put = jax.tree.leaves(there)
         for array in put:
             array.block_until_ready()
-        self._copy = any(device.platform == "cpu" for array in put for device in array.devices())
+        if put:
+            platforms = {device.platform for array in put for device in array.devices()}
+            self._copy = "cpu" in platforms
         left = iter(put)
         pairs = zip(leaves, arrays, strict=True)
         leaves = [leaf if array is None else next(left) for leaf, array in pairs]
@@ -89,4 +102,4 @@ def _as_array(leaf: Any, *, copy: bool) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in UNFIT:
         return None
-    return array.copy() if copy else array
+    return array.copy() if copy and not is_leased(array) else array

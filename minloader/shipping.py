@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minloader.slots import ALIGN, LARGE, open_anonymous
 from minloader.transport import Pickler, is_plain_tensor
@@ -35,6 +35,7 @@ class _ShipPickler(Pickler):
         self.blobs: list[bytes] = []
         self._blob_index: dict[int, int] = {}
         self._storages: dict[tuple[int, int], Any] = {}
+        self.descriptors: list[int] = []  # of memory that is shared as it is
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
@@ -64,13 +65,39 @@ class _ShipPickler(Pickler):
 
         Torch's own way is a copy for each, and in the stream.
         """
-        torch: Any = sys.modules["torch"]
         storage = tensor.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
         if place not in self._storages:
-            self._storages[place] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            as_it_is = storage.is_shared()
+            self._storages[place] = self._share(storage) if as_it_is else _bytes(storage)
         shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _load_tensor, (self._storages[place], tensor.dtype, *shape)
+
+    def _share(self, storage: Any) -> SharedMemory:
+        """Memory that somebody has shared on purpose: what one writes to it all others see."""
+        strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
+        if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
+            raise pickle.PicklingError(
+                f"a tensor in shared memory cannot be sent with torch's strategy {strategy!r} here; "
+                "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
+            )
+        fd, size = storage._share_fd_cpu_()
+        fd = os.dup(fd)  # that one is torch's
+        self.descriptors.append(fd)
+        return SharedMemory(f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino, size)
+
+
+class SharedMemory(NamedTuple):
+    """Memory of a tensor that processes share: a file to open, its inode and the bytes it has."""
+
+    path: str
+    inode: int
+    size: int
+
+
+def _bytes(storage: Any) -> Any:
+    torch: Any = sys.modules["torch"]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def _is_tensor(obj: Any) -> bool:
@@ -81,7 +108,14 @@ def _is_tensor(obj: Any) -> bool:
 
 def _load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
     torch = importlib.import_module("torch")
-    storage = torch.from_numpy(memory).untyped_storage()
+    if isinstance(memory, SharedMemory):
+        fd = _open(memory.path, memory.inode, os.O_RDWR)
+        try:
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, memory.size)
+        finally:
+            os.close(fd)
+    else:
+        storage = torch.from_numpy(memory).untyped_storage()
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
@@ -144,6 +178,14 @@ class _ShipUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> bytes:
         return self._blobs[pid]
+
+
+def _open(path: str, inode: int, flags: int) -> int:
+    fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    if os.fstat(fd).st_ino != inode:
+        os.close(fd)
+        raise FileNotFoundError(f"{path} now holds something else")
+    return fd
 
 
 @dataclass(frozen=True)
@@ -239,10 +281,13 @@ class Shipment:
     def __init__(self, obj: Any) -> None:
         self._pid = os.getpid()
         self._token = secrets.token_bytes(32)
+        self._descriptors: list[int] = []
         self._fd, self._name = open_anonymous()
         try:
             with open(self._fd, "wb", closefd=False) as file:
-                self._index = _write(obj, file)
+                pickler = _ShipPickler(file)
+                self._descriptors = pickler.descriptors
+                self._index = _write(obj, pickler, file)
                 file.write(self._token)
             self._inode, self.size = os.fstat(self._fd).st_ino, os.fstat(self._fd).st_size
         except BaseException:
@@ -266,6 +311,8 @@ class Shipment:
         if fd < 0:
             return
         os.close(fd)
+        for each in self._descriptors:
+            os.close(each)
         if self._name is not None and os.getpid() == self._pid:
             _unlink(self._name)
 
@@ -277,9 +324,8 @@ def _unlink(path: str) -> None:
         return  # parent and workers race to it when all end at once
 
 
-def _write(obj: Any, file: io.BufferedWriter) -> int:
+def _write(obj: Any, pickler: _ShipPickler, file: io.BufferedWriter) -> int:
     """Writes stream, buffers and table, and returns where the table begins."""
-    pickler = _ShipPickler(file)
     pickler.dump(obj)
     # A second load() of the same stream: what the object needs of __main__, by name.
     pickler.dump(pickler.main_globals)
@@ -344,8 +390,8 @@ class _Fingerprinter(Pickler):
             address = obj.__array_interface__["data"][0]
             return self._place(obj, address, obj.shape, obj.strides, obj.dtype.str)
         if _is_tensor(obj):
-            # Torch counts the changes in place.
-            version = None if obj.is_inference() else obj._version
+            # Torch counts the changes in place; those of shared memory are seen anyway.
+            version = None if obj.is_inference() or obj.is_shared() else obj._version
             return self._place(obj, obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, version)
         return super().reducer_override(obj)
 

@@ -34,7 +34,17 @@ from minloader.processes import free_memory, most_files
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["ALIGN", "LARGE", "Address", "Slot", "SlotWriter", "Slots", "empty", "open_anonymous"]
+__all__ = [
+    "ALIGN",
+    "LARGE",
+    "Address",
+    "Slot",
+    "SlotWriter",
+    "Slots",
+    "empty",
+    "is_leased",
+    "open_anonymous",
+]
 
 LARGE = 16 * 1024
 """Bytes from which a buffer lies in shared memory of its own rather than in the message: four
@@ -87,6 +97,14 @@ class _Mapping:
         owner: Any = self._type.from_address(self.address)
         owner.mapping = self
         return owner
+
+
+def is_leased(array: NDArray[Any]) -> bool:
+    """Whether an array lies in leased memory: it is its batch's alone, for as long as it lives."""
+    base: Any = array
+    while not isinstance(base, ctypes.Array) and base is not None:
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return isinstance(getattr(base, "mapping", None), _Mapping)
 
 
 # --- the parent's side

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import Lock
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -827,3 +828,39 @@ def test_fingerprints():
     assert len(seen) == 7
     large[0] = 1  # but numpy does not
     assert mark() in seen
+
+
+def test_shared_tensors_stay_shared():
+    """As with torch, whose workers and the script talk through them."""
+    epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+    data = torch_helpers.Told(epoch)
+    with DataLoader(data, num_workers=1, persistent_workers=True) as loader:
+        assert numbers(loader) == [[0], [1]]
+        epoch.fill_(10)
+        assert numbers(loader) == [[10], [11]]
+        assert data.seen[:] == [0, 1, 10, 11]
+    first = fingerprint(data)[0]
+    epoch.fill_(20)
+    assert fingerprint(data)[0] == first
+
+
+# --- an ordinary script
+
+
+def test_one_import_changed():
+    """The same losses, to the bit. Each is a program of its own, without a guard."""
+    script = Path(torch_helpers.__file__).with_name("torch_script.py").read_text()
+    line = "from torch.utils.data import DataLoader, "
+    assert line in script
+    ours = "from minloader.torch import DataLoader\nfrom torch.utils.data import "
+    changed = script.replace(line, ours)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", each], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for each in (script, changed)
+    ]
+    (theirs, _), (ours, errors) = (program.communicate(timeout=100) for program in programs)
+    assert errors == ""
+    assert len(ours.split()) == 2 * 8
+    assert ours == theirs
