@@ -130,7 +130,8 @@ def spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: only the losses")
     arguments = parser.parse_args()
     same_losses()
-    times(arguments.rounds)
+    if arguments.rounds:
+        times(arguments.rounds)
