@@ -143,6 +143,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5, help="0: only the losses")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the workers have the other processors
     same_losses()
     if arguments.rounds:
         times(arguments.rounds)
