@@ -118,7 +118,7 @@ def killing(client: Client, batches: Iterable[Any], after: int) -> Iterator[Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speech features, made on a Dask cluster.")
     parser.add_argument("address", nargs="?", help="scheduler of a running cluster")
-    parser.add_argument("--workers", type=int, default=2, help="processes of a cluster of our own")
+    parser.add_argument("--workers", type=int, default=2, help="processes to have, or to wait for")
     parser.add_argument("--utterances", type=int, default=520)
     parser.add_argument("--budget", type=int, default=4_000, help="frames in a batch, padded")
     parser.add_argument("--kill", action="store_true", help="kill a worker (of our own cluster)")
@@ -150,7 +150,7 @@ def main() -> None:
             stack.enter_context(cluster)
         # Batches come straight from the workers, not through the scheduler.
         client = stack.enter_context(Client(args.address or cluster, direct_to_workers=True))
-        client.wait_for_workers(1)
+        client.wait_for_workers(args.workers)
         workers = len(client.nthreads())
         with loader(workers, client.get_executor(pure=False)) as batches:
             source = killing(client, batches, len(sampler) // 2) if args.kill else batches

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from minloader import shipping, transport
+from minloader import depot, shipping, transport
 from minloader.errors import shown
 from minloader.foreign import ForeignPool, is_in_process, is_local
 from minloader.pool import GRACE, InlinePool, Pool, Terms, ThreadPool
@@ -77,6 +77,7 @@ class Crew:
         self._streams = streams
         self._owner = os.getpid()
         self._shipment: shipping.Shipment | None = None
+        self._depot: depot.Depot | None = None
         self._pools: list[Pool] = []  # those that take tasks
         self._former: list[Pool] = []  # those that may still have some, or belong to a fork
         self._replaced = 0  # of pools that are gone
@@ -134,6 +135,15 @@ class Crew:
         return str(self._executor)
 
     @property
+    def in_flight(self) -> int:
+        """Tasks under way now. For any thread to ask."""
+        while True:
+            try:
+                return sum(user.in_flight for user in list(self.users))
+            except RuntimeError:  # an epoch was begun meanwhile, in another thread
+                continue
+
+    @property
     def replaced(self) -> int:
         """How many workers were replaced so far."""
         return self._replaced + sum(pool.replaced for pool in self._pools + self._former)
@@ -156,6 +166,8 @@ class Crew:
         deadline = time.monotonic() + GRACE
         for pool in [pool for pool in self._former + self._pools if pool.retire()]:
             pool.end(deadline)
+        if self._depot is not None:
+            self._depot.close()
         if self._shipment is not None:
             self._shipment.close()
 
@@ -183,17 +195,22 @@ class Crew:
             return InlinePool(terms, self._job)
         if executor == "thread":
             return ThreadPool(terms, self._job, self._timeout)
-        if isinstance(executor, Executor) and is_in_process(executor):
-            return ForeignPool(terms, self._job, None, executor, self._owner, None)
+        foreign = isinstance(executor, Executor)
+        if foreign and is_in_process(executor):
+            return ForeignPool(terms, self._job, None, executor, self._owner, None, None)
+        here = not foreign or is_local(executor)
         if self._shipment is None:
             self._shipment = _ship(self._job)
-            _check_room(self._shipment, self._job, self.num_workers)
+            if here:
+                _check_room(self._shipment, self._job, self.num_workers)
+            else:
+                self._depot = depot.Depot(self._shipment)
         slots = None
-        foreign = isinstance(executor, Executor)
-        if self._budget != 0 and (not foreign or is_local(executor)):
+        if self._budget != 0 and here:
             slots = Slots(self._budget, self.depth // self._count(), share=self._count())
         if foreign:
-            return ForeignPool(terms, self._job, self._shipment, executor, self._owner, slots)
+            shipped = self._job, self._shipment
+            return ForeignPool(terms, *shipped, executor, self._owner, slots, self._depot)
         return ProcessPool(terms, self._shipment, self._context, slots, self._timeout)
 
 

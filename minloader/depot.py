@@ -47,30 +47,41 @@ class Depot:
 
     Args:
         shipment: what to serve.
-
-    Attributes:
-        hosts: names and addresses of this machine, the likeliest first.
-        port: where it listens, at all of them.
-
-    Raises:
-        OSError: the system allows no listening.
     """
 
     def __init__(self, shipment: Shipment) -> None:
-        self._listener = _listen()
+        self._shipment = shipment
+        self._pid = os.getpid()
+        self._listener: socket.socket | None = None
+        self._hosts: tuple[str, ...] = ()
         self._visitors: set[socket.socket] = set()
-        self.hosts = _hosts()
-        self.port: int = self._listener.getsockname()[1]
-        self._doorman = threading.Thread(
-            target=_receive,
-            args=(self._listener, shipment.duplicate(), shipment.cargo, self._visitors),
-            name="minloader-depot",
-            daemon=True,
-        )
-        self._doorman.start()
+
+    def open(self) -> tuple[tuple[str, ...], int]:
+        """Begins to serve, if it does not yet.
+
+        Returns:
+            Names and addresses of this machine, the likeliest first, and the port.
+
+        Raises:
+            OSError: the system allows no listening.
+        """
+        if self._listener is None:
+            self._hosts, self._listener = _hosts(), _listen()
+            cargo = self._shipment.cargo
+            self._doorman = threading.Thread(
+                target=_receive,
+                args=(self._listener, self._shipment.duplicate(), cargo, self._visitors),
+                name="minloader-depot",
+                daemon=True,
+            )
+            self._doorman.start()
+            self._port: int = self._listener.getsockname()[1]
+        return self._hosts, self._port
 
     def close(self) -> None:
         """Ends all connections; the workers let go of the job then."""
+        if self._listener is None or os.getpid() != self._pid:
+            return
         _hang_up(self._listener)
         self._doorman.join()
         for visitor in list(self._visitors):

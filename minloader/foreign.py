@@ -1,6 +1,6 @@
 """Executors that the user brings: threads, processes of this machine, or those of a cluster.
 
-All that is asked of one is ``submit``. A task carries the address of the loader's job, some 400
+All that is asked of one is ``submit``. A task carries the address of the loader's job, some 300
 bytes, and each worker process gets the job itself once, when it meets the first task:
 
 * in the loader's own process (threads) it is there;
@@ -62,6 +62,7 @@ class ForeignPool(Pool):
         executor: runs the tasks.
         owner: process that made the executor; in a fork of it nothing would ever run.
         slots: shared memory for batches of workers on this machine.
+        store: gives the job to workers on other machines; None if there are none.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class ForeignPool(Pool):
         executor: Executor,
         owner: int,
         slots: Slots | None,
+        store: depot.Depot | None,
     ) -> None:
         super().__init__(terms, slots)
         self._owner = owner
         self._job = job
         self._shipment = shipment
         self._executor = executor
-        self._depot: depot.Depot | None = None
+        self._depot = store
         self._attachment: Attachment | None = None
         self._options: dict[str, Any] = {}
         if _is_of(executor, "distributed"):
@@ -108,17 +110,13 @@ class ForeignPool(Pool):
         terms = self.terms.num_workers, self.terms.seed, _versions()
         if self._shipment is None:
             return Address(*terms)
-        if is_local(self._executor):
-            return Address(*terms, self._shipment.cargo)
         if self._depot is None:
-            self._depot = depot.Depot(self._shipment)
-        return Address(*terms, self._shipment.cargo, self._depot.hosts, self._depot.port)
+            return Address(*terms, self._shipment.cargo)
+        return Address(*terms, self._shipment.cargo, *self._depot.open())
 
     def end(self, deadline: float) -> None:
         if self.slots is not None:
             self.slots.close()
-        if self._depot is not None:
-            self._depot.close()
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.

@@ -104,8 +104,10 @@ class Loader:
             item]`` (or ``dataset.__getitems__(item)``). An item that is a list of lists gives
             the list of one batch for each. None: :func:`collate` with ``batch_size``, nothing
             otherwise.
-        executor: "process", "thread", or a ``concurrent.futures.Executor``, which stays the
-            caller's to shut down.
+        executor: "process", "thread", or a ``concurrent.futures.Executor`` (of Dask:
+            ``client.get_executor(pure=False)``), which stays the caller's to shut down. Each of
+            its processes, on whatever machine, loads the dataset once; ``num_workers`` is how
+            many tasks it runs at once.
         mp_context: how "process" starts its workers, a ``multiprocessing`` context or the name
             of one. None: "spawn".
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
@@ -274,7 +276,7 @@ class Loader:
         return self._plan.tally.snapshot(
             executor=crew.kind,
             num_workers=crew.num_workers,
-            in_flight=sum(epoch.in_flight for epoch in crew.users),
+            in_flight=crew.in_flight,
             slots=sum(count for count, _ in slots),
             slot_bytes=sum(size for _, size in slots),
             replaced=crew.replaced,

@@ -29,6 +29,7 @@ __all__ = [
     "most_files",
     "oom_kills",
     "private_memory",
+    "processors",
 ]
 
 
@@ -162,18 +163,41 @@ def free_memory() -> int:
         free = int(fields[b"MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 2 << 30  # no way to ask: what any machine for machine learning can spare
-    left = (_read(group, "limit") - _read(group, "usage") for group in _memory_groups())
+    left = (_read(group, "limit") - _read(group, "usage") for group in _groups("memory"))
     return min([free, *left])
 
 
 def memory_limit() -> int:
     """Bytes that the control groups of this process allow it; very many if there is no limit."""
-    return min([_read(group, "limit") for group in _memory_groups()], default=NO_LIMIT)
+    return min([_read(group, "limit") for group in _groups("memory")], default=NO_LIMIT)
 
 
 def oom_kills() -> int:
     """How many processes the kernel has killed because a control group of ours was full."""
-    return sum(_read(group, "kills") for group in _memory_groups())
+    return sum(_read(group, "kills") for group in _groups("memory"))
+
+
+def processors() -> int:
+    """How many processors this process may use, by its affinity and its control groups."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min([count, *map(_quota, _groups("cpu"))])
+
+
+def _quota(group: str) -> int:
+    """Processors that a control group allows, rounded up."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = []
+            for name in names:
+                with open(f"{group}/{name}") as file:
+                    words += file.read().split()
+        except OSError:
+            continue
+        quota, period = words
+        if quota not in ("max", "-1"):
+            return max(1, -(-int(quota) // int(period)))
+    return NO_LIMIT
 
 
 def private_memory() -> int:
@@ -197,8 +221,8 @@ _FILES = {
 }
 
 
-def _memory_groups() -> list[str]:
-    """Folders of the control groups that limit this process's memory, as far as visible."""
+def _groups(controller: str) -> list[str]:
+    """Folders of the control groups that limit this process's "memory" or "cpu", if visible."""
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.strip().split(":", 2) for line in file]
@@ -206,8 +230,8 @@ def _memory_groups() -> list[str]:
         return []
     folders = []
     for _, controllers, path in groups:
-        if controllers == "" or "memory" in controllers.split(","):
-            base = "/sys/fs/cgroup" + ("/memory" if controllers else "")
+        if controllers == "" or controller in controllers.split(","):
+            base = "/sys/fs/cgroup" + (f"/{controller}" if controllers else "")
             parts = path.strip("/").split("/")
             folders += ["/".join([base, *parts[:depth]]) for depth in range(len(parts) + 1)]
     return folders

@@ -8,6 +8,7 @@ lane that is solid all along is the bottleneck, in colour or not.
 from __future__ import annotations
 
 import bisect
+import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -81,18 +82,16 @@ slowly."""
 NARROWEST = 0.5
 """Pixels: neighbours that take less are drawn as one. Less: slower, and nothing more to see."""
 
-LANE, AXIS, GLYPH, TICK = 38, 24, 6.6, 90
+LANE, AXIS, GLYPH, TICK = 38, 24, 6.6, 100
 """Pixels: height of a lane, and of the axis; width of a digit; least from tick to tick."""
 
 LISTED = 12
 """Most deaths and repetitions that are also told in words."""
 
-_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
-
 
 def _escape(text: object) -> str:
-    """As ``html.escape``, whose import costs each worker a millisecond; lone surrogates go."""
-    return str(text).encode("utf-8", "replace").decode("utf-8").translate(_ESCAPES)
+    """Any text as HTML; what cannot be encoded (a lone surrogate) becomes a question mark."""
+    return html.escape(str(text).encode("utf-8", "replace").decode("utf-8"))
 
 
 def _duration(seconds: float) -> str:
@@ -275,14 +274,13 @@ def _lanes(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 def _period(lanes: Mapping[str, list[Event]]) -> float:
     """Seconds from one task of a worker to its next, typically; without workers, of all spans."""
-    for only_tasks in (True, False):
-        starts = (
-            [e.start for e in events if e.name == "task" or not (only_tasks or _is_instant(e))]
-            for events in lanes.values()
-        )
-        steps = [b - a for lane in starts for a, b in pairwise(lane) if b > a]
+    spans = [[e for e in events if not _is_instant(e)] for events in lanes.values()]
+    tasks = [[e for e in events if e.name == "task"] for events in spans]
+    for found in (tasks, spans):
+        steps = [b.start - a.start for lane in found for a, b in pairwise(lane)]
+        steps = sorted(step for step in steps if step > 0)
         if steps:
-            return sorted(steps)[len(steps) // 2]
+            return steps[len(steps) // 2]
     return 0.0
 
 
@@ -331,10 +329,10 @@ def _rect(cell: _Cell, y: int, axis: _Axis) -> str:
 
 
 def _mark(event: Event, y: int, axis: _Axis, anchor: str, word: str) -> str:
-    x = axis.x(event.start)
+    x, top = axis.x(event.start), y - 14 if word else y - 1  # not through the word of another
     title = "\n".join([event.name, _told(event.args), f"{event.lane}, at {axis.told(event)}"])
     return (
-        f'<g class="mark" id="{anchor}"><line x1="{x}" x2="{x}" y1="{y - 14}" y2="{y + 23}"/>'
+        f'<g class="mark" id="{anchor}"><line x1="{x}" x2="{x}" y1="{top}" y2="{y + 23}"/>'
         f'<text x="{x}" dx="4" y="{y - 4}">{_escape(word)}</text>'
         f"<title>{_escape(title)}</title></g>"
     )
@@ -365,7 +363,8 @@ def _drawn_lane(events: list[Event], top: int, axis: _Axis, anchors: Mapping[int
     for event in events:
         if id(event) in anchors:
             word = MARKS.get(event.name, event.name)
-            word *= _has_room(taken, axis.px(event.start), word)
+            if not _has_room(taken, axis.px(event.start), word):
+                word = ""
             out.append(_mark(event, y, axis, anchors[id(event)], word))
     for cell in cells:
         at = axis.px(cell.start)
@@ -378,8 +377,9 @@ def _drawn_lane(events: list[Event], top: int, axis: _Axis, anchors: Mapping[int
 def _ticks(axis: _Axis, height: int) -> str:
     out = []
     for moment, label in axis.ticks():
-        x, fits = axis.x(moment), axis.px(moment) < axis.width - 60
-        label *= fits  # cut off, it would tell another time
+        x = axis.x(moment)
+        if axis.px(moment) > axis.width - 60:
+            label = ""  # cut off, it would tell another time
         out.append(
             f'<g class="tick"><line x1="{x}" x2="{x}" y1="0" y2="{height}"/>'
             f'<text x="{x}" dx="4" y="12">{label}</text></g>'
@@ -402,16 +402,18 @@ def _timeline(events: Iterable[Event], origin: float | None) -> str:
     names = "".join(f'<div title="{_escape(n)}">{_escape(n)}</div>' for n in lanes)
     kinds = {_class(e.name) for lane in lanes.values() for e in lane if not _is_instant(e)}
     kinds |= {"own"} if "wait" in kinds else set()
-    kinds = kinds - {"wait"} | {"idle"}
+    kinds -= {"wait", "task"} if "dataset" in kinds else {"wait"}  # it covers the task below
+    kinds |= {"idle"}
     keys = "".join(
         f'<li><i class="key {kind}"></i>{"waiting" if kind == "idle" else WORDS[kind]}</li>'
         for kind in WORDS
         if kind in kinds
     )
+    start = "the first event kept" if origin is None else "the start"
     reach = f"{'The last' if axis.cut else 'All'} {_duration(axis.seconds)}"
     return (
         f'<p class="dim">{reach}, the newest at the right: scroll for the rest. The clock'
-        " counts from the start; the number above a span is its first batch.</p>\n"
+        f" counts from {start}; the number above a span is its first batch.</p>\n"
         f'<ul class="keys">{keys}</ul>\n'
         '<p class="zoom" hidden><button type="button">\u2212</button>'
         '<button type="button">+</button><button type="button">all</button></p>\n'
@@ -552,7 +554,7 @@ h2 small { font-weight: normal; color: var(--dim); white-space: nowrap; margin-l
 .names { flex: none; max-width: 9rem; padding: 24px .7rem 0 0; }
 .names div { height: 38px; padding-top: 16px; line-height: 20px; overflow: hidden;
   white-space: nowrap; text-overflow: ellipsis; }
-.scroll { flex: 1; min-width: 0; overflow-x: auto; direction: rtl; }
+.scroll { flex: 1; min-width: 0; overflow-x: auto; direction: rtl; scroll-padding-left: 8rem; }
 .inner { direction: ltr; width: max-content; min-width: 100%; padding-right: 2px; }
 .more { mask-image: linear-gradient(to right, transparent, #000 1.6rem); }
 svg { display: block; min-width: 100%; overflow: visible; font-size: 11px; }
@@ -579,15 +581,15 @@ for (const scroll of document.querySelectorAll(".scroll")) {
   const svg = scroll.querySelector("svg"), base = +svg.dataset.width;
   const buttons = scroll.parentNode.previousElementSibling;
   const ticks = [...svg.querySelectorAll(".tick")];
-  let zoom = 1;
+  const all = () => scroll.clientWidth / base;
+  let zoom = Math.max(1, all());
   function set(wanted, at) {
-    const all = scroll.clientWidth / base;
     const point = (scroll.scrollLeft + at) / svg.clientWidth;
-    zoom = Math.min(8, Math.max(wanted, Math.min(all, 1)));
+    zoom = Math.min(8, Math.max(wanted, all()));
     svg.style.width = base * zoom + "px";
     svg.classList.toggle("far", zoom < 0.9);
     const apart = svg.clientWidth / base;
-    const every = [1, 2, 5, 10, 20, 50, 100, 200].find(n => n * apart >= 0.75) || 1e9;
+    const every = [1, 2, 5, 10, 20, 50, 100, 200].find(n => n * apart >= 0.9) || 1e9;
     ticks.forEach((tick, n) => tick.style.display =
       n % every || svg.clientWidth - tick.getBBox().x < 60 ? "none" : "");
     scroll.scrollLeft = point * svg.clientWidth - at;

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minloader.processes import processors
 from minloader.tasks import Reply
 
 __all__ = ["Event", "Stats", "Tally", "Trace"]
@@ -125,6 +126,7 @@ class Stats:
     retries: int = 0
     replaced: int = 0
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
+    _began: float | None = field(default=None, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -156,11 +158,13 @@ class Stats:
         consumer = [("wait", self.wait - self._starting), ("own", self.consumer)]
         sampler = [("draw", self.sampler), ("idle", running - self.sampler)]
         workers = [*self._parts.items(), ("idle", running * max(self.num_workers, 1) - self._work)]
-        where = f"{self.num_workers}" if self.num_workers else "none: in this process"
+        kind = {"process": "processes", "thread": "threads"}.get(self.executor, "")
+        where = f"{self.num_workers} {kind}" if self.num_workers else "none: in this process"
+        started = f"the {_time(self._starting)} until workers were ready left out"
         bars = [
             report.Bar(label, [report.Part(*part) for part in parts], remark)
             for label, parts, remark in (
-                ("consumer", consumer, ""),
+                ("consumer", consumer, started if self._starting else ""),
                 ("sampler", sampler, ""),
                 ("workers", workers, where),
             )
@@ -173,6 +177,7 @@ class Stats:
             *(bars, self._rows(), self.events),
             bottleneck=kind,
             subtitle=subtitle,
+            origin=self._began,
         )
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)
@@ -207,7 +212,7 @@ class Stats:
         each, total, work = max(self.batches, 1), self.seconds, self._work
         rate = self.batches / total if total else 0.0
         rows = [
-            ("batches", f"{self.batches:,}", f"{rate:,.4g}/s"),
+            ("batches", f"{self.batches:,}", f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"),
             ("consumer's own time", _time(self.consumer), _share(self.consumer, total)),
             ("consumer waited", _time(self.wait), _share(self.wait, total)),
             ("until the first batch", _time(self.startup), "of the wait"),
@@ -340,13 +345,6 @@ def _between(stats: Stats, total: float, wait: float) -> str:
             "larger prefetch_factor or in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
-
-
-def processors() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _percent(share: float) -> str:
@@ -485,6 +483,7 @@ class Tally:
             overflowed=self.overflowed,
             retries=self.retries,
             _records=tuple(self.records),
+            _began=self.began,
             **now,
         )
         running = max(stats.seconds - stats._starting, 1e-9)

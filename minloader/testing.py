@@ -354,11 +354,11 @@ def _start(loader: Loader) -> None:
     """Starts all workers, and waits for them, so that each may have a part in the batches."""
     loader.start()
     deadline = time.monotonic() + PATIENCE
-    while not all(map(_are_ready, _executors(loader))) and time.monotonic() < deadline:
+    while not all(map(_are_ready, executors_of(loader))) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
 
 
-def _executors(loader: Loader) -> list[Any]:
+def executors_of(loader: Loader) -> list[Any]:
     """Of worker processes of our own."""
     pools = [pool for pool in loader._crew.pools if isinstance(pool, ProcessPool)]
     return [executor for pool in pools for executor in pool._executors]
@@ -371,7 +371,7 @@ def _are_ready(executor: Any) -> bool:
 
 def _kill_worker(loader: Loader) -> None:
     """Kills one of our worker processes, whatever it is doing."""
-    workers = [worker for executor in _executors(loader) for worker in executor.workers]
+    workers = [worker for executor in executors_of(loader) for worker in executor.workers]
     for worker in workers:
         if worker.is_alive():
             logger.info("check_reproducible: kills a worker (pid %d), as a trial", worker.pid)

@@ -827,7 +827,7 @@ class _CudaMover:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._consumers = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, batch: Any) -> _Moved:
         tensors: list[torch.Tensor] = []

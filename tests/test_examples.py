@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import random
 import re
 import subprocess
 import sys
 import wave
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import require
+from conftest import eventually, require
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -212,3 +215,56 @@ def test_speech_goes_on_after_an_interruption(tmp_path: Path) -> None:
     )
     assert found, done.stdout
     assert int(found[1]) == total - before
+
+
+# --- dask_cluster ------------------------------------------------------------------------------
+
+
+def assert_same_batches(done: subprocess.CompletedProcess[str]) -> None:
+    assert_clean(done)
+    assert done.stdout.startswith("60 utterances, "), done.stdout
+    assert re.search(r"^2 workers +(\d+) batches .*\nno workers +\1 batches", done.stdout, re.M)
+    assert done.stdout.endswith("\nthe same batches\n")
+
+
+def test_dask_cluster(tmp_path: Path) -> None:
+    require("distributed")
+    done = run_example("dask_cluster.py", "--utterances", 60, "--kill", cwd=tmp_path)
+    assert_same_batches(done)
+    assert re.search(r"^killed worker process \d+ after batch \d+$", done.stdout, re.M)
+
+
+APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+@functools.cache
+def can_unshare() -> bool:
+    try:
+        return subprocess.run([*APART, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_dask_cluster_that_is_running(tmp_path: Path) -> None:
+    """Its workers see no process but their own, where that can be: as on other machines."""
+    require("distributed")
+    address = str(tmp_path / "scheduler.json")
+    scheduler = ["-m", "distributed.cli.dask_scheduler", "--port", "0", "--no-dashboard"]
+    worker = ["-m", "distributed.cli.dask_worker", "--nthreads", "1", "--no-nanny"]
+    commands = [[sys.executable, *scheduler, "--host", "127.0.0.1"]]
+    commands += [[*(APART if can_unshare() else []), sys.executable, *worker, "--no-dashboard"]] * 2
+    with ExitStack() as stack:
+        for command in commands:
+            process = subprocess.Popen(
+                [*command, "--scheduler-file", address],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        assert eventually(lambda: os.path.exists(address))
+        address = json.loads(Path(address).read_text())["address"]
+        arguments = address, "--workers", 2, "--utterances", 60
+        assert_same_batches(run_example("dask_cluster.py", *arguments, cwd=tmp_path))

@@ -42,6 +42,7 @@ ORDER = [
     "torchlike",
     "torch",
     "testing",
+    "doctor",
 ]
 
 # What is for a library, and imports it; torchlike only where somebody else has done so.

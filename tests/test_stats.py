@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from minloader import SKIP, Loader
-from minloader.stats import Event, Stats, processors
+from minloader.processes import processors
+from minloader.stats import Event, Stats
 from tests.conftest import eventually
 from tests.helpers import Squares
 
@@ -211,6 +212,28 @@ def test_tasks_in_flight():
         assert loader.stats.in_flight == 0
 
 
+def test_stats_are_for_any_thread_to_ask():
+    """Another one may begin an epoch while the epochs are looked through."""
+
+    class Disturbed(type(Loader(Squares(), num_workers=0)._crew.users)):
+        times = 0
+
+        def __iter__(self):
+            first = super().__iter__()
+            yield next(first)
+            Disturbed.times += 1
+            if Disturbed.times == 1:
+                epochs.append(iter(loader))
+            yield from first
+
+    with Loader(Sleepy(), range(40), num_workers=2) as loader:
+        epochs = [iter(loader)]
+        loader._crew.users = Disturbed(epochs)
+        assert loader.stats.in_flight == 8
+        assert Disturbed.times > 1
+        epochs.clear()
+
+
 # --- the verdict
 
 SETUPS = {
@@ -325,7 +348,24 @@ def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
     )
     monkeypatch.setattr("minloader.stats.processors", lambda: 2)
     assert "past the 2 processors there are" in busy.verdict
-    assert processors() >= 1
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 64),
+        ({}, 64),
+    ],
+)
+def test_processors_that_a_container_allows(monkeypatch, tmp_path, files, count):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("minloader.processes._groups", lambda controller: [str(tmp_path)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert processors() == count
 
 
 def test_nothing_delivered_nothing_to_say(make):

@@ -1,0 +1,402 @@
+"""The doctor finds what a loader was made to suffer from, and leaves the healthy alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import patients
+import psutil
+import pytest
+from conftest import eventually
+
+from minloader import Loader
+from minloader.doctor import Report, examine, main, steady_growth
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = """
+import argparse
+import time
+
+from minloader import Loader
+
+size = argparse.ArgumentParser().parse_args()  # the doctor's arguments are not for it
+
+
+class Numbers:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return index
+
+
+def make_loader(num_workers=1):
+    return Loader(Numbers(), num_workers=num_workers)
+
+
+def fail():
+    raise KeyError("no such corpus")
+
+
+class Deep:
+    make = staticmethod(make_loader)
+    number = 5
+
+
+def endless():
+    return Loader(lambda index: time.sleep(0.003), iter(int, 1))
+
+
+def no_loader():
+    return [1, 2]
+
+
+def empty():
+    return Loader(Numbers(), [])
+"""
+
+
+def quick(make_loader: Callable[..., Any], **options: Any) -> Report:
+    return examine(make_loader, **({"workers": [1, 2], "prefetch": [2], "seconds": 0.5} | options))
+
+
+def examined(
+    make_loader: Callable[..., Any], until: Callable[[Report], bool], **options: Any
+) -> Report:
+    """Again, where other programs had the machine during one of the trials."""
+    for _ in range(4):
+        report = quick(make_loader, **options)
+        if until(report):
+            return report
+    pytest.fail(str(report))
+
+
+def serialized(make_loader: Callable[..., Any], cause: str, **options: Any) -> Report:
+    def is_told(report: Report) -> bool:
+        found = report.serialized
+        return found.answer in ("yes", "in part") and cause in found.text
+
+    return examined(make_loader, is_told, **options)
+
+
+def is_leaking(report: Report) -> bool:
+    """Where the machine is busy, there may be too little to see."""
+    return report.leaking.answer not in ("no", "unknown")
+
+
+# --- verdicts
+
+
+def test_a_healthy_loader():
+    """More workers help, so the most that were tried are recommended."""
+    shares = []
+
+    def progress(share: float, text: str) -> None:
+        if share == 0:
+            shares.clear()
+        shares.append(share)
+
+    report = examined(
+        lambda: Loader(patients.Healthy(), shuffle=True),
+        lambda report: report.best.num_workers == 2 and report.serialized.answer == "no",
+        workers=[2, 1, 0],
+        prefetch=[2, 4],
+        progress=progress,
+    )
+    settings = [(row.num_workers, row.prefetch_factor) for row in report.rows]
+    assert settings == [(0, 2), (1, 2), (2, 2), (2, 4)]
+    assert report.best in report.rows[2:]
+    assert report.recommended.startswith("num_workers=2, prefetch_factor=")
+    assert "times as many as with 1 worker" in report.recommended
+    assert "more may be faster yet" in report.recommended
+    assert report.reproducible.answer == "yes"
+    assert not is_leaking(report), report.leaking
+    assert "the dataset" in report.bottleneck
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+
+    inline, one, two, _ = report.rows
+    assert inline.memory is inline.busy is None
+    assert 0 < one.memory < two.memory
+    assert one.first > 0
+    assert one.byte_rate == pytest.approx(one.rate * 100_000, rel=0.3)
+    assert 0.5 < one.busy <= 1
+
+    text = str(report)
+    assert all(len(line) <= 96 for line in text.splitlines())
+    table = text.split("\n\n")[0].splitlines()
+    assert len(table) == 5
+    assert [line.endswith("<--") for line in table[1:]].count(True) == 1
+    assert len({line.removesuffix("  <--").__len__() for line in table}) == 1  # aligned
+
+
+def test_all_that_a_dataset_may_keep():
+    report = quick(lambda: Loader(patients.Ill(), shuffle=True), workers=[1], seconds=1)
+    assert report.leaking.answer == "yes"
+    assert re.search(
+        r"worker 0 grew by [\d.]+ MB in [\d,]+ batches, 1[0-4]\d(\.\d)? kB each: the dataset keeps",
+        report.leaking.text,
+    ), report.leaking.text
+    for kind in ("descriptors", "threads", "children"):
+        assert re.search(rf"worker 0 had \d+ more {kind} after", report.leaking.text)
+    assert report.reproducible.answer == "no"
+    assert "get_worker_info" in report.reproducible.text
+    assert report.serialized.answer == "unknown"
+    assert "this process" not in report.leaking.text
+
+
+def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
+    report = serialized(
+        lambda: Loader(lambda index: time.perf_counter(), patients.Keeping()),
+        "the sampler is the limit",
+        seconds=1,
+    )
+    assert report.bottleneck == ""
+    assert "this process grew by" in report.leaking.text
+    assert "worker 0" not in report.leaking.text
+
+
+def test_a_cache_is_no_leak():
+    """Not when it is full; while it fills, it cannot be told from one."""
+    report = quick(lambda: Loader(patients.Caching(40), shuffle=True), workers=[1])
+    assert not is_leaking(report), report.leaking
+    report = quick(lambda: Loader(patients.Caching(100_000), shuffle=True), workers=[1], seconds=1)
+    assert report.leaking.answer == "perhaps"
+    assert "a cache is still being filled" in report.leaking.text
+
+
+def test_workers_that_wait_for_each_other():
+    serialized(lambda: Loader(patients.Locked()), "a lock that they share")
+
+
+def test_threads_and_one_processor():
+    def threads() -> Loader:
+        return Loader(patients.Computing(), executor="thread")
+
+    report = serialized(threads, "interpreter's lock")
+    assert all(row.memory is None for row in report.rows)
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        serialized(lambda: Loader(patients.Computing()), "there is one processor")
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_stream_has_its_shards():
+    examined(
+        lambda num_workers: Loader(patients.Stream(), num_workers=num_workers),
+        lambda report: report.serialized.answer == "no",
+    )
+    serialized(lambda: Loader(patients.Stream()), "num_workers was 1 when")
+
+
+# --- settings
+
+
+def test_the_step_decides_how_many_workers_are_enough():
+    report = examined(
+        lambda: Loader(patients.Unlike()),
+        lambda report: report.best.num_workers == 1,
+        workers=[0, 1, 3],
+        step=0.02,
+    )
+    assert report.serialized.answer == "no"
+    assert "1 worker can keep up with a step of 20 ms" in report.serialized.text
+    assert "a step of 20 ms waits" in report.recommended
+
+
+def test_settings_are_handed_on_and_set():
+    loaders = []
+
+    def make(prefetch_factor: int = 7, **others: Any) -> Loader:
+        assert others.keys() == {"num_workers"}
+        loaders.append(Loader(patients.Unlike(), prefetch_factor=1))  # whatever it is told
+        return loaders[-1]
+
+    report = quick(make, workers=[2], prefetch=[3], seconds=0.1)
+    assert {loader._plan.depth for loader in loaders} >= {6}
+    assert [(row.num_workers, row.prefetch_factor) for row in report.rows] == [(2, 3)]
+
+
+def test_one_epoch_and_an_executor_of_ones_own():
+    with ThreadPoolExecutor(2) as executor:
+        report = quick(
+            lambda: Loader(patients.Healthy(), iter(range(5)), executor=executor), workers=[2]
+        )
+    assert report.reproducible.answer == "yes"
+    assert report.leaking.answer == "unknown"
+    assert "too few to tell" in report.leaking.text
+    assert any("one epoch" in note for note in report.notes)
+    assert any("executor is your own" in note for note in report.notes)
+
+
+# --- errors
+
+
+def test_what_grew_is_told_with_an_error():
+    with pytest.raises(OSError, match="no more") as caught:
+        quick(lambda: Loader(patients.Failing()), workers=[1], seconds=1)
+    assert any("until then worker 0 had" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (5, {}, "must be a function that makes a Loader, got 5"),
+        (list, {}, r"must return a minloader.Loader, got \[\]"),
+        (lambda: Loader([]), {}, "no batches in epoch 0"),
+        (Loader, {"workers": [-1]}, "workers must be at least 0, got -1"),
+        (Loader, {"workers": []}, "at least one number"),
+        (Loader, {"prefetch": [0]}, "prefetch must be at least 1, got 0"),
+        (Loader, {"seconds": 0}, "seconds must be above 0"),
+        (Loader, {"step": -1}, "step at least 0"),
+    ],
+)
+def test_wrong_arguments(make: Any, options: dict[str, Any], message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        quick(make, **options)
+
+
+def test_a_loader_must_be_new():
+    with (
+        Loader(list(range(9))) as loader,
+        pytest.raises(ValueError, match="must make a new one each time"),
+    ):
+        quick(lambda: loader, workers=[0, 1], seconds=0.1)
+
+
+# --- a trend
+
+
+def test_growth_is_told_from_what_goes_up_and_down():
+    rng = random.Random(0)
+    n = range(27)
+    assert steady_growth([100 * i for i in n], 50) == pytest.approx(2000, rel=0.1)
+    assert steady_growth([100 * i + rng.gauss(0, 50) for i in n], 50) > 1000
+    assert steady_growth([5.0 for _ in n], 0) == 0
+    assert steady_growth([100 * min(i, 10) for i in n], 50) == 0  # a cache
+    assert steady_growth([100 * (1 - 0.8**i) for i in n], 1) == 0  # one that fills slowly
+    assert steady_growth([100 * (i > 13) for i in n], 50) == 0  # once
+    assert steady_growth([i for i in n], 50) == 0
+    alarms = [steady_growth([rng.random() for _ in n], 0) > 0 for _ in range(1000)]
+    assert sum(alarms) <= 5
+
+
+# --- the command
+
+
+def doctor(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "minloader.doctor", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        **({"stderr": subprocess.PIPE} | options),
+    )
+
+
+def read_all(terminal: int) -> str:
+    """What is written to a terminal, until nobody has it open any more."""
+    parts = []
+    with suppress(OSError):  # which is how that is told
+        while part := os.read(terminal, 4096):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode()
+
+
+def test_the_command(tmp_path: Path):
+    """With a script by its path, a bar on the terminal, and a report to be read by programs."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    ours, theirs = pty.openpty()
+    process = doctor(
+        *("project/train.py:make_loader", "--workers", "0,1", "--prefetch", "2,3"),
+        *("--seconds", 0.3, "--step", 5, "--json", "report.json"),
+        cwd=tmp_path,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = read_all(ours)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, shown
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [row["num_workers"] for row in found["rows"]][:2] == [0, 1]
+    assert found["reproducible"]["answer"] == "yes"
+    assert out.splitlines()[0].split()[:3] == ["workers", "prefetch", "batches/s"]
+    for name in ("serialized", "reproducible", "leaking", "recommended"):
+        assert re.search(rf"^{name} +\S", out, re.M)
+    assert "num_workers=1, prefetch_factor=2" in shown
+    assert "] 100%" in shown
+    assert "Traceback" not in shown
+    assert "died" not in shown  # of the worker that the audit kills
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train"], 2, "must be module:function or file.py:function"),
+        (["nowhere:make_loader"], 2, "there is no module nowhere"),
+        (["nowhere.py:make_loader"], 2, "there is no file"),
+        (["train:nothing"], 2, "train has no nothing"),
+        (["train.py:make_loader", "--workers", "1,x"], 2, "must be whole numbers"),
+        (["train.py:make_loader", "--workers", "-1"], 1, "must be at least 0, got -1"),
+        (["train.py:no_loader"], 1, "must return a minloader.Loader"),
+        (["train.py:empty"], 1, "no batches in epoch 0"),
+        (["train.py:fail"], 1, 'raise KeyError("no such corpus")'),
+        (["signal.py:make_loader"], 2, "rename it"),
+    ],
+)
+def test_errors_of_the_command(
+    arguments: list[str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "signal.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    try:
+        found = main()
+    except SystemExit as error:
+        found = error.code
+    assert found == code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert ("Traceback" in shown) == ("KeyError" in message)  # where it is of use
+
+
+def test_ctrl_c(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = doctor("train:endless", "--workers", 2, "--seconds", 500, cwd=tmp_path)
+    itself = psutil.Process(process.pid)
+    workers = eventually(lambda: [each for each in itself.children() if each.num_threads() > 1])
+    assert workers
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert eventually(lambda: not any(worker.is_running() for worker in workers))

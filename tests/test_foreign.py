@@ -1,0 +1,260 @@
+"""Executors that the user brings: what they give up, and processes of loky and MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import require
+from helpers import Echo
+
+from minloader import Loader
+from minloader.depot import Depot, fetch, wait_for_end
+from minloader.shipping import Shipment
+from minloader.worker import CHUNK_SECONDS
+
+# --- what they give up -----------------------------------------------------------------------
+
+
+class Company(Executor):
+    """Runs tasks one by one; one with a poisonous item takes all with it that are under way.
+
+    Another is just lost, the first time. The poison gives it time to come again.
+    """
+
+    def __init__(self, poison: int, lost: int) -> None:
+        self.poison = poison
+        self.lost = lost
+        self.losses = 0
+        self.again = threading.Event()
+        self.threads = ThreadPoolExecutor(1)
+        self.under_way: list[Future[Any]] = []
+        self.alone: list[bool] = []
+
+    def submit(self, function: Any, /, attachment: Any, task: Any) -> Future[Any]:
+        self.under_way = [future for future in self.under_way if not future.done()]
+        future: Future[Any] = Future()
+        self.under_way.append(future)
+        if self.losses:
+            self.again.set()
+        self.threads.submit(self.run, future, function, attachment, task)
+        return future
+
+    def run(self, future: Future[Any], function: Any, attachment: Any, task: Any):
+        if future.done():
+            return
+        reply = function(attachment, task)
+        if self.lost in reply.outcomes and not self.losses:
+            self.losses += 1
+            future.set_exception(ArithmeticError("lost"))
+        elif self.poison in reply.outcomes:
+            self.again.wait(0.3)  # in vain, since it comes when nothing else is under way
+            victims = [each for each in self.under_way if not each.done()]
+            self.alone.append(victims == [future])
+            for each in victims:
+                each.set_exception(ArithmeticError("gone"))
+        else:
+            future.set_result(reply)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self.threads.shutdown(*args, **kwargs)
+
+
+def slow(item: int) -> int:
+    threading.Event().wait(2 * CHUNK_SECONDS)
+    return item
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("dataset", [slow, Echo()], ids=["tasks of one", "tasks of several"])
+def test_only_the_one_that_fails_alone_is_to_blame(dataset, in_order):
+    with Company(poison=40, lost=37) as executor:
+        options: dict[str, Any] = {"executor": executor, "num_workers": 4, "in_order": in_order}
+        with Loader(dataset, range(100), **options) as loader:
+            batches = iter(loader)
+            got, errors = [], []
+            while (batch := next_or_error(batches)) is not None:
+                (errors if isinstance(batch, Exception) else got).append(batch)
+            assert sorted(got) == [n for n in range(100) if n != 40]
+            (error,) = errors
+            where = "batch 40 of epoch 0, item 40, in the parent, in the executor"
+            assert where in error.__notes__[0]
+        assert executor.alone[-1]
+        assert loader.stats.retries > 0
+
+
+def next_or_error(batches: Any) -> Any:
+    try:
+        return next(batches, None)
+    except ArithmeticError as error:
+        return error
+
+
+class Forgetful(ThreadPoolExecutor):
+    """Loses a task, once; Dask's does when a worker dies just after it has answered."""
+
+    lost = 0
+
+    def submit(self, function: Any, /, *args: Any) -> Future[Any]:  # type: ignore[override]
+        self.lost += 1
+        if self.lost != 3:
+            return super().submit(function, *args)
+        future: Future[Any] = Future()
+        future.set_exception(ValueError("too many values to unpack (expected 3)"))
+        return future
+
+
+def test_a_task_that_is_lost_once_is_made_again(caplog):
+    with Forgetful(2) as executor, Loader(Echo(), range(9), executor=executor) as loader:
+        assert list(loader) == list(range(9))
+        assert loader.stats.retries == 1
+    assert "the executor lost batch 2, again: too many values" in caplog.text
+
+
+# --- who listens -----------------------------------------------------------------------------
+
+
+def test_executors_of_this_machine_need_no_port():
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
+        Loader(Echo(), range(3), executor=executor) as loader,
+    ):
+        assert list(loader) == [0, 1, 2]
+        assert loader._crew.pools[0]._depot is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_close_the_depot_of_its_parent():
+    shipment = Shipment("here")
+    store = Depot(shipment)
+    hosts, port = store.open()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        store.close()
+        shipment.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    mapping, connection = fetch(shipment.cargo, hosts, port)
+    with connection:
+        assert shipment.cargo.unpickle(mapping, forever=False) == "here"
+        store.close()
+        wait_for_end(connection)
+    shipment.close()
+    with pytest.raises(ConnectionError):
+        fetch(shipment.cargo, hosts, port)
+
+
+# --- loky, MPI -------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, random, sys
+import numpy as np
+from minloader import Loader, foreign, get_worker_info
+
+class Dice:
+    def __init__(self):
+        self.table = np.random.default_rng(0).integers(0, 1 << 60, 5_000_000 // 8)
+
+    def __getitem__(self, index):
+        draws = random.random(), np.random.random(), get_worker_info().rng.random()
+        guests = [guest._connection is not None for guest in foreign._guests.values()]
+        return Batch(draws, self.table[index : index + 10_000]), os.getpid(), guests
+
+class Batch:
+    def __init__(self, draws, rows):
+        self.draws, self.rows = draws, rows
+
+    def __eq__(self, other):
+        return self.draws == other.draws and np.array_equal(self.rows, other.rows)
+
+def check(executor):
+    with Loader(Dice(), range(60), num_workers=0) as loader:
+        expected = [batch for batch, _, _ in loader]
+    with Loader(Dice(), range(60), num_workers=2, executor=executor) as loader:
+        batches, pids, guests = zip(*loader)
+        assert all(type(batch) is Batch for batch in batches)
+        assert list(batches) == expected
+        batches[0].rows[:] = 0
+        assert os.getpid() not in pids
+        assert all(len(each) == 1 for each in guests)
+        fetched = {pid for pid, each in zip(pids, guests) if each[0]}
+        assert fetched in (set(), set(pids)), (fetched, pids)
+        depot = loader._crew.pools[0]._depot
+        assert len(fetched) == (len(depot._visitors) if depot else 0)
+    print("fetched" if fetched else "mapped")
+"""
+
+LOKY = """
+from loky import get_reusable_executor
+executor = get_reusable_executor(max_workers=2)
+check(executor)
+executor.shutdown(wait=True)
+"""
+
+MPI = """
+if __name__ == "__main__":  # MPI's workers import the program, unless told main=False
+    from mpi4py.futures import MPIPoolExecutor
+    with MPIPoolExecutor() as executor:
+        check(executor)
+"""
+
+ELSEWHERE = """
+import runpy
+from minloader.shipping import Cargo
+
+def find_nothing(self):
+    raise FileNotFoundError(self.path)
+
+Cargo.map = find_nothing
+runpy.run_module("mpi4py.futures", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM + text)
+    done = subprocess.run(
+        [*(launcher or [sys.executable]), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,  # only so that a hang fails the test
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_loky(tmp_path):
+    require("loky")
+    assert run_program(tmp_path, LOKY) == "mapped\n"
+
+
+def mpiexec() -> str:
+    """The launcher, which wheels put beside the interpreter."""
+    require("mpi4py")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which("mpiexec", path=path)
+    return found or pytest.skip("there is no mpiexec")
+
+
+WORKER = [sys.executable, "-m", "mpi4py.futures"]
+
+
+def test_mpi(tmp_path):
+    launcher = [mpiexec(), "-n", "3", *WORKER]
+    assert run_program(tmp_path, MPI, *launcher) == "mapped\n"
+
+
+def test_mpi_workers_that_do_not_find_the_file(tmp_path):
+    """As on another machine."""
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    launcher = [mpiexec(), "-n", "3", sys.executable, str(tmp_path / "elsewhere.py")]
+    assert run_program(tmp_path, MPI, *launcher) == "fetched\n"
