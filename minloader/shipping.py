@@ -68,8 +68,8 @@ class _ShipPickler(Pickler):
         storage = tensor.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
         if place not in self._storages:
-            as_it_is = storage.is_shared()
-            self._storages[place] = self._share(storage) if as_it_is else _bytes(storage)
+            send = self._share if storage.is_shared() else _bytes
+            self._storages[place] = send(storage)
         shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _load_tensor, (self._storages[place], tensor.dtype, *shape)
 
@@ -78,7 +78,7 @@ class _ShipPickler(Pickler):
         strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
         if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
             raise pickle.PicklingError(
-                f"a tensor in shared memory cannot be sent with torch's strategy {strategy!r} here; "
+                f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
                 "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
             )
         fd, size = storage._share_fd_cpu_()

@@ -335,19 +335,21 @@ class DataLoader(Generic[T]):
         if former is None or settings != self._settings or self._has_changed():
             self._loader = self._make()
             self._settings = settings
+            self._fingerprint = self._take_fingerprint()
             if former is not None:
                 self._loader.set_epoch(former.epoch)
         assert self._loader is not None
         return self._loader
 
     def _has_changed(self) -> bool:
-        """Whether the workers' dataset is not what it is here, where that matters."""
-        before = self._fingerprint
+        """Whether what the workers have is not what there is here, where that matters."""
+        before, now = self._fingerprint, self._take_fingerprint()
+        return before is not None and now is not None and before[0] != now[0]
+
+    def _take_fingerprint(self) -> tuple[bytes, list[Any]] | None:
         if self.persistent_workers or not self.num_workers:
-            return False
-        parts = self.dataset, self.collate_fn, self.worker_init_fn
-        self._fingerprint = fingerprint(parts)
-        return before is not None and before[0] != self._fingerprint[0]
+            return None
+        return fingerprint((self.dataset, self.collate_fn, self.worker_init_fn))
 
     def _make(self) -> Loader:
         workers = self.num_workers
@@ -372,24 +374,20 @@ class DataLoader(Generic[T]):
                 options["transform"] = collate_fn
             else:
                 options["collate_fn"] = torchlike.Collated(collate_fn)
-            loader = Loader(torchlike.Samples(self.dataset), self._order, **options)
+            return Loader(torchlike.Samples(self.dataset), self._order, **options)
+        stream = torchlike.Stream(
+            self.dataset,
+            self.worker_init_fn if workers else None,
+            read_once=workers > 0 and not self.persistent_workers,
+            apart=workers > 0,
+        )
+        if self.batch_size is None:
+            options["transform"] = collate_fn
         else:
-            stream = torchlike.Stream(
-                self.dataset,
-                self.worker_init_fn if workers else None,
-                read_once=workers > 0 and not self.persistent_workers,
-                apart=workers > 0,
-            )
-            if self.batch_size is None:
-                options["transform"] = collate_fn
-            else:
-                last_batch = "discard" if self.drop_last else "keep"
-                options |= {"batch_size": self.batch_size, "last_batch": last_batch}
-                options["collate_fn"] = collate_fn
-            loader = Loader(stream, **options)
-        if self._fingerprint is None:
-            self._has_changed()
-        return loader
+            last_batch = "discard" if self.drop_last else "keep"
+            options |= {"batch_size": self.batch_size, "last_batch": last_batch}
+            options["collate_fn"] = collate_fn
+        return Loader(stream, **options)
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """What makes batches where they are made."""

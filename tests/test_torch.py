@@ -655,6 +655,24 @@ def test_state_of_a_stream():
         assert head + [text(batch) for batch in other] == [text(batch) for batch in loader]
 
 
+def test_state_with_a_sampler_whose_epoch_is_set():
+    """The user sets it, as ever. The state notices if that was forgotten."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 2, sampler=DistributedSampler(range(20), 2, 1))
+
+    loader = make()
+    loader.sampler.set_epoch(3)
+    batches = iter(loader)
+    next(batches)
+    other = make()
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the state does not fit"):
+        iter(other)
+    other.sampler.set_epoch(3)
+    assert numbers(other) == numbers(batches)
+
+
 def test_state_before_anything():
     generator = torch.Generator().manual_seed(4)
     loader = DataLoader(Numbers(), 4, True, generator=generator)

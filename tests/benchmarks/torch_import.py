@@ -7,7 +7,8 @@
 
 *Time*: the same script with images of 3x224x224, where loading is the limit, and with the small
 ones. Each round runs all in turn; what is printed is the median of the epochs after the first, and
-the ratio within a round, lowest to highest.
+the ratio within a round, lowest to highest; then the CPU time of all processes, likewise, which a
+machine that is not quiet blurs less.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
@@ -66,7 +68,7 @@ def train(loader_class: Any, data: Images, epochs: int, learn: bool, **options: 
     """The script. Only ``loader_class`` differs.
 
     Returns:
-        The losses, and the seconds of each epoch.
+        The losses, and for each epoch the seconds it took, and those of CPU time.
     """
     torch.manual_seed(0)
     model = Net(int(np.prod(data[0][0].shape))) if learn else None
@@ -75,7 +77,7 @@ def train(loader_class: Any, data: Images, epochs: int, learn: bool, **options: 
     loader = loader_class(data, batch_size=64, sampler=sampler, num_workers=2, **options)
     losses, seconds = [], []
     for epoch in range(epochs):
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), cpu_seconds()
         sampler.set_epoch(epoch)
         for images, labels in loader:
             if model is None or optimizer is None:
@@ -86,8 +88,15 @@ def train(loader_class: Any, data: Images, epochs: int, learn: bool, **options: 
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin, cpu_seconds() - before))
     return losses, seconds
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children, those that have ended too."""
+    me = psutil.Process()
+    alive = sum(sum(child.cpu_times()[:2]) for child in me.children(recursive=True))
+    return float(sum(me.cpu_times()[:4]) + alive)
 
 
 def same_losses() -> None:
@@ -109,19 +118,21 @@ SCRIPTS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
 
 
 def times(rounds: int) -> None:
-    taken: dict[tuple[str, str], list[float]] = {}
+    taken: dict[tuple[str, str, int], list[float]] = {}
     for number in range(rounds):
         for script, (shape, learn, options) in SCRIPTS.items():
             data = Images(*shape)
             order = list(LOADERS) if number % 2 else list(reversed(LOADERS))
             for name in order:
-                _, seconds = train(LOADERS[name], data, 4, learn, **options)
-                taken.setdefault((script, name), []).append(statistics.median(seconds[1:]))
-    print("seconds an epoch, median (lowest to highest); ratio minloader / torch in the same round")
-    for script in SCRIPTS:
-        ours, theirs = taken[script, "minloader"], taken[script, "torch"]
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        print(f"{script:24} {spread(ours)}  torch {spread(theirs)}  ratio {spread(ratios)}")
+                _, epochs = train(LOADERS[name], data, 4, learn, **options)
+                for kind, seconds in enumerate(zip(*epochs[1:], strict=True)):
+                    taken.setdefault((script, name, kind), []).append(statistics.median(seconds))
+    for kind, head in enumerate(("seconds", "CPU seconds")):
+        print(f"{head} an epoch, median (lowest to highest); ratio minloader / torch")
+        for script in SCRIPTS:
+            ours, theirs = (taken[script, name, kind] for name in ("minloader", "torch"))
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            print(f"{script:24} {spread(ours)}  torch {spread(theirs)}  ratio {spread(ratios)}")
 
 
 def spread(values: list[float]) -> str:
@@ -130,7 +141,9 @@ def spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: only the losses")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the workers have the other processors
     same_losses()
-    times(arguments.rounds)
+    if arguments.rounds:
+        times(arguments.rounds)
