@@ -282,11 +282,14 @@ def _judge(stats: Stats) -> tuple[str, str]:
     limit = f"{_NAMES[part]} is the limit, with {_percent(share)} of the work"
     if not workers:
         return part, f"{limit}: {waited}; num_workers=1 or more makes batches meanwhile"
-    if busy > 0.6:
+    if busy > 0.6 and stats._work > _TINY * stats.batches:
         who = f"{_who(workers)} busy {_percent(busy)}"
         return part, f"{limit}: {who}, {waited}; {_advice(stats, part)}"
     return "", f"{waited}{idle.replace(',', ', but')}: {_between(stats, total, wait)}"
 
+
+_TINY = 30e-6
+"""Seconds of a worker that a batch must take for its making to be the limit, and not its delivery."""
 
 _NAMES = {
     "dataset": "the dataset",
@@ -330,8 +333,8 @@ def _between(stats: Stats, total: float, wait: float) -> str:
         return "batches go through the pipe, so more shared_memory would help"
     if each < 200e-6:
         return (
-            f"a batch takes {_time(each)}, most of it to hand it over, so larger batches would "
-            "help (batch_size, or the sampler)"
+            f"a batch takes {_time(each)}, little for what it costs to hand over, so larger "
+            "batches would help (batch_size, or the sampler)"
         )
     if stats.unpacking > wait / 2:
         return (

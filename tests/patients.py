@@ -113,7 +113,7 @@ class Keeping:
     def __iter__(self) -> Iterator[int]:
         for index in range(60):
             time.sleep(0.005)
-            self.kept.append(np.full(12_500, 1.0))
+            self.kept.append(np.full(50_000, 1.0))
             yield index
 
 

@@ -145,8 +145,12 @@ def test_a_healthy_loader():
 
 
 def test_all_that_a_dataset_may_keep():
-    report = quick(lambda: Loader(patients.Ill(), shuffle=True), workers=[1], seconds=1)
-    assert report.leaking.answer == "yes"
+    report = examined(
+        lambda: Loader(patients.Ill(), shuffle=True),
+        lambda report: report.leaking.answer == "yes" and " grew by " in report.leaking.text,
+        workers=[1],
+        seconds=1,
+    )
     assert re.search(
         r"worker 0 grew by [\d.]+ MB in [\d,]+ batches, 1[0-4]\d(\.\d)? kB each: the dataset keeps",
         report.leaking.text,
@@ -160,13 +164,15 @@ def test_all_that_a_dataset_may_keep():
 
 
 def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
-    report = serialized(
+    report = examined(
         lambda: Loader(lambda index: time.perf_counter(), patients.Keeping()),
-        "the sampler is the limit",
+        lambda report: (
+            "the sampler is the limit" in report.serialized.text
+            and "this process grew by" in report.leaking.text
+        ),
         seconds=1,
     )
     assert report.bottleneck == ""
-    assert "this process grew by" in report.leaking.text
     assert "worker 0" not in report.leaking.text
 
 
@@ -174,8 +180,12 @@ def test_a_cache_is_no_leak():
     """Not when it is full; while it fills, it cannot be told from one."""
     report = quick(lambda: Loader(patients.Caching(40), shuffle=True), workers=[1])
     assert not is_leaking(report), report.leaking
-    report = quick(lambda: Loader(patients.Caching(100_000), shuffle=True), workers=[1], seconds=1)
-    assert report.leaking.answer == "perhaps"
+    report = examined(
+        lambda: Loader(patients.Caching(100_000), shuffle=True),
+        lambda report: report.leaking.answer == "perhaps",
+        workers=[1],
+        seconds=1,
+    )
     assert "a cache is still being filled" in report.leaking.text
 
 

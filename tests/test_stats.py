@@ -84,10 +84,11 @@ def start_slowly(info):
     time.sleep(0.5)
 
 
-def slow_items(n):
-    for index in range(n):
-        time.sleep(SLOW)
-        yield index
+class SlowItems:
+    def __iter__(self):
+        for index in range(40):
+            time.sleep(SLOW)
+            yield index
 
 
 def run(loader, step=0.0):
@@ -276,13 +277,13 @@ SETUPS = {
     ),
     "one": ((Sleepy(),), {"num_workers": 1}, 0, ["the worker was busy"]),
     "sampler": (
-        (Quick(), slow_items(40)),
+        (Quick(), SlowItems()),
         {"num_workers": 2},
         0,
         ["the sampler is the limit: it takes 2", "ms a batch", "workers were idle"],
     ),
     "sampler-inline": (
-        (Quick(), slow_items(40)),
+        (Quick(), SlowItems()),
         {"num_workers": 0},
         0,
         ["the sampler is the limit: it takes 2"],
@@ -329,11 +330,15 @@ SETUPS = {
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_verdict_names_the_bottleneck(name):
+    """In one of three tries, where other programs may have the machine in between."""
     args, options, step, said = SETUPS[name]
-    with Loader(*args, **options) as loader:
-        stats = run(loader, step)
-        if name != "start" and not name.startswith("sampler"):
+    for _ in range(3):
+        with Loader(*args, **options) as loader:
             stats = run(loader, step)
+            if name != "start" and not name.startswith("sampler"):
+                stats = run(loader, step)
+        if all(part in stats.verdict for part in said):
+            break
     for part in said:
         assert part in stats.verdict, str(stats)
     assert stats.verdict in str(stats)
