@@ -77,7 +77,7 @@ class _ShipPickler(Pickler):
         """Memory that somebody has shared on purpose: what one writes to it all others see."""
         strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
         if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
-            raise pickle.PicklingError(
+            raise TypeError(
                 f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
                 "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
             )

@@ -289,7 +289,7 @@ def _judge(stats: Stats) -> tuple[str, str]:
 
 
 _TINY = 30e-6
-"""Seconds of a worker that a batch must take for its making to be the limit, and not its delivery."""
+"""Seconds of a worker below which it is the delivery of a batch that costs, not its making."""
 
 _NAMES = {
     "dataset": "the dataset",

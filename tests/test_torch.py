@@ -860,6 +860,12 @@ def test_shared_tensors_stay_shared():
     first = fingerprint(data)[0]
     epoch.fill_(20)
     assert fingerprint(data)[0] == first
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        with pytest.raises(TypeError, match=r"set_sharing_strategy\('file_descriptor'\)"):
+            iter(DataLoader(data, num_workers=1))
+    finally:
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
 
 
 # --- an ordinary script
