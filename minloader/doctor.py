@@ -794,6 +794,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--step", type=float, metavar="MS", default=0.0, help="milliseconds of a training step")
     add("--json", type=Path, metavar="FILE", help="also write the report there")
     options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}")
     sys.argv[1:] = []  # they are not for the module
     bar = _Bar()
     try:

@@ -369,6 +369,7 @@ def test_the_command(tmp_path: Path):
         (["nowhere.py:make_loader"], 2, "there is no file"),
         (["train:nothing"], 2, "train has no nothing"),
         (["train.py:make_loader", "--workers", "1,x"], 2, "must be whole numbers"),
+        (["train.py:make_loader", "--json", "no/report"], 2, "there is no folder no"),
         (["train.py:make_loader", "--workers", "-1"], 1, "must be at least 0, got -1"),
         (["train.py:no_loader"], 1, "must return a minloader.Loader"),
         (["train.py:empty"], 1, "no batches in epoch 0"),
