@@ -38,7 +38,12 @@ from minloader.errors import check_int, shown
 from minloader.loader import Loader
 from minloader.processes import processors
 from minloader.stats import Stats
-from minloader.testing import IrreproducibleError, check_reproducible, executors_of
+from minloader.testing import (
+    IrreproducibleError,
+    check_reproducible,
+    executors_of,
+    new_loader,
+)
 
 __all__ = ["Report", "Row", "Verdict", "examine", "main"]
 
@@ -527,14 +532,8 @@ class _Examination:
     def _make(self, num_workers: int, prefetch_factor: int) -> Loader:
         """A new loader with these settings."""
         setting = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        loader = self._make_loader(**{name: setting[name] for name in self._takes})
-        if not isinstance(loader, Loader):
-            raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
-        if loader in self._made:
-            raise ValueError(
-                "make_loader returned the same Loader again; it must make a new one each time"
-            )
-        self._made.add(loader)
+        made = self._make_loader(**{name: setting[name] for name in self._takes})
+        loader = new_loader(made, self._made)
         if loader._crew._prefetch_factor != prefetch_factor:
             loader.num_workers = 0
             loader._crew._prefetch_factor = prefetch_factor  # pools that are made now have it

@@ -230,14 +230,7 @@ class _Audit:
             yield _Run(f"a worker killed, num_workers={most}", most, DEATH, kill=half)
 
     def _make(self) -> Loader:
-        loader = self._make_loader()
-        if not isinstance(loader, Loader):
-            raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
-        if loader in self._made:
-            raise ValueError(
-                "make_loader returned the same Loader again; it must make a new one each time"
-            )
-        self._made.add(loader)
+        loader = new_loader(self._make_loader(), self._made)
         if self._seed not in (None, loader.seed):
             loader.close()
             raise IrreproducibleError(
@@ -356,6 +349,22 @@ def _start(loader: Loader) -> None:
     deadline = time.monotonic() + PATIENCE
     while not all(map(_are_ready, executors_of(loader))) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
+
+
+def new_loader(loader: Any, before: weakref.WeakSet[Loader]) -> Loader:
+    """What ``make_loader`` returned, if that is a loader and none of those before, which it joins.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if not isinstance(loader, Loader):
+        raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
+    if loader in before:
+        raise ValueError(
+            "make_loader returned the same Loader again; it must make a new one each time"
+        )
+    before.add(loader)
+    return loader
 
 
 def executors_of(loader: Loader) -> list[Any]:
