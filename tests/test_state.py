@@ -162,7 +162,7 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
         first = [next(batches)[0] for _ in range(20)]
         state = plain(loader.state_dict())
         gate.touch()
-    assert way == "inline" or (state["batches"], state["beyond"][0][0]) == (0, 1)
+    assert way == "inline" or (state["batches"] == 0 and state["beyond"])
     with Loader(Guarded(), range(N), num_workers=0) as loader:
         loader.load_state_dict(state)
         Guarded.forbid(loader, first)
