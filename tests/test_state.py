@@ -53,7 +53,7 @@ def plain(batches: Any) -> Any:
 RESTORE = """
 import json, sys
 from test_state import restore
-print(json.dumps(restore(*json.load(sys.stdin))))
+print(json.dumps([restore(*arguments) for arguments in json.load(sys.stdin)]))
 """
 
 
@@ -77,6 +77,7 @@ def restore(kind: str, epoch: int, states: list[Any], way: str, fresh: bool) -> 
 
 
 def in_fresh_process(*arguments: Any) -> Any:
+    """What ``restore`` gives for each of these."""
     root = Path(__file__).resolve().parent
     done = subprocess.run(
         [sys.executable, "-c", RESTORE],
@@ -109,11 +110,14 @@ def test_after_every_batch_of_an_epoch(kind, way):
         given = restore(kind, epoch, states, "inline", True)
         assert given == [expected[k:] for k in range(N + 1)]
         return
-    for other, fresh in (("thread-3", True), ("process-1", False), ("process-3", False)):
-        given = in_fresh_process(kind, epoch, states, other, fresh)
-        assert given == [expected[k:] for k in range(N + 1)], other
-    given = in_fresh_process(kind, epoch, states[::13], "process-3", True)
-    assert given == [expected[k:] for k in range(0, N + 1, 13)]
+    *most, some = in_fresh_process(
+        (kind, epoch, states, "thread-3", True),
+        (kind, epoch, states, "process-1", False),
+        (kind, epoch, states, "process-3", False),
+        (kind, epoch, states[::13], "process-3", True),
+    )
+    assert most == [[expected[k:] for k in range(N + 1)]] * 3
+    assert some == [expected[k:] for k in range(0, N + 1, 13)]
 
 
 @settings(max_examples=60, deadline=None)
