@@ -107,17 +107,17 @@ def test_after_every_batch_of_an_epoch(kind, way):
         assert len(expected) == N
         assert loader.state_dict()["epoch"] == epoch + 1
     if way != "inline":  # with states that say the same, the rest would be the same once more
-        given = restore(kind, epoch, states, "inline", True)
-        assert given == [expected[k:] for k in range(N + 1)]
+        given = restore(kind, epoch, states[::7], "inline", True)
+        assert given == [expected[k:] for k in range(0, N + 1, 7)]
         return
     *most, some = in_fresh_process(
         (kind, epoch, states, "thread-3", True),
         (kind, epoch, states, "process-1", False),
         (kind, epoch, states, "process-3", False),
-        (kind, epoch, states[::13], "process-3", True),
+        (kind, epoch, states[13:14], "process-3", True),
     )
     assert most == [[expected[k:] for k in range(N + 1)]] * 3
-    assert some == [expected[k:] for k in range(0, N + 1, 13)]
+    assert some == [expected[13:]]
 
 
 @settings(max_examples=60, deadline=None)
