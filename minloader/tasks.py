@@ -18,17 +18,15 @@ __all__ = ["END", "Failure", "Job", "Laps", "Reply", "Shard", "Task", "WorkerInf
 
 @dataclass(slots=True)
 class Laps:
-    """Seconds that parts of a task took; the rest of it is the dataset's.
+    """Seconds of a task that went into the user's functions; most of the rest is the dataset's.
 
     Attributes:
         transform: in the loader's ``transform``.
         collate: in its ``collate_fn``.
-        transport: packing batches.
     """
 
     transform: float = 0.0
     collate: float = 0.0
-    transport: float = 0.0
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Job:
     batch_size: int | None = None
     keep_last: bool = True
 
-    def fetch(self, item: Any, laps: Laps) -> Any:
+    def fetch(self, laps: Laps, item: Any) -> Any:
         """Makes the batch of one item."""
         if self.collate_fn is None:
             batch = self._get(item)

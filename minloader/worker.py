@@ -68,7 +68,7 @@ class Worker:
         self._job = job
         self._laps = Laps()
         self._made = 0.0  # when the last batch was ready to be packed
-        self._fetch = partial(job.fetch, laps=self._laps)
+        self._fetch = partial(job.fetch, self._laps)
         shared = not remote and not borrow
         self._cursors = Cursors(job, info.seed, reload, shared=shared)
         self._remote = remote
@@ -127,7 +127,7 @@ class Worker:
         overflowed = 0
         state = None
         laps = self._laps
-        laps.transform = laps.collate = laps.transport = 0.0
+        laps.transform = laps.collate = packing = 0.0
         begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
@@ -136,7 +136,7 @@ class Worker:
                 overflowed += writer is not None and writer.overflowed
                 last, now = now, time.perf_counter()
                 if self._made > last:
-                    laps.transport += now - self._made
+                    packing += now - self._made
                 if now - begin > 2 * CHUNK_SECONDS or outcomes[-1] is END:
                     break
             if task.shard is not None:
@@ -150,7 +150,7 @@ class Worker:
             if writer is not None:
                 slots.use(None)
         size = sum(map(transport.size_in_band, outcomes)) if self._remote else 0
-        spent = laps.transform, laps.collate, laps.transport
+        spent = laps.transform, laps.collate, packing
         reply = Reply(self.id, pid, self._remote, outcomes, begin, now - begin, spent, size)
         if state is not None:
             reply = reply._replace(state=state)
