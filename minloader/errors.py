@@ -116,3 +116,16 @@ def check_int(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def check_callable(name: str, value: Any) -> None:
+    """An argument that must be a function, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {shown(value)}")
+
+
+def check_iterable(name: str, value: Any) -> None:
+    """An argument that must be iterable, or None. It is not begun: an iterator serves once."""
+    kind = type(value)
+    if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        raise TypeError(f"{name} must be iterable or None, got {shown(value)}")

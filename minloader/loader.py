@@ -56,7 +56,7 @@ from typing import Any, Literal
 from minloader.collate import collate
 from minloader.crew import Crew, check_context, check_executor
 from minloader.epoch import CLOSED, Epoch, OnError, Plan
-from minloader.errors import check_int, shown
+from minloader.errors import check_callable, check_int, check_iterable, shown
 from minloader.progress import (
     VERSION,
     Bookmark,
@@ -183,13 +183,9 @@ class Loader:
             budget = check_int("shared_memory", shared_memory, 0)
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
-        for name, function in (
-            ("transform", transform),
-            ("collate_fn", collate_fn),
-            ("worker_init_fn", worker_init_fn),
-        ):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be callable or None, got {shown(function)}")
+        check_callable("transform", transform)
+        check_callable("collate_fn", collate_fn)
+        check_callable("worker_init_fn", worker_init_fn)
 
         self.dataset = dataset
         self._shards: int | None = None
@@ -759,8 +755,7 @@ def _make_sampler(
                     f"{name}={value!r} cannot be combined with a sampler, which decides what a "
                     f"batch is; drop {name}, or drop the sampler"
                 )
-        if not hasattr(type(sampler), "__iter__") and not hasattr(type(sampler), "__getitem__"):
-            raise TypeError(f"sampler must be iterable or None, got {shown(sampler)}")
+        check_iterable("sampler", sampler)
         return sampler
     try:
         size = len(dataset)

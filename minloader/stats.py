@@ -329,6 +329,11 @@ def _advice(stats: Stats, part: str) -> str:
 def _between(stats: Stats, total: float, wait: float) -> str:
     """What to do where neither sampler nor workers are the limit."""
     each = total / stats.batches
+    if stats.replaced > total / 10:
+        return (
+            f"workers died or grew too large, and it takes time to replace them ({stats.replaced} "
+            "so far); the log says why"
+        )
     if stats.overflowed > stats.batches / 10:
         return "batches go through the pipe, so more shared_memory would help"
     if each < 200e-6:
@@ -341,7 +346,7 @@ def _between(stats: Stats, total: float, wait: float) -> str:
             f"unpickling a batch takes {_time(stats.unpacking / stats.batches)} in this process; "
             "have the dataset return arrays rather than many objects"
         )
-    if stats.slowest > 3 * stats._work / stats.batches:
+    if stats.slowest > max(3 * stats._work / stats.batches, each):
         return (
             f"some batches are slow ({_time(stats.slowest)}, against "
             f"{_time(stats._work / stats.batches)} on average) and the others wait for them, so a "

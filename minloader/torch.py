@@ -36,7 +36,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from minloader import torchlike
 from minloader.crew import check_context
 from minloader.device import Prefetch, prefetch
-from minloader.errors import shown
+from minloader.errors import check_callable, check_int, check_iterable, shown
 from minloader.loader import Loader
 from minloader.progress import is_stateful
 from minloader.shipping import fingerprint
@@ -125,6 +125,12 @@ class DataLoader(Generic[T]):
         in_order: bool = True,
     ) -> None:
         _check_numbers(num_workers, timeout, prefetch_factor, persistent_workers)
+        check_callable("collate_fn", collate_fn)
+        check_callable("worker_init_fn", worker_init_fn)
+        check_iterable("sampler", sampler)
+        check_iterable("batch_sampler", batch_sampler)
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(f"generator must be a torch.Generator or None, got {shown(generator)}")
         _check_dataset(dataset, shuffle, sampler, batch_sampler)
         if sampler is not None and shuffle:
             raise ValueError("sampler decides the order: drop shuffle, or drop sampler")
@@ -643,16 +649,17 @@ def _default_sampler(dataset: Any, shuffle: bool, generator: Any) -> Iterable[An
 def _check_numbers(
     num_workers: int, timeout: float, prefetch_factor: int | None, persistent_workers: bool
 ) -> None:
-    if num_workers < 0:
-        raise ValueError(f"num_workers must be 0 (this process) or more, got {num_workers}")
+    check_int("num_workers", num_workers, 0)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
     if timeout < 0:
         raise ValueError(f"timeout must be 0 (no limit) or more seconds, got {timeout}")
     if num_workers == 0 and prefetch_factor is not None:
         raise ValueError(
             f"prefetch_factor={prefetch_factor} is for workers, but num_workers is 0; drop it"
         )
-    if prefetch_factor is not None and prefetch_factor < 1:
-        raise ValueError(f"prefetch_factor must be at least 1, got {prefetch_factor}")
+    if prefetch_factor is not None:
+        check_int("prefetch_factor", prefetch_factor, 1)
     if persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers needs workers, but num_workers is 0; drop it")
 

@@ -57,6 +57,13 @@ class Quick(Sleepy):
         return index
 
 
+class Deadly(Quick):
+    def __getitem__(self, index):
+        if index == 3:
+            os._exit(1)
+        return index
+
+
 class SlowToPack:
     def __reduce__(self):
         time.sleep(SLOW)
@@ -318,6 +325,12 @@ SETUPS = {
         {"num_workers": 2},
         0,
         ["a batch takes", "µs", "larger batches", "batch_size"],
+    ),
+    "deaths": (
+        (Deadly(8),),
+        {"num_workers": 2, "retries": 0, "on_error": "skip"},
+        0,
+        ["workers were idle", "it takes time to replace them (2 so far)"],
     ),
     "start": (
         (Quick(20),),

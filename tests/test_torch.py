@@ -547,6 +547,17 @@ def test_arguments_are_refused_as_by_torch(options):
         DataLoader(**options)
 
 
+def test_arguments_of_the_wrong_kind_are_refused_by_name():
+    """Some of which torch would only stumble over later, or not name."""
+    wrong = {"num_workers": "2", "timeout": "x", "collate_fn": 3, "worker_init_fn": 3, "sampler": 5}
+    wrong |= {"batch_sampler": 5, "generator": 5}
+    for name, value in wrong.items():
+        with pytest.raises(TypeError, match=rf"{name} must be .*, got"):
+            DataLoader(Numbers(), **{name: value})
+    with pytest.raises(TypeError, match=r"prefetch_factor must be an int, got 1\.5"):
+        DataLoader(Numbers(), num_workers=1, prefetch_factor=1.5)  # type: ignore[arg-type]
+
+
 def test_attributes():
     options: dict[str, Any] = {"batch_size": 3, "drop_last": True, "shuffle": True}
     ours, theirs = DataLoader(Numbers(), **options), TorchLoader(Numbers(), **options)
