@@ -291,6 +291,7 @@ class Loader:
 
         Raises:
             OSError: it cannot be.
+            TypeError: it is not a path.
             RuntimeError: a trace is being written already, or the loader is closed.
         """
         self._check_open()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minloader.errors import shown
 from minloader.processes import processors
 from minloader.tasks import Reply
 
@@ -513,9 +514,12 @@ class Trace:
 
     Raises:
         OSError: it cannot be.
+        TypeError: it is not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):  # True would be the standard output
+            raise TypeError(f"trace must be the path of a file to write, got {shown(path)}")
         self.path = path
         self._pid = os.getpid()
         self._lanes: dict[str, int] = {}

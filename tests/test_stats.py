@@ -486,6 +486,17 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path):
         pass
 
 
+def test_a_trace_that_is_no_path():
+    with pytest.raises(TypeError, match="trace must be the path of a file to write, got True"):
+        Loader(Squares(), num_workers=0, trace=True)
+    with (
+        Loader(Squares(), num_workers=0) as loader,
+        pytest.raises(TypeError, match="trace must be the path of a file to write, got 1"),
+        loader.trace(1),
+    ):
+        pass
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
     with (
         caplog.at_level(logging.WARNING, "minloader"),
