@@ -97,7 +97,7 @@ EXECUTORS = {
     "inline": {"num_workers": 0},
     "thread": {"executor": "thread", "num_workers": 3},
     "process-1": {"num_workers": 1},
-    "process-3": {"num_workers": 3},
+    "process-2": {"num_workers": 2},
     "foreign-process": {"executor": ProcessPoolExecutor, "num_workers": 2},
     "foreign-thread": {"executor": ThreadPoolExecutor, "num_workers": 2},
 }

@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["inline", "thread", "process-3", "foreign-process"])
+@pytest.fixture(params=["inline", "thread", "process-2", "foreign-process"])
 def make(request):
     """One executor of each kind: how many workers there are is tested with every sampler below."""
     with making(request.param) as factory:

@@ -126,7 +126,7 @@ def test_what_is_counted(make):
     assert (stats.bytes > 0) == ("process" in make.name)
     assert all(0 < share <= 1 for share in stats.busy.values())
     assert stats.in_flight == 0
-    workers = {"inline": 1, "thread": 3, "process-1": 1, "process-3": 3}.get(make.name, 2)
+    workers = {"inline": 1, "thread": 3, "process-1": 1, "process-2": 2}.get(make.name, 2)
     assert 1 <= len(stats.busy) <= workers
     kinds = {"inline": "inline", "foreign-process": "foreign"}
     assert stats.executor == kinds.get(make.name, "thread" if "thread" in make.name else "process")

@@ -26,7 +26,7 @@ from helpers import (
 
 from minloader import SKIP, BatchTimeout, Loader, WorkerDied, get_worker_info, pad_collate
 
-own = pytest.mark.parametrize("make", ["inline", "thread", "process-3"], indirect=True)
+own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
 STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
 
