@@ -18,6 +18,7 @@ import stat
 import struct
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from minloader.slots import ALIGN, LARGE, open_anonymous
@@ -30,19 +31,13 @@ class _ShipPickler(Pickler):
     """Keeps large buffers out of the stream."""
 
     def __init__(self, file: Any) -> None:
-        super().__init__(file, down=True, buffer_callback=self._keep)
         self.buffers: list[memoryview] = []
+        # No method: the pickler, and so what it keeps, would live until a cycle is found.
+        super().__init__(file, down=True, buffer_callback=partial(_keep_large, self.buffers))
         self.blobs: list[bytes] = []
         self._blob_index: dict[int, int] = {}
         self._storages: dict[tuple[int, int], Any] = {}
         self.descriptors: list[int] = []  # of memory that is shared as it is
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < LARGE:
-            return True  # stay in the stream
-        self.buffers.append(view)
-        return False
 
     # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
     def persistent_id(self, obj: Any) -> int | None:
@@ -85,6 +80,14 @@ class _ShipPickler(Pickler):
         fd = os.dup(fd)  # that one is torch's
         self.descriptors.append(fd)
         return SharedMemory(f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino, size)
+
+
+def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    view = buffer.raw()
+    if view.nbytes < LARGE:
+        return True  # stay in the stream
+    buffers.append(view)
+    return False
 
 
 class SharedMemory(NamedTuple):
@@ -358,24 +361,25 @@ class _HashFile:
         return len(data)
 
 
+def _write_place(file: _HashFile, kept: list[Any], buffer: pickle.PickleBuffer) -> bool:
+    import numpy as np
+
+    view = buffer.raw()
+    if view.nbytes < LARGE:
+        return True
+    array = np.frombuffer(view, np.uint8)
+    kept.append(buffer)
+    file.write(b"%d %d" % (array.__array_interface__["data"][0], array.nbytes))
+    return False
+
+
 class _Fingerprinter(Pickler):
     """Hashes what shipping would write, but of what is large only where it is."""
 
     def __init__(self, file: _HashFile) -> None:
-        super().__init__(file, down=True, buffer_callback=self._keep)
-        self._file = file
         self.kept: list[Any] = []  # such that no other thing can be in its place
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        import numpy as np
-
-        view = buffer.raw()
-        if view.nbytes < LARGE:
-            return True
-        array = np.frombuffer(view, np.uint8)
-        self.kept.append(buffer)
-        self._file.write(b"%d %d" % (array.__array_interface__["data"][0], array.nbytes))
-        return False
+        place = partial(_write_place, file, self.kept)  # no method, as above
+        super().__init__(file, down=True, buffer_callback=place)
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) is not bytes or len(obj) < LARGE:

@@ -223,6 +223,10 @@ class _Executor(ProcessPoolExecutor):
             if self.manager.is_alive():
                 self._unblock("the workers have ended")
                 self.manager.join(GRACE)
+            if not self.manager.is_alive():
+                # Their futures know this executor. The collector, which would have to find that,
+                # may come while the system's semaphores are counted, which CPython 3.12 refuses.
+                self._pending_work_items.clear()
 
     def _reveal_deaths(self) -> list[Any]:
         """The sentinels of workers that have ended. A fork that one left behind would hide it."""
