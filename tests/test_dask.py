@@ -29,6 +29,8 @@ pytestmark = [
     # Dask's own: of its event loop, and of workers that are killed.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:distributed"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    # Its executor cancels tasks from its event loop's own thread, where that is a coroutine.
+    pytest.mark.filterwarnings("ignore:coroutine 'Client._cancel' was never:RuntimeWarning"),
 ]
 
 
