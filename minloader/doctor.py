@@ -37,12 +37,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minloader.errors import check_int, shown
+from minloader.errors import amount, check_int
 from minloader.loader import Loader
 from minloader.processes import processors
 from minloader.stats import Stats
 from minloader.testing import (
     IrreproducibleError,
+    check_make_loader,
     check_reproducible,
     executors_of,
     new_loader,
@@ -126,7 +127,7 @@ class Row:
             f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
             f"{self.wait:.0%}",
             "-" if self.busy is None else f"{self.busy:.0%}",
-            "-" if self.memory is None else _size(self.memory),
+            "-" if self.memory is None else amount(self.memory),
             f"{self.first:.2f} s",
         ]
 
@@ -165,10 +166,6 @@ class Report:
         parts = [(name, str(getattr(self, name))) for name in names]
         parts += [("note", note) for note in self.notes]
         return "\n".join([*lines, "", *(_paragraph(name, text) for name, text in parts if text)])
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
 def _paragraph(name: str, text: str) -> str:
@@ -423,7 +420,9 @@ def _findings(name: str, kept: list[_Usage], keeps: str, over: bool) -> list[str
     batches = round(last - first)
     size = steady_growth([usage.memory for usage in kept], LEAK + kept[0].memory / 200)
     if size:
-        text = f"{name} grew by {_size(size)} in {batches:,} batches, {_size(size / batches)} each"
+        text = (
+            f"{name} grew by {amount(size)} in {batches:,} batches, {amount(size / batches)} each"
+        )
         found.append(f"{text}: {keeps}{'' if over else CACHE}")
     for kind, why in (
         ("descriptors", "files or sockets are opened and not closed"),
@@ -583,7 +582,7 @@ class _Examination:
         if one.num_workers < best.num_workers:
             text += f", {best.rate / one.rate:.1f} times as many as with {_workers(one)}"
         if best.memory is not None:
-            text += f"; workers take {_size(best.memory)} of memory"
+            text += f"; workers take {amount(best.memory)} of memory"
         if self._step:
             text += f"; a step of {self._step * 1e3:g} ms waits {100 * best.wait:.0f} % of the time"
         more = [row.rate for row in rows if row.num_workers > best.num_workers]
@@ -673,10 +672,7 @@ class _Examination:
 
 def _takes(make_loader: Callable[..., Any]) -> set[str]:
     """Which of the settings a function takes by name."""
-    if not callable(make_loader):
-        raise TypeError(
-            f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
-        )
+    check_make_loader(make_loader)
     parameters = inspect.signature(make_loader).parameters.values()
     names = {"num_workers", "prefetch_factor"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

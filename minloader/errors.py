@@ -105,6 +105,23 @@ shown = reprlib.repr
 """How messages show a value: never long, never failing."""
 
 
+def duration(seconds: float) -> str:
+    """A span of time in three digits: "20.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def amount(count: float) -> str:
+    """An amount of memory in three digits: "24.3 MB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:,.0f} GB"
+
+
 def check_int(name: str, value: Any, least: int) -> int:
     """An argument that must be an integer, numpy's included, of at least ``least``."""
     try:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
+from minloader.errors import duration
+
 __all__ = ["Bar", "Event", "Part", "page", "table_html"]
 
 
@@ -94,13 +96,6 @@ def _escape(text: object) -> str:
     return html.escape(str(text).encode("utf-8", "replace").decode("utf-8"))
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def _share(part: float, whole: float) -> str:
     share = part / whole if whole else 0.0
     if 0 < share < 0.005:
@@ -157,7 +152,7 @@ def _bar(bar: Bar, bottleneck: str) -> str:
     pieces, words = [], []
     for kind, seconds in parts:
         told = f"{_escape(WORDS.get(kind, kind))} {_share(seconds, whole)}"
-        took = _duration(seconds)
+        took = duration(seconds)
         pieces.append(
             f'<span class="{_class(kind)}" style="width: {100 * seconds / whole:.3f}%"'
             f' title="{told}, {took}"></span>'
@@ -210,8 +205,8 @@ def _layers(events: list[Event], origin: float) -> Iterator[list[_Cell]]:
         is_task = event.name == "task"
         task = event.args if is_task else task
         name = "task" if is_task else WORDS.get(event.name, event.name)
-        lines = [f"{name} {_duration(event.seconds)}", _told(event.args or task)]
-        lines.append(f"{event.lane}, at {_duration(event.start - origin)}")
+        lines = [f"{name} {duration(event.seconds)}", _told(event.args or task)]
+        lines.append(f"{event.lane}, at {duration(event.start - origin)}")
         title = "\n".join(filter(None, lines))
         label = str(event.args.get("batch", ""))
         cell = _Cell(event.name, event.start, event.start + event.seconds, title, label)
@@ -220,7 +215,7 @@ def _layers(events: list[Event], origin: float) -> Iterator[list[_Cell]]:
         for before, after in list(pairwise(above)):
             took = after.start - before.end
             if took > 0:
-                title = f"its own work {_duration(took)}"
+                title = f"its own work {duration(took)}"
                 above.append(_Cell("own", before.end, after.start, title))
         above.sort(key=lambda cell: cell.start)
     yield below
@@ -245,7 +240,7 @@ def _joined(crowd: list[_Cell]) -> _Cell:
     took: dict[str, float] = {}
     for cell in crowd:
         took[cell.kind] = took.get(cell.kind, 0.0) + cell.end - cell.start
-    title = "\n".join(f"{WORDS.get(kind, kind)} {_duration(took[kind])}" for kind in took)
+    title = "\n".join(f"{WORDS.get(kind, kind)} {duration(took[kind])}" for kind in took)
     kind = max(took, key=lambda kind: took[kind])
     title = f"{len(crowd)} spans:\n{title}"
     return _Cell(kind, crowd[0].start, max(cell.end for cell in crowd), title, crowd[0].label)
@@ -410,7 +405,7 @@ def _timeline(events: Iterable[Event], origin: float | None) -> str:
         if kind in kinds
     )
     start = "the first event kept" if origin is None else "the start"
-    reach = f"{'The last' if axis.cut else 'All'} {_duration(axis.seconds)}"
+    reach = f"{'The last' if axis.cut else 'All'} {duration(axis.seconds)}"
     return (
         f'<p class="dim">{reach}, the newest at the right: scroll for the rest. The clock'
         f" counts from {start}; the number above a span is its first batch.</p>\n"

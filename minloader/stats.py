@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minloader.errors import shown
+from minloader.errors import amount, duration, shown
 from minloader.processes import processors
 from minloader.tasks import Reply
 
@@ -161,7 +161,7 @@ class Stats:
         workers = [*self._parts.items(), ("idle", running * max(self.num_workers, 1) - self._work)]
         kind = {"process": "processes", "thread": "threads"}.get(self.executor, "")
         where = f"{self.num_workers} {kind}" if self.num_workers else "none: in this process"
-        started = f"the {_time(self._starting)} until workers were ready left out"
+        started = f"the {duration(self._starting)} until workers were ready left out"
         bars = [
             report.Bar(label, [report.Part(*part) for part in parts], remark)
             for label, parts, remark in (
@@ -171,8 +171,8 @@ class Stats:
             )
         ]
         kind, verdict = _judge(self)
-        subtitle = f"{self.batches:,} batches in {_time(self.seconds)}"
-        subtitle += f", the first after {_time(self.startup)}"
+        subtitle = f"{self.batches:,} batches in {duration(self.seconds)}"
+        subtitle += f", the first after {duration(self.startup)}"
         page = report.page(
             verdict[:1].upper() + verdict[1:] + ".",
             *(bars, self._rows(), self.events),
@@ -186,7 +186,7 @@ class Stats:
     def _repr_html_(self) -> str:
         from minloader import report
 
-        title = f"minloader: {self.batches:,} batches in {_time(self.seconds)}"
+        title = f"minloader: {self.batches:,} batches in {duration(self.seconds)}"
         return report.table_html(title, self.verdict, self._rows())
 
     @property
@@ -214,27 +214,31 @@ class Stats:
         rate = self.batches / total if total else 0.0
         rows = [
             ("batches", f"{self.batches:,}", f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"),
-            ("consumer's own time", _time(self.consumer), _share(self.consumer, total)),
-            ("consumer waited", _time(self.wait), _share(self.wait, total)),
-            ("until the first batch", _time(self.startup), "of the wait"),
-            ("sampler", _time(self.sampler), f"of the wait; {_time(self.sampler / each)} a batch"),
+            ("consumer's own time", duration(self.consumer), _share(self.consumer, total)),
+            ("consumer waited", duration(self.wait), _share(self.wait, total)),
+            ("until the first batch", duration(self.startup), "of the wait"),
+            (
+                "sampler",
+                duration(self.sampler),
+                f"of the wait; {duration(self.sampler / each)} a batch",
+            ),
         ]
         if self.bytes:
-            size = f"{_size(self.bytes)}, {_size(self.bytes / total if total else 0)}/s"
+            size = f"{amount(self.bytes)}, {amount(self.bytes / total if total else 0)}/s"
             rows[0] = (*rows[0][:2], f"{rows[0][2]}, {size}")
         for name, seconds in self._parts.items():
             remark = (
-                f"{_share(seconds, work)} of the workers' time; {_time(seconds / each)} a batch"
+                f"{_share(seconds, work)} of the workers' time; {duration(seconds / each)} a batch"
             )
             if name == "transport":
-                remark += f"; and {_time(self.unpacking)} here"
-            rows.append((name, _time(seconds), remark))
+                remark += f"; and {duration(self.unpacking)} here"
+            rows.append((name, duration(seconds), remark))
         busy = ", ".join(f"{name}: {share:.0%}" for name, share in self.busy.items())
         chunk = f"; up to {self.chunk_size} batches each" if self.chunk_size > 1 else ""
         rows += [
             ("workers", f"{self.num_workers}", f"busy {busy}" if busy else ""),
             ("tasks under way", f"{self.in_flight}", chunk.removeprefix("; ")),
-            ("shared memory", _size(self.slot_bytes), f"{self.slots} slots"),
+            ("shared memory", amount(self.slot_bytes), f"{self.slots} slots"),
             ("through the pipe", f"{self.overflowed}", "batches that found no room there"),
         ]
         for name, count, remark in (
@@ -264,8 +268,8 @@ def _judge(stats: Stats) -> tuple[str, str]:
     total, wait = stats.seconds - start, stats.wait - start
     if start > 3 * total:
         return "", (
-            f"the first batch took {_time(stats.startup)}, {_share(start, stats.seconds)} of the "
-            "time so far: look again after more batches; loader.start() begins earlier"
+            f"the first batch took {duration(stats.startup)}, {_share(start, stats.seconds)} of "
+            "the time so far: look again after more batches; loader.start() begins earlier"
         )
     waited = f"the consumer waited {_share(wait, total)} of the time"
     busy = min(1.0, stats._work / (total * max(workers, 1)))
@@ -277,7 +281,7 @@ def _judge(stats: Stats) -> tuple[str, str]:
             idle + fewer
         )
     if stats.sampler > wait / 2:
-        each = _time(stats.sampler / stats.batches)
+        each = duration(stats.sampler / stats.batches)
         return "draw", f"the sampler is the limit: it takes {each} a batch; {waited}{idle}"
     part, share = _largest(stats)
     limit = f"{_NAMES[part]} is the limit, with {_percent(share)} of the work"
@@ -339,19 +343,19 @@ def _between(stats: Stats, total: float, wait: float) -> str:
         return "batches go through the pipe, so more shared_memory would help"
     if each < 200e-6:
         return (
-            f"a batch takes {_time(each)}, little for what it costs to hand over, so larger "
+            f"a batch takes {duration(each)}, little for what it costs to hand over, so larger "
             "batches would help (batch_size, or the sampler)"
         )
     if stats.unpacking > wait / 2:
         return (
-            f"unpickling a batch takes {_time(stats.unpacking / stats.batches)} in this process; "
-            "have the dataset return arrays rather than many objects"
+            f"unpickling a batch takes {duration(stats.unpacking / stats.batches)} in this "
+            "process; have the dataset return arrays rather than many objects"
         )
     if stats.slowest > max(3 * stats._work / stats.batches, each):
         return (
-            f"some batches are slow ({_time(stats.slowest)}, against "
-            f"{_time(stats._work / stats.batches)} on average) and the others wait for them, so a "
-            "larger prefetch_factor or in_order=False would help"
+            f"some batches are slow ({duration(stats.slowest)}, against "
+            f"{duration(stats._work / stats.batches)} on average) and the others wait for them, so "
+            "a larger prefetch_factor or in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
 
@@ -362,21 +366,6 @@ def _percent(share: float) -> str:
 
 def _share(part: float, whole: float) -> str:
     return _percent(part / whole) if whole else _percent(0.0)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 # --- what is counted

@@ -146,10 +146,7 @@ def check_reproducible(
         TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
             has no batches.
     """
-    if not callable(make_loader):
-        raise TypeError(
-            f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
-        )
+    check_make_loader(make_loader)
     check_int("batches", batches, 1)
     check_int("epochs", epochs, 1)
     counts = {check_int("workers", count, 0) for count in workers}
@@ -349,6 +346,14 @@ def _start(loader: Loader) -> None:
     deadline = time.monotonic() + PATIENCE
     while not all(map(_are_ready, executors_of(loader))) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
+
+
+def check_make_loader(make_loader: Any) -> None:
+    """An argument that must be a function."""
+    if not callable(make_loader):
+        raise TypeError(
+            f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
+        )
 
 
 def new_loader(loader: Any, before: weakref.WeakSet[Loader]) -> Loader:

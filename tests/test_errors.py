@@ -20,6 +20,7 @@ from conftest import alive, eventually
 from helpers import Squares, TwoArguments
 
 from minloader import BatchError, Loader, TransportError, WorkerDied, WorkerInfo
+from minloader.errors import amount, duration
 
 
 def loader_of(function: Any, items: Any = range(3), **options: Any) -> Loader:
@@ -460,3 +461,10 @@ def test_broken_repr_does_not_hide_the_error():
     batches = iter(Loader(int, [BadRepr()], num_workers=0))
     with pytest.raises(TypeError, match="int"):
         next(batches)
+
+
+def test_spans_and_amounts_in_words():
+    spans = {0: "0 µs", 3e-7: "0.3 µs", 0.0203: "20.3 ms", 0.9996: "1 s", 999.7: "1,000 s"}
+    assert [duration(seconds) for seconds in spans] == list(spans.values())
+    amounts = {0: "0 bytes", 1500: "1.5 kB", 999_900: "1 MB", 2.43e7: "24.3 MB", 5e12: "5,000 GB"}
+    assert [amount(count) for count in amounts] == list(amounts.values())
