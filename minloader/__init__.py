@@ -7,10 +7,7 @@ processes, in order, the same ones for every number of workers.
 # Every worker process imports this package, so it must stay cheap: numpy (some 50 ms) is
 # imported inside the functions that need it, never at the top of a module.
 
-from minloader.collate import Padded, collate, pad_collate
-from minloader.device import prefetch
-from minloader.dynamic import DynamicBatchSampler
-from minloader.errors import (
+from minloader._errors import (
     SKIP,
     BatchError,
     BatchTimeout,
@@ -18,12 +15,15 @@ from minloader.errors import (
     TransportError,
     WorkerDied,
 )
-from minloader.loader import Loader
-from minloader.samplers import BatchSampler
-from minloader.slots import empty
-from minloader.stats import Stats
-from minloader.tasks import WorkerInfo
-from minloader.worker import get_worker_info
+from minloader._insight.counters import Stats
+from minloader._loader import Loader
+from minloader._memory.slot_writer import empty
+from minloader._prefetch import prefetch
+from minloader._sampling.batch import BatchSampler
+from minloader._sampling.collate import Padded, collate, pad_collate
+from minloader._sampling.dynamic import DynamicBatchSampler
+from minloader._worker.messages import WorkerInfo
+from minloader._worker.start import get_worker_info
 
 __all__ = [
     "SKIP",

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from minloader.device import Prefetch, prefetch
-from minloader.slots import is_leased
-
-__all__ = ["to_device"]
+from minloader._memory.files import is_leased
+from minloader._prefetch import Prefetch, prefetch
 
 UNFIT = "USOMm"
+
 """Kinds of numpy's types that no device has: strings, bytes, objects, dates and spans of time."""
 
 

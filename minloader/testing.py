@@ -27,43 +27,53 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from minloader.errors import MinloaderError, check_int, shown
-from minloader.loader import Loader
-from minloader.spawned import ProcessPool
-
-__all__ = ["IrreproducibleError", "Report", "check_reproducible"]
+from minloader._checks import check_int, shown
+from minloader._errors import MinloaderError
+from minloader._loader import Loader
+from minloader._pools.processes import ProcessPool
 
 logger = logging.getLogger("minloader")
 
 MOST_LEAVES = 1_000
+
 """Leaves of a batch that are kept one by one, of some 300 bytes each; of the others only a sum."""
 
+
 MOST_VALUES = 64
+
 """Values of an array up to which they are kept, so that the first that differs can be told."""
 
+
 PATIENCE = 10.0
+
 """Seconds to wait until all workers have started. One that is late makes no batch, and shows
 nothing; one that failed to load the dataset is never ready, and says so with the first batch."""
+
 
 AGAIN = (
     "something is not seeded, or remembers: random.SystemRandom, os.urandom, default_rng() without "
     "a seed, the time; or the loaders share a dataset or a sampler that counts. Use "
     "get_worker_info().rng, and let make_loader make everything anew"
 )
+
 WORKERS = (
     "a batch depends on the worker that makes it, or on what that made before: "
     "get_worker_info().id, os.getpid(), hash() or the order of a set of strings, a counter, a "
     "cache or an open generator in the dataset"
 )
+
 THREADS = "; or on global generators, which are not seeded outside worker processes of our own"
+
 LEAVING = (
     "something remembers the epoch that was left: __iter__ and set_epoch of the sampler must begin "
     "anew, and a dataset must not count its batches"
 )
+
 RESUME = (
     "the order of the sampler must follow from its arguments and set_epoch alone, or its "
     "state_dict and load_state_dict must bring it back; and a dataset must not count its batches"
 )
+
 DEATH = (
     "the dataset keeps something in the worker, or leaves something behind, that a worker which "
     "takes its place does not have, or should not find"
@@ -197,7 +207,7 @@ class _Audit:
     def run(self, workers: set[int]) -> Report:
         """All of them, those first that have the fewest reasons to differ."""
         with self._make() as loader:
-            executor = loader._crew._executor
+            executor = loader._group._executor
             counts = sorted(workers | {loader.num_workers})
             self._name = f"num_workers={counts[0]}"
             self._record(loader, counts[0])
@@ -236,7 +246,7 @@ class _Audit:
                 run="another seed",
             )
         self._seed = loader.seed
-        loader._plan.in_order = True
+        loader._settings.in_order = True
         return loader
 
     def _record(self, loader: Loader, workers: int) -> None:
@@ -253,7 +263,7 @@ class _Audit:
     def _compare(self, run: _Run) -> None:
         with self._make() as loader:
             loader.num_workers = run.workers
-            loader._plan.retries += run.kill >= 0  # no batch may fail for what we do to it
+            loader._settings.retries += run.kill >= 0  # no batch may fail for what we do to it
             _start(loader)
             loader.set_epoch(0)
             for _ in itertools.islice(loader, run.leave) if run.leave else ():
@@ -337,9 +347,6 @@ def _error(
     return IrreproducibleError(text, run=run.name, epoch=epoch, ordinal=ordinal, leaf=leaf)
 
 
-# --- what is done to workers
-
-
 def _start(loader: Loader) -> None:
     """Starts all workers, and waits for them, so that each may have a part in the batches."""
     loader.start()
@@ -374,7 +381,7 @@ def new_loader(loader: Any, before: weakref.WeakSet[Loader]) -> Loader:
 
 def executors_of(loader: Loader) -> list[Any]:
     """Of worker processes of our own."""
-    pools = [pool for pool in loader._crew.pools if isinstance(pool, ProcessPool)]
+    pools = [pool for pool in loader._group.pools if isinstance(pool, ProcessPool)]
     return [executor for pool in pools for executor in pool._executors]
 
 
@@ -393,9 +400,6 @@ def _kill_worker(loader: Loader) -> None:
             return
 
 
-# --- the leaves of a batch
-
-
 class _Leaf(NamedTuple):
     """A part of a batch that has no parts, or what kind of container it is.
 
@@ -411,7 +415,9 @@ class _Leaf(NamedTuple):
 
 
 _Leaves = dict[str, _Leaf]
+
 """By path: the order of a dict, or of a set, is no difference."""
+
 
 ABSENT = _Leaf(b"", "is not there")
 

@@ -402,7 +402,7 @@ class Guarded:
     def forbid(loader: Any, items: Any) -> None:
         """From now on, none of these may be loaded: told by whatever submits tasks."""
         forbidden = list(items)
-        pool = loader._crew.pools[0]
+        pool = loader._group.pools[0]
         pack = type(pool).pack.__get__(pool)
 
         def checked(task: Any) -> Any:

@@ -25,10 +25,12 @@ from helpers import (
     sized,
 )
 
-from minloader import SKIP, BatchError, Loader, WorkerDied, worker
-from minloader.epoch import CHUNK_BYTES, CHUNK_MOST
-from minloader.transport import pack
-from minloader.worker import CHUNK_SECONDS, Job, Task, Worker, WorkerInfo
+from minloader import SKIP, BatchError, Loader, WorkerDied
+from minloader._epochs.epoch import CHUNK_BYTES, CHUNK_MOST
+from minloader._memory.pickling import pack
+from minloader._worker import run as worker
+from minloader._worker.messages import Job, Task, WorkerInfo
+from minloader._worker.run import CHUNK_SECONDS, Worker
 
 N = 60
 CHUNK = 8
@@ -43,7 +45,7 @@ def chunks(make, monkeypatch):
 
     ``chunks.sent`` are the first ordinals and the sizes of their tasks.
     """
-    monkeypatch.setattr("minloader.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
 
     def factory(*args: Any, **options: Any) -> Loader:
         loader = make(*args, **options)
@@ -58,7 +60,7 @@ def chunks(make, monkeypatch):
 
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
-    pool = loader._crew.pools[0]
+    pool = loader._group.pools[0]
     pack = pool.pack
 
     def recording(task: Task) -> Task:

@@ -15,7 +15,7 @@ from helpers import Echo, Faulty, Gate, GlobalNoise, Many, Noise, Squares, Torch
 
 import minloader
 from minloader import SKIP, BatchError, Loader, get_worker_info
-from minloader.worker import CHUNK_SECONDS
+from minloader._worker.run import CHUNK_SECONDS
 
 # --- order and content -----------------------------------------------------------------------
 

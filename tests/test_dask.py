@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from conftest import _belongings, eventually, require
 
-from minloader import Loader, WorkerDied, depot, foreign, get_worker_info
-from minloader.seeds import seeds
-from minloader.shipping import Cargo
-from minloader.tasks import Task
+from minloader import Loader, WorkerDied, get_worker_info
+from minloader._memory.job_file import JobAddress
+from minloader._pools import foreign, job_server
+from minloader._worker.messages import Task
+from minloader._worker.seeds import seeds
 
 dask = require("dask")
 distributed = require("distributed")
@@ -230,16 +231,16 @@ def test_worker_init_fn_runs_once_in_a_process(make):
 
 def go_elsewhere() -> None:
     """What a worker on another machine finds of the file: nothing."""
-    vars(foreign)["real_map"] = Cargo.map
+    vars(foreign)["real_map"] = JobAddress.map
 
-    def find_nothing(self: Cargo) -> Any:
+    def find_nothing(self: JobAddress) -> Any:
         raise FileNotFoundError(self.path)
 
-    Cargo.map = find_nothing  # type: ignore[method-assign]
+    JobAddress.map = find_nothing  # type: ignore[method-assign]
 
 
 def come_back() -> None:
-    Cargo.map = vars(foreign).pop("real_map")  # type: ignore[method-assign]
+    JobAddress.map = vars(foreign).pop("real_map")  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -249,20 +250,20 @@ def elsewhere(cluster: Any) -> Iterator[Any]:
     cluster.run(come_back)
 
 
-def guests() -> int:
-    return len(foreign._guests)
+def loaded() -> int:
+    return len(foreign._loaded_jobs)
 
 
-def sent(visitor: socket.socket) -> int:
+def sent(client: socket.socket) -> int:
     """Bytes that the other side has received over a connection, as the kernel counts them."""
-    info = visitor.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+    info = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     (count,) = struct.unpack_from("Q", info, 120)
     return int(count)
 
 
-def visitors(loader: Loader) -> set[socket.socket]:
-    pool: Any = loader._crew.pools[0]
-    found: set[socket.socket] = pool._depot._visitors
+def clients(loader: Loader) -> set[socket.socket]:
+    pool: Any = loader._group.pools[0]
+    found: set[socket.socket] = pool._job_server._clients
     return found
 
 
@@ -280,30 +281,30 @@ def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
         loader.num_workers = workers
         loader.set_epoch(0)
         assert_same(loader, expected)
-    counts = [sent(visitor) for visitor in visitors(loader)]
+    counts = [sent(client) for client in clients(loader)]
     assert len(counts) == 2
     for count in counts:
         assert 50_000_000 <= count < 50_100_000
-    pool: Any = loader._crew.pools[0]
+    pool: Any = loader._group.pools[0]
     message = pickle.dumps((foreign.run_attached, pool._attachment, Task(0, 0, [b""])))
     assert len(message) < 700
-    assert set(elsewhere.run(guests).values()) == {1}
+    assert set(elsewhere.run(loaded).values()) == {1}
     loader.close()
-    assert eventually(lambda: set(elsewhere.run(guests).values()) == {0})
+    assert eventually(lambda: set(elsewhere.run(loaded).values()) == {0})
 
 
 def test_on_the_loaders_machine_it_does_not_cross_at_all(make):
     loader = make(Heavy(), range(20))
     assert_same(loader, inline(Heavy(), range(20)))
-    assert visitors(loader) == set()
+    assert clients(loader) == set()
 
 
 def test_a_worker_that_cannot_reach_the_loader_says_so(make, elsewhere, monkeypatch):
-    monkeypatch.setattr(depot, "_hosts", lambda: ("127.0.0.1", "no.such.host.invalid"))
+    monkeypatch.setattr(job_server, "_hosts", lambda: ("127.0.0.1", "no.such.host.invalid"))
     loader = make(Dice(), range(3), on_error="skip")
-    pool: Any = loader._crew.pools[0]
-    pool._depot.open()
-    pool._depot.close()
+    pool: Any = loader._group.pools[0]
+    pool._job_server.open()
+    pool._job_server.close()
     with pytest.raises(ConnectionError, match="cannot fetch it from port") as caught:
         list(loader)
     assert "127.0.0.1: " in str(caught.value)
@@ -315,8 +316,8 @@ def test_a_stranger_gets_nothing(make, elsewhere):
     """Nor does it keep a worker from fetching."""
     loader = make(Dice(0.01), range(20))
     batches = iter(loader)
-    pool: Any = loader._crew.pools[0]
-    port = pool._depot.open()[1]
+    pool: Any = loader._group.pools[0]
+    port = pool._job_server.open()[1]
     with socket.create_connection(("localhost", port)) as silent:
         with socket.create_connection(("localhost", port)) as liar:
             liar.sendall(bytes(64))
@@ -331,16 +332,16 @@ def test_a_loader_that_somebody_else_poses_as(cluster):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def pose() -> None:
-            with listener.accept()[0] as visitor:
-                visitor.sendall(bytes(32))
-                visitor.recv(64)
-                visitor.sendall(bytes(32) + pickle.dumps(1))
+            with listener.accept()[0] as client:
+                client.sendall(bytes(32))
+                client.recv(64)
+                client.sendall(bytes(32) + pickle.dumps(1))
 
         poser = threading.Thread(target=pose)
         poser.start()
-        cargo = Cargo("/nowhere", 0, 0, False, 10, b"secret")
+        address = JobAddress("/nowhere", 0, 0, False, 10, b"secret")
         with pytest.raises(ConnectionError, match="somebody else answers there"):
-            depot.fetch(cargo, ("127.0.0.1",), listener.getsockname()[1])
+            job_server.fetch(address, ("127.0.0.1",), listener.getsockname()[1])
         poser.join()
 
 
@@ -354,15 +355,15 @@ def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
     """On another machine the path may lead anywhere."""
     other = tmp_path / "other"
     other.write_bytes(bytes(1000))
-    cargo = Cargo(str(other), other.stat().st_ino, 0, False, 1000, b"secret")
+    address = JobAddress(str(other), other.stat().st_ino, 0, False, 1000, b"secret")
     with pytest.raises(FileNotFoundError, match="holds something else"):
-        cargo.map()
+        address.map()
     os.mkfifo(tmp_path / "pipe")
-    cargo = cargo.__class__(
+    address = address.__class__(
         str(tmp_path / "pipe"), (tmp_path / "pipe").stat().st_ino, 0, False, 9, b""
     )
     with pytest.raises(FileNotFoundError):
-        cargo.map()  # would wait for a writer if it was opened
+        address.map()  # would wait for a writer if it was opened
 
 
 # --- deaths --------------------------------------------------------------------------------------

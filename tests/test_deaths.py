@@ -41,7 +41,8 @@ from trouble import (
 )
 
 import minloader
-from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied, spawned
+from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
+from minloader._pools import processes as spawned
 
 AT_ONCE = 4.0
 """Seconds within which a hang must be reported that ``timeout=2`` forbids."""
@@ -62,7 +63,7 @@ def outcomes(batches: Iterator[Any]) -> list[Any]:
 
 def workers(loader: Loader) -> list[Any]:
     """The processes that the loader has now, in the order of their numbers."""
-    return list(loader._crew.pools[0]._executors[-1].workers)
+    return list(loader._group.pools[0]._executors[-1].workers)
 
 
 def lines(path: Path) -> list[str]:
@@ -206,7 +207,7 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
             for text in texts:
                 assert text is None or re.search(text, str(results[2]), re.DOTALL)
         assert loader.stats.replaced == (expected is WorkerDied)
-        slots = loader._crew.pools[0].slots
+        slots = loader._group.pools[0].slots
         del results
         assert sum(slot.size for slot in slots._all) == slots._committed  # none is lent for ever
 
@@ -383,7 +384,7 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
     }
     with Loader(Scripted(script), range(4), num_workers=2, retries=0) as loader:
         batches = iter(loader)
-        assert eventually(lambda: calls.exists() and loader._crew.pools[0].losses())
+        assert eventually(lambda: calls.exists() and loader._group.pools[0].losses())
         (tmp_path / "go").touch()
         first, error, *rest = outcomes(batches)
         assert (first, rest) == (0, [2, 3])
@@ -415,10 +416,10 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         loader.start()
         batches = iter(loader)
         (busy,) = map(int, eventually(lambda: written(tmp_path / "begun")))
-        assert eventually(lambda: loader._crew.pools[0]._executors[-1].worked)  # batch 1 is there
+        assert eventually(lambda: loader._group.pools[0]._executors[-1].worked)  # batch 1 is there
         (idle,) = [process.pid for process in workers(loader) if process.pid != busy]
         os.kill(idle, signal.SIGKILL)
-        assert eventually(lambda: loader._crew.pools[0].losses())
+        assert eventually(lambda: loader._group.pools[0].losses())
         (tmp_path / "go").touch()
         assert list(batches) == list(range(6))
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
@@ -812,7 +813,7 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
     with Loader(dataset, range(8), worker_memory_limit=base() + 20_000_000, **options) as loader:
         batches = iter(loader)
         first = next(batches)
-        assert eventually(lambda: loader._crew.pools[0]._executors[0].leaving)
+        assert eventually(lambda: loader._group.pools[0]._executors[0].leaving)
         (tmp_path / "go").touch()
         assert [len(batch) for batch in [first, *batches]] == [3] * 3 + [4_000_000] + [3] * 4
         assert (tmp_path / "did").exists()
@@ -821,7 +822,7 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
 # --- races in the executor -----------------------------------------------------------------------
 
 
-class Between(spawned._Calm):
+class Between(spawned.CopyingDict):
     """The tasks of an executor; the next one is added just when the executor breaks."""
 
     armed: Callable[[], None] | None = None
@@ -841,11 +842,11 @@ def broken(executor: Any) -> Any:
 
 def test_a_task_submitted_just_when_the_executor_breaks(monkeypatch):
     """After the check that it is sound, and after the tasks have had their error."""
-    monkeypatch.setattr(spawned, "_Calm", Between)
+    monkeypatch.setattr(spawned, "CopyingDict", Between)
     with Loader(Squares(40), num_workers=2, prefetch_factor=4) as loader:
         batches = iter(loader)
         got = [next(batches)]
-        executor = loader._crew.pools[0]._executors[-1]
+        executor = loader._group.pools[0]._executors[-1]
 
         def kill_and_wait() -> None:
             os.kill(executor.workers[0].pid, signal.SIGKILL)

@@ -31,7 +31,6 @@ from helpers import (
     StatefulNumbers,
 )
 
-import minloader
 from minloader import BatchSampler, DynamicBatchSampler, Loader, collate, prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -312,7 +311,7 @@ def test_the_source_is_let_go_in_the_consumers_thread():
 
 
 def test_a_source_that_does_not_answer_is_left_alone(monkeypatch):
-    monkeypatch.setattr(minloader.device, "GRACE", 0.01)
+    monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
     waiting, answer = threading.Event(), threading.Event()
 
     def source() -> Iterator[Any]:
@@ -335,7 +334,7 @@ def test_a_source_that_does_not_answer_is_left_alone(monkeypatch):
 
 
 def test_closing_wakes_the_consumer(monkeypatch):
-    monkeypatch.setattr(minloader.device, "GRACE", 0.01)
+    monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
     gate = Gated()
     batches = prefetch(range(3), gate)
     found: list[Any] = []
@@ -534,7 +533,7 @@ def test_slots_are_free_again():
         kept = []
         for batch in prefetch(loader, lambda array: array[::2], 2):
             kept.append(batch)
-        slots = loader._crew.pool().slots
+        slots = loader._group.pool().slots
         assert slots is not None
         assert len(slots._leased) == 12
         del batch

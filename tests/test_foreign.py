@@ -17,9 +17,9 @@ from conftest import require
 from helpers import Echo
 
 from minloader import Loader
-from minloader.depot import Depot, fetch, wait_for_end
-from minloader.shipping import Shipment
-from minloader.worker import CHUNK_SECONDS
+from minloader._memory.job_file import JobFile
+from minloader._pools.job_server import JobServer, fetch, wait_for_end
+from minloader._worker.run import CHUNK_SECONDS
 
 # --- what they give up -----------------------------------------------------------------------
 
@@ -128,28 +128,28 @@ def test_executors_of_this_machine_need_no_port():
         Loader(Echo(), range(3), executor=executor) as loader,
     ):
         assert list(loader) == [0, 1, 2]
-        assert loader._crew.pools[0]._depot is None
+        assert loader._group.pools[0]._job_server is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_does_not_close_the_depot_of_its_parent():
-    shipment = Shipment("here")
-    store = Depot(shipment)
+    job_file = JobFile("here")
+    store = JobServer(job_file)
     hosts, port = store.open()
     child = os.fork()
     if child == 0:  # pragma: no cover
         store.close()
-        shipment.close()
+        job_file.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    mapping, connection = fetch(shipment.cargo, hosts, port)
+    mapping, connection = fetch(job_file.address, hosts, port)
     with connection:
-        assert shipment.cargo.unpickle(mapping, forever=False) == "here"
+        assert job_file.address.unpickle(mapping, forever=False) == "here"
         store.close()
         wait_for_end(connection)
-    shipment.close()
+    job_file.close()
     with pytest.raises(ConnectionError):
-        fetch(shipment.cargo, hosts, port)
+        fetch(job_file.address, hosts, port)
 
 
 # --- loky, MPI -------------------------------------------------------------------------------
@@ -157,7 +157,8 @@ def test_a_fork_does_not_close_the_depot_of_its_parent():
 PROGRAM = """
 import os, random, sys
 import numpy as np
-from minloader import Loader, foreign, get_worker_info
+from minloader import Loader, get_worker_info
+from minloader._pools import foreign
 
 class Dice:
     def __init__(self):
@@ -165,8 +166,8 @@ class Dice:
 
     def __getitem__(self, index):
         draws = random.random(), np.random.random(), get_worker_info().rng.random()
-        guests = [guest._connection is not None for guest in foreign._guests.values()]
-        return Batch(draws, self.table[index : index + 10_000]), os.getpid(), guests
+        loaded = [job._connection is not None for job in foreign._loaded_jobs.values()]
+        return Batch(draws, self.table[index : index + 10_000]), os.getpid(), loaded
 
 class Batch:
     def __init__(self, draws, rows):
@@ -179,16 +180,16 @@ def check(executor):
     with Loader(Dice(), range(60), num_workers=0) as loader:
         expected = [batch for batch, _, _ in loader]
     with Loader(Dice(), range(60), num_workers=2, executor=executor) as loader:
-        batches, pids, guests = zip(*loader)
+        batches, pids, loaded = zip(*loader)
         assert all(type(batch) is Batch for batch in batches)
         assert list(batches) == expected
         batches[0].rows[:] = 0
         assert os.getpid() not in pids
-        assert all(len(each) == 1 for each in guests)
-        fetched = {pid for pid, each in zip(pids, guests) if each[0]}
+        assert all(len(each) == 1 for each in loaded)
+        fetched = {pid for pid, each in zip(pids, loaded) if each[0]}
         assert fetched in (set(), set(pids)), (fetched, pids)
-        depot = loader._crew.pools[0]._depot
-        assert len(fetched) == (len(depot._visitors) if depot else 0)
+        job_server = loader._group.pools[0]._job_server
+        assert len(fetched) == (len(job_server._clients) if job_server else 0)
     print("fetched" if fetched else "mapped")
 """
 
@@ -208,12 +209,12 @@ if __name__ == "__main__":  # MPI's workers import the program, unless told main
 
 ELSEWHERE = """
 import runpy
-from minloader.shipping import Cargo
+from minloader._memory.job_file import JobAddress
 
 def find_nothing(self):
     raise FileNotFoundError(self.path)
 
-Cargo.map = find_nothing
+JobAddress.map = find_nothing
 runpy.run_module("mpi4py.futures", run_name="__main__", alter_sys=True)
 """
 

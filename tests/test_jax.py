@@ -120,7 +120,7 @@ def test_contents_never_change_though_slots_are_used_again():
     """JAX uses the memory of an aligned numpy array as it is, and slots are aligned."""
     sampler = BatchSampler(160, 4)
     with Loader(Images(), sampler, collate_fn=collate, num_workers=2) as loader:
-        slots = loader._crew.pool().slots
+        slots = loader._group.pool().slots
         assert slots is not None
         kept = []
         for n, batch in enumerate(to_device(loader)):

@@ -23,8 +23,9 @@ from conftest import alive, eventually
 from helpers import Squares, Whereabouts
 
 import minloader
-from minloader import Loader, processes
-from minloader.worker import Task
+from minloader import Loader
+from minloader._worker import lifetimes
+from minloader._worker.messages import Task
 
 PROMISE = 2.0
 """Seconds within which everything must be gone."""
@@ -117,7 +118,7 @@ def test_the_dataset_is_serialized_once_and_not_copied():
         for _ in range(2):
             batches = list(loader)
             assert {(total, size) for _, total, size in batches} == {(8.0, 50_000_000)}
-        workers = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
+        workers = [process.pid for process in loader._group.pools[0]._executors[-1].workers]
         assert len(workers) == 4
         assert Big.serialized == 1
         assert (dataset.array == 1).all()
@@ -236,16 +237,16 @@ next(batches)"""
 
 def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatch):
     seen = []
-    look = processes._descendants
+    look = lifetimes._descendants
 
     def stopped(pid: int) -> list[int]:
         stop = eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         seen.append((pid, stop))
         return look(pid)
 
-    monkeypatch.setattr(processes, "_descendants", stopped)
+    monkeypatch.setattr(lifetimes, "_descendants", stopped)
     sleeps = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
-    processes.kill_trees(sleep.pid for sleep in sleeps)
+    lifetimes.kill_trees(sleep.pid for sleep in sleeps)
     assert [sleep.wait() for sleep in sleeps] == [-signal.SIGKILL] * 2
     assert seen == [(sleep.pid, True) for sleep in sleeps]
 
@@ -277,7 +278,7 @@ def test_impatient_ctrl_c(tmp_path):
 def test_ctrl_c_just_when_the_loader_is_closed(tmp_path):
     """What is left must be ended at the exit, which would wait for the batches otherwise."""
     end = """
-from minloader import spawned
+from minloader._pools import processes as spawned
 kill = spawned.kill_trees
 def interrupted(pids):
     spawned.kill_trees = kill
@@ -372,7 +373,7 @@ def test_garbage_collection_ends_the_workers():
     for batch in loader:
         if batch == 9:
             break
-    pids = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
+    pids = [process.pid for process in loader._group.pools[0]._executors[-1].workers]
     assert all(map(alive, pids))
     del loader
     gc.collect()
@@ -386,7 +387,7 @@ def test_a_handled_error_does_not_keep_the_loader():
         loader = Loader(int, ["1", "x", "3"], num_workers=1)
         batches = iter(loader)
         next(batches)
-        (process,) = loader._crew.pools[0]._executors[-1].workers
+        (process,) = loader._group.pools[0]._executors[-1].workers
         with suppress(ValueError):
             next(batches)
         assert next(batches) == 3
@@ -418,7 +419,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
             waiting.result(PROMISE)
     if executor == "process":  # a consumer that was just past the check
         with pytest.raises(RuntimeError, match="closed"):
-            loader._crew.pools[0].submit(Task(0, 0, b""))
+            loader._group.pools[0].submit(Task(0, 0, b""))
     RELEASE.set()
     RELEASE.clear()
 
@@ -465,7 +466,7 @@ def test_what_a_killed_worker_started_is_killed():
 def used(loader: Loader) -> list[Any]:
     """The worker processes of a loader, after an epoch."""
     assert len(list(loader)) == len(loader)
-    return list(loader._crew.pools[0]._executors[-1].workers)
+    return list(loader._group.pools[0]._executors[-1].workers)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -19,7 +19,8 @@ from conftest import require
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minloader import BatchSampler, DynamicBatchSampler, Loader, dynamic
+from minloader import BatchSampler, DynamicBatchSampler, Loader
+from minloader._sampling import dynamic
 
 ROOT = Path(__file__).resolve().parent.parent
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure

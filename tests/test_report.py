@@ -22,14 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minloader import Loader
-from minloader.report import Bar, Part, page, table_html
-from minloader.stats import Event
+from minloader._insight.page import Bar, Part, page, table_html
+from minloader._insight.trace import Event
 
 STAGES = ("dataset", "transform", "collate", "transport")
 
 
-def event(lane: str, name: str, start: float, seconds: float, **args: Any) -> Event:
-    return Event(lane, name, start, seconds, args)
+def event(track: str, name: str, start: float, seconds: float, **args: Any) -> Event:
+    return Event(track, name, start, seconds, args)
 
 
 def simulate(
@@ -49,27 +49,27 @@ def simulate(
     free = [now + 0.15 + 0.01 * worker for worker in range(workers)]
     pending: deque[float] = deque()
 
-    def add(lane: str, name: str, start: float, seconds: float, **args: Any) -> float:
-        events.append(event(lane, name, start, seconds, **args))
+    def add(track: str, name: str, start: float, seconds: float, **args: Any) -> float:
+        events.append(event(track, name, start, seconds, **args))
         if name in took:
             took[name] += seconds
         return start + seconds
 
     def work(first: int, now: float) -> float:
         worker = min(range(workers), key=free.__getitem__)
-        lane, begin, again = f"worker {worker}", max(free[worker], now), False
+        track, begin, again = f"worker {worker}", max(free[worker], now), False
         if first == dies * chunk:
             dead = begin + stages[0] * chunk / 2
             cause = "killed by SIGKILL (<out of memory> & co)"
-            add(lane, "died", dead, 0.0, cause=cause)
+            add(track, "died", dead, 0.0, cause=cause)
             begin, again = dead + 0.06, True
         if again:
-            add(lane, "again", begin, 0.0, batch=first, count=chunk)
+            add(track, "again", begin, 0.0, batch=first, count=chunk)
         end = begin
         for name, seconds in zip(STAGES, stages, strict=True):
-            end = add(lane, name, end, seconds * chunk * rng.uniform(0.7, 1.4))
+            end = add(track, name, end, seconds * chunk * rng.uniform(0.7, 1.4))
         end += 0.0002
-        add(lane, "task", begin, end - begin, batch=first, count=chunk, epoch=0)
+        add(track, "task", begin, end - begin, batch=first, count=chunk, epoch=0)
         free[worker] = end
         return end
 
@@ -300,8 +300,8 @@ def test_stages_say_which_batches_they_are_of():
 
 
 def test_lanes_are_in_order():
-    lanes = ["worker 10", "sampler", "worker 9", "other", "consumer"]
-    read = bare(*(event(lane, "task", 0.0, 1.0) for lane in lanes))
+    tracks = ["worker 10", "sampler", "worker 9", "other", "consumer"]
+    read = bare(*(event(track, "task", 0.0, 1.0) for track in tracks))
     names = [attrs["title"] for attrs in read.all("div") if "title" in attrs]
     assert names == ["consumer", "sampler", "other", "worker 9", "worker 10"]
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minloader import BatchSampler, DynamicBatchSampler, dynamic
+from minloader import BatchSampler, DynamicBatchSampler
+from minloader._sampling import dynamic
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
 

@@ -47,9 +47,12 @@ from minloader import (
     transport,
     worker,
 )
-from minloader.slots import ALIGN, LARGE, Slots, SlotWriter, empty
-from minloader.transport import pack, pack_batch, unpack_batch
-from minloader.worker import Job, Task, Worker, WorkerInfo
+from minloader._memory.files import ALIGN, LARGE
+from minloader._memory.pickling import pack, pack_batch, unpack_batch
+from minloader._memory.slot_writer import SlotWriter, empty
+from minloader._memory.slots import Slots
+from minloader._worker.messages import Job, Task, WorkerInfo
+from minloader._worker.run import Worker
 
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
@@ -224,7 +227,7 @@ def test_a_slot_lives_as_long_as_any_view(kind, size):
         assert_unchanged()
         assert 0 < loader.stats.slots <= len(kept) + 4 + 2
     assert_unchanged()
-    pool = loader._crew.pools[0].slots
+    pool = loader._group.pools[0].slots
     del loader, batches, batch
     gc.collect()
     assert_unchanged()
@@ -285,7 +288,7 @@ def test_nothing_accumulates():
             moments.append(held(loader))
             assert len(moments) < 6, moments  # the workers have long started
         assert loader.stats.slots <= 4 + 2
-        workers = [process.pid for process in loader._crew.pools[0]._executors[-1].workers]
+        workers = [process.pid for process in loader._group.pools[0]._executors[-1].workers]
         hoard = list(loader)
         assert loader.stats.slots > 50
         del hoard  # most slots are closed now, and the workers are to notice
@@ -635,7 +638,7 @@ def test_files_with_names():
     code = """
 import helpers, minloader
 with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
-    folder = loader._crew.pools[0].slots.folder
+    folder = loader._group.pools[0].slots.folder
     kept = list(loader)
     assert loader.stats.slots > 0 and loader.stats.overflowed == 0
     del kept[:20]
@@ -656,7 +659,7 @@ import helpers, minloader
 loader = minloader.Loader(helpers.numbered, range(40), num_workers=2)
 batches = iter(loader)
 kept = [next(batches), next(batches)]
-print(loader._crew.pools[0].slots.folder, len(os.listdir(loader._crew.pools[0].slots.folder)))
+print(loader._group.pools[0].slots.folder, len(os.listdir(loader._group.pools[0].slots.folder)))
 os.sys.stdout.flush()
 os.kill(os.getpid(), 9)
 """
@@ -687,7 +690,7 @@ def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(slots.tempfile, "mkdtemp", refused)
     monkeypatch.delattr(os, "memfd_create")
     with Loader(numbered, range(10)) as loader:
-        assert os.path.dirname(loader._crew.pools[0].slots.folder) == str(tmp_path)
+        assert os.path.dirname(loader._group.pools[0].slots.folder) == str(tmp_path)
         for n, batch in enumerate(loader):
             assert (batch == n).all()
         assert loader.stats.slots > 0
@@ -745,7 +748,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode}" for slot in loader._crew.pools[0].slots._leased}
+        files = {f"{slot.inode}" for slot in loader._group.pools[0].slots._leased}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minloader import SKIP, BatchSampler, DynamicBatchSampler, Loader
-from minloader.epoch import Epoch
-from minloader.progress import MARK_COST
+from minloader._epochs.epoch import Epoch
+from minloader._epochs.state import MARK_COST
 
 N = 40  # batches of an epoch of each of SAMPLERS
 
@@ -175,7 +175,7 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
 
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
-    monkeypatch.setattr("minloader.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     with Loader(Guarded(), range(1000), executor="thread", num_workers=2) as loader:
         expected = list(loader)
         loader.set_epoch(0)
@@ -365,7 +365,7 @@ def test_a_sampler_with_a_state_is_put_back(make, kind):
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 @pytest.mark.parametrize("taken", [0, 5, 20])
 def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, taken, monkeypatch):
-    monkeypatch.setattr("minloader.progress.MARK_COST", 0)  # the mark is where the state is
+    monkeypatch.setattr("minloader._epochs.state.MARK_COST", 0)  # the mark is where the state is
     loader = make(Guarded(), kind(range(20)))
     batches = iter(loader)
     for _ in range(taken):
@@ -610,7 +610,7 @@ def test_epochs_go_on_from_every_state(make):
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
     """All within the tasks that may be under way."""
-    monkeypatch.setattr("minloader.epoch.CHUNK_MOST", 1)
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_MOST", 1)
     drawn: list[int] = []
 
     class Counted:
@@ -727,10 +727,10 @@ def test_the_workers_are_as_many_as_was_said():
     with Loader(Guarded(), range(4), num_workers=2) as loader:
         loader.num_workers = 3
         loader.start()
-        assert len(loader._crew.pools[0]._executors[-1].workers) == 3
+        assert len(loader._group.pools[0]._executors[-1].workers) == 3
         loader.num_workers = 1
         loader.start()
-        assert len(loader._crew.pools[0]._executors[-1].workers) == 1
+        assert len(loader._group.pools[0]._executors[-1].workers) == 1
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])

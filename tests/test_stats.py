@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from minloader import SKIP, Loader
-from minloader.processes import processors
-from minloader.stats import Event, Stats
+from minloader._insight.counters import Stats
+from minloader._insight.trace import Event
+from minloader._memory.limits import processors
 from tests.conftest import eventually
 from tests.helpers import Squares
 
@@ -223,7 +224,7 @@ def test_tasks_in_flight():
 def test_stats_are_for_any_thread_to_ask():
     """Another one may begin an epoch while the epochs are looked through."""
 
-    class Disturbed(type(Loader(Squares(), num_workers=0)._crew.users)):
+    class Disturbed(type(Loader(Squares(), num_workers=0)._group.users)):
         times = 0
 
         def __iter__(self):
@@ -236,7 +237,7 @@ def test_stats_are_for_any_thread_to_ask():
 
     with Loader(Sleepy(), range(40), num_workers=2) as loader:
         epochs = [iter(loader)]
-        loader._crew.users = Disturbed(epochs)
+        loader._group.users = Disturbed(epochs)
         assert loader.stats.in_flight == 8
         assert Disturbed.times > 1
         epochs.clear()
@@ -359,12 +360,12 @@ def test_the_verdict_names_the_bottleneck(name):
 
 def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
     busy = Stats(batches=100, wait=1.0, dataset=1.96, num_workers=2)
-    monkeypatch.setattr("minloader.stats.processors", lambda: 8)
+    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 8)
     assert busy.verdict == (
         "the dataset is the limit, with 100 % of the work: both workers were busy 98 %, the "
         "consumer waited 100 % of the time; more workers would help (num_workers)"
     )
-    monkeypatch.setattr("minloader.stats.processors", lambda: 2)
+    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
     assert "past the 2 processors there are" in busy.verdict
 
 
@@ -381,7 +382,7 @@ def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
 def test_processors_that_a_container_allows(monkeypatch, tmp_path, files, count):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("minloader.processes._groups", lambda controller: [str(tmp_path)])
+    monkeypatch.setattr("minloader._memory.limits._groups", lambda controller: [str(tmp_path)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert processors() == count
 
@@ -407,13 +408,13 @@ def test_the_table(make):
 
 
 def check_lanes(events: list[Event]) -> None:
-    """In each lane but the consumer's (whose waits have the draws in them), one after another."""
-    lanes: dict[str, list[Event]] = {}
+    """In each track but the consumer's (whose waits have the draws in them), one after another."""
+    tracks: dict[str, list[Event]] = {}
     for event in events:
-        if event.name == "task" or event.lane == "sampler":
-            lanes.setdefault(event.lane, []).append(event)
-    for lane in lanes.values():
-        for before, after in itertools.pairwise(sorted(lane, key=lambda event: event.start)):
+        if event.name == "task" or event.track == "sampler":
+            tracks.setdefault(event.track, []).append(event)
+    for track in tracks.values():
+        for before, after in itertools.pairwise(sorted(track, key=lambda event: event.start)):
             assert before.start + before.seconds <= after.start + 1e-6
 
 
@@ -428,7 +429,7 @@ def test_the_timeline_has_all_that_was_done(make):
     tasks = [event for event in events if event.name == "task"]
     assert sorted(task.args["batch"] for task in tasks) == [0, 1, 2]
     assert {task.args["epoch"] for task in tasks} == {0}
-    assert {event.lane for event in tasks} <= {
+    assert {event.track for event in tasks} <= {
         *("worker 0", "worker 1", "worker 2"),
         *(name for name in stats.busy if name.startswith("process ")),
     }
@@ -442,8 +443,10 @@ def test_the_timeline_has_all_that_was_done(make):
 
 def read_trace(path):
     entries = json.loads(Path(path).read_text())
-    lanes = {each["tid"]: each["args"]["name"] for each in entries if each["name"] == "thread_name"}
-    return [each | {"lane": lanes[each["tid"]]} for each in entries if each["ph"] != "M"]
+    tracks = {
+        each["tid"]: each["args"]["name"] for each in entries if each["name"] == "thread_name"
+    }
+    return [each | {"track": tracks[each["tid"]]} for each in entries if each["ph"] != "M"]
 
 
 def test_a_trace_is_what_chrome_reads(make, tmp_path):
@@ -453,7 +456,7 @@ def test_a_trace_is_what_chrome_reads(make, tmp_path):
         events = loader.stats.events
     entries = read_trace(path)
     assert [entry["name"] for entry in entries] == [event.name for event in events]
-    assert {entry["lane"] for entry in entries} == {event.lane for event in events}
+    assert {entry["track"] for entry in entries} == {event.track for event in events}
     for entry, event in zip(entries, events, strict=True):
         assert entry["ts"] == pytest.approx(event.start * 1e6)
         if event.seconds:
@@ -549,7 +552,7 @@ def test_deaths_and_what_is_sent_again_are_in_the_timeline(tmp_path):
         assert list(loader) == list(range(8))
         stats = loader.stats
     died = [event for event in stats.events if event.name == "died"]
-    assert [(event.args["batch"], event.lane[:7]) for event in died] == [(3, "worker ")]
+    assert [(event.args["batch"], event.track[:7]) for event in died] == [(3, "worker ")]
     assert "signal 9" in died[0].args["cause"] or "SIGKILL" in died[0].args["cause"]
     again = [event.args["batch"] for event in stats.events if event.name == "again"]
     assert 3 in again

@@ -299,7 +299,7 @@ def test_after_every_batch(make, stream):
 
 @own
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
-    monkeypatch.setattr("minloader.epoch.CHUNK_MOST", 2)
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_MOST", 2)
     loader = make(StatefulNumbers(60), batch_size=2)
     batches = iter(loader)
     for _ in range(20):
@@ -540,7 +540,7 @@ def test_passing_over_takes_its_time():
     with Loader(stream, num_workers=1, timeout=1.0) as loader:
         batches = iter(loader)
         first = [next(batches) for _ in range(30)]
-        (process,) = loader._crew.pools[0]._executors[-1].workers
+        (process,) = loader._group.pools[0]._executors[-1].workers
         process.kill()
         assert first + list(batches) == list(range(60))
         assert loader.stats.retries <= 1

@@ -26,7 +26,7 @@ from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Where
 
 from minloader import BatchSampler as OurBatchSampler
 from minloader import BatchTimeout
-from minloader.shipping import Shipment, fingerprint
+from minloader._memory.job_file import JobFile, fingerprint
 
 torch = require("torch")
 
@@ -360,7 +360,7 @@ def test_workers_do_not_import_torch():
 
 
 def lies_in_slot(loader: Any, tensor: Any) -> bool:
-    pool = loader._loader._crew.pool()
+    pool = loader._loader._group.pool()
     mappings = [slot.mapping for slot in pool.slots._all if slot.mapping is not None]
     return any(0 <= tensor.data_ptr() - m.address < m.size for m in mappings)
 
@@ -807,10 +807,10 @@ def test_tensors_of_a_dataset_are_mapped():
     parts = [base, base.view(1000, 1000).t(), views, torch.ones(3, dtype=torch.bfloat16)]
     parts += [torch.empty(0), torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.cfloat)]
     parts += [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.cfloat).conj()]
-    shipment = Shipment(parts)
-    assert shipment.size < base.nbytes + 50_000  # not once for each view
-    arrived = shipment.cargo.load(forever=False)
-    shipment.close()
+    job_file = JobFile(parts)
+    assert job_file.size < base.nbytes + 50_000  # not once for each view
+    arrived = job_file.address.load(forever=False)
+    job_file.close()
     for mine, other in zip(arrived, parts, strict=True):
         if isinstance(other, torch.Tensor):
             assert mine.stride() == other.stride() if not other.is_sparse else True

@@ -15,9 +15,12 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import minloader
-from minloader import shipping, transport
-from minloader.shipping import LARGE, Cargo, Shipment
-from minloader.transport import find_culprit, pack, pack_error, unpack
+from minloader._memory import culprit
+from minloader._memory import job_file as shipping
+from minloader._memory.culprit import find_culprit
+from minloader._memory.files import LARGE
+from minloader._memory.job_file import JobAddress, JobFile
+from minloader._memory.pickling import pack, pack_error, unpack
 
 linux = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="without memfd the file has a name"
@@ -39,30 +42,31 @@ def python(code: str) -> str:
     return done.stdout
 
 
-def elsewhere(cargo: Cargo, code: str, *, forever: bool = True) -> str:
-    """Loads the cargo as ``obj`` in a process of its own and runs the code there."""
-    load = f"from minloader.shipping import Cargo\nobj = {cargo!r}.load(forever={forever})\n"
+def elsewhere(address: JobAddress, code: str, *, forever: bool = True) -> str:
+    """Loads the address as ``obj`` in a process of its own and runs the code there."""
+    load = f"from minloader._memory.job_file import JobAddress\nobj = {address!r}"
+    load += f".load(forever={forever})\n"
     return python(load + code)
 
 
 @pytest.fixture(params=["unnamed", "named"])
 def ship(request, monkeypatch, tmp_path):
-    """Makes shipments of both kinds, and closes them."""
+    """Makes job_files of both kinds, and closes them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if request.param == "named":
         monkeypatch.delattr(os, "memfd_create", raising=False)
     elif not hasattr(os, "memfd_create"):
         pytest.skip("no memfd here")
-    shipments = []
+    job_files = []
 
     def make(obj):
-        shipments.append(Shipment(obj))
-        assert shipments[-1].cargo.named == (request.param == "named")
-        return shipments[-1]
+        job_files.append(JobFile(obj))
+        assert job_files[-1].address.named == (request.param == "named")
+        return job_files[-1]
 
     yield make
-    for shipment in shipments:
-        shipment.close()
+    for job_file in job_files:
+        job_file.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,8 +124,8 @@ def test_main_goes_down_by_value_and_up_by_name():
     """Workers have another __main__, and the parent's isinstance must hold for what returns."""
     program = """
 import pickle, subprocess, sys
-from minloader.shipping import Shipment
-from minloader.transport import pack, unpack
+from minloader._memory.job_file import JobFile
+from minloader._memory.pickling import pack, unpack
 class Point:
     def __init__(self, x): self.x = x
     def next(self): return type(self)(self.x + 1)
@@ -130,11 +134,11 @@ up = pack((Point(1), double), down=False)
 point, function = unpack(up)
 assert type(point) is Point and function is double and len(up) < 200
 down = pack((Point(5), double), down=True)
-shipment = Shipment((Point(8), double))
+job_file = JobFile((Point(8), double))
 child = '''
 import pickle, sys
-from minloader.shipping import Cargo
-from minloader.transport import pack, unpack
+from minloader._memory.job_file import JobAddress
+from minloader._memory.pickling import pack, unpack
 point, function = unpack(bytes.fromhex(sys.argv[1]))
 assert (point.next().x, function(4)) == (6, 8)
 shipped, function = pickle.loads(bytes.fromhex(sys.argv[2])).load(forever=True)
@@ -142,13 +146,13 @@ assert __import__("__main__").double is function
 plain, with_lambda = (shipped.next(), function), (shipped.next(), function, lambda: 0)
 print(pack(plain, down=False).hex(), pack(with_lambda, down=False).hex())
 '''
-cargo = pickle.dumps(shipment.cargo)
-answer = subprocess.run([sys.executable, "-c", child, down.hex(), cargo.hex()],
+address = pickle.dumps(job_file.address)
+answer = subprocess.run([sys.executable, "-c", child, down.hex(), address.hex()],
                         stdout=subprocess.PIPE, text=True, check=True).stdout
 for packed in answer.split():
     point, function, *_ = unpack(bytes.fromhex(packed))
     assert type(point) is Point and point.x == 9 and function is double
-shipment.close()
+job_file.close()
 print("well")
 """
     assert python(program) == "well\n"
@@ -160,7 +164,7 @@ print("well")
 def test_round_trip(ship):
     n = 2
     original = {"array": np.arange(10_000), "blob": b"x" * LARGE, "f": lambda x: x * n, "h": [1]}
-    loaded = ship(original).cargo.load(forever=False)
+    loaded = ship(original).address.load(forever=False)
     assert_array_equal(loaded["array"], original["array"], strict=True)
     assert loaded["blob"] == original["blob"]
     assert loaded["f"](4) == 8
@@ -176,15 +180,15 @@ obj.array += 1
 assert obj.blob == b"ab" * 16384 and obj.small == [None, "x"]
 print(type(obj).__name__)
 """
-    shipment = ship(obj)
-    assert elsewhere(shipment.cargo, code) == "Holder\n"
-    assert elsewhere(shipment.cargo, code, forever=False) == "Holder\n"  # untouched by the first
+    job_file = ship(obj)
+    assert elsewhere(job_file.address, code) == "Holder\n"
+    assert elsewhere(job_file.address, code, forever=False) == "Holder\n"  # untouched by the first
 
 
 @pytest.mark.parametrize("forever", [True, False])
 def test_large_arrays_are_mapped(ship, forever):
     arrays = [np.arange(n, dtype=np.uint8) for n in (LARGE, LARGE + 1, 3 * LARGE)]
-    loaded = ship(arrays).cargo.load(forever=forever)
+    loaded = ship(arrays).address.load(forever=forever)
     for original, array in zip(arrays, loaded, strict=True):
         assert_array_equal(array, original, strict=True)
         assert array.ctypes.data % 64 == 0
@@ -197,18 +201,18 @@ def test_large_arrays_are_mapped(ship, forever):
 
 
 def test_writes_stay_private(ship):
-    cargo = ship(np.zeros(LARGE)).cargo
-    first, second = cargo.load(forever=False), cargo.load(forever=False)
+    address = ship(np.zeros(LARGE)).address
+    first, second = address.load(forever=False), address.load(forever=False)
     first[:] = 1
     assert not second.any()
-    assert not cargo.load(forever=False).any()
+    assert not address.load(forever=False).any()
 
 
 @pytest.mark.parametrize("n", [10, LARGE])
 def test_arrays_that_are_read_only_stay_so(ship, n):
     frozen = np.arange(n)
     frozen.flags.writeable = False
-    loaded, free = ship((frozen, np.arange(n))).cargo.load(forever=False)
+    loaded, free = ship((frozen, np.arange(n))).address.load(forever=False)
     assert free.flags.writeable
     assert not loaded.flags.writeable
     assert_array_equal(loaded, frozen, strict=True)
@@ -237,11 +241,11 @@ structured["b"] = np.arange(2 * LARGE).reshape(-1, 2)
     ],
 )
 def test_arrays_of_all_kinds(array, in_place):
-    shipment = Shipment([array, array])
+    job_file = JobFile([array, array])
     try:
-        one, other = shipment.cargo.load(forever=False)
+        one, other = job_file.address.load(forever=False)
     finally:
-        shipment.close()
+        job_file.close()
     assert one is other
     assert_array_equal(one, array, strict=True)
     assert one.flags.f_contiguous == array.flags.f_contiguous or not array.flags.forc
@@ -254,9 +258,9 @@ def test_arrays_of_all_kinds(array, in_place):
 def test_large_buffers_take_their_size_once():
     """One copy in the file, not one in the stream and one beside it, nor one per reference."""
     array, blob = np.ones(LARGE), b"x" * (8 * LARGE)
-    shipment = Shipment([array, blob, array[::1], {"again": blob}, array])
-    size = os.fstat(shipment._fd).st_size
-    shipment.close()
+    job_file = JobFile([array, blob, array[::1], {"again": blob}, array])
+    size = os.fstat(job_file._fd).st_size
+    job_file.close()
     assert 16 * LARGE < size < 24 * LARGE + 5000  # a view is an array of its own
 
 
@@ -282,15 +286,15 @@ assert sys.kept_until_the_very_end == (blob, bytes(5 * LARGE))
 print("well")
 """.replace("LARGE", str(LARGE))
     obj = [blob, blob, bytes(bytearray(blob)), {"deep": (blob,)}, others]
-    cargo = ship(obj).cargo
+    address = ship(obj).address
     for forever in (True, False):
-        assert elsewhere(cargo, code, forever=forever) == "well\n"
+        assert elsewhere(address, code, forever=forever) == "well\n"
 
 
 @pytest.mark.skipif(not shipping._CAN_MAP_BYTES, reason="bytes are copied on this interpreter")
 def test_large_bytes_are_mapped_only_for_good():
     """In a process of its own, because what is mapped for good stays."""
-    shipment = Shipment([b"x" * LARGE, b"y" * (LARGE - 1), b"z" * (2 * LARGE)])
+    job_file = JobFile([b"x" * LARGE, b"y" * (LARGE - 1), b"z" * (2 * LARGE)])
     code = """
 import numpy as np
 def inside(data):
@@ -299,25 +303,27 @@ def inside(data):
         ends = [line.split()[0].split("-") for line in maps if MARK in line]
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ends)
 print(*map(inside, obj))
-""".replace("MARK", repr("memfd:minloader" if not shipment.cargo.named else shipment.cargo.path))
+""".replace(
+        "MARK", repr("memfd:minloader" if not job_file.address.named else job_file.address.path)
+    )
     try:
-        assert elsewhere(shipment.cargo, code) == "True False True\n"
-        assert elsewhere(shipment.cargo, code, forever=False) == "False False False\n"
+        assert elsewhere(job_file.address, code) == "True False True\n"
+        assert elsewhere(job_file.address, code, forever=False) == "False False False\n"
     finally:
-        shipment.close()
+        job_file.close()
 
 
 def test_many_small_objects(ship):
     obj = {"rows": [{"id": i, "name": f"n{i}", "x": (i, None)} for i in range(20_000)]}
     obj["arrays"] = [np.arange(i % 5) for i in range(1000)]
-    loaded = ship(obj).cargo.load(forever=False)
+    loaded = ship(obj).address.load(forever=False)
     assert loaded["rows"] == obj["rows"]
     assert all(map(np.array_equal, loaded["arrays"], obj["arrays"]))
 
 
 def test_many_large_buffers(ship):
     obj = [(np.full(LARGE, i, np.uint8), bytes([i]) * LARGE) for i in range(100)]
-    for i, (array, blob) in enumerate(ship(obj).cargo.load(forever=False)):
+    for i, (array, blob) in enumerate(ship(obj).address.load(forever=False)):
         assert (array == i).all()
         assert blob == bytes([i]) * LARGE
 
@@ -326,17 +332,17 @@ def test_identities_inside_survive(ship):
     shared = [1]
     obj = {"a": shared, "b": shared}
     obj["self"] = obj
-    loaded = ship(obj).cargo.load(forever=False)
+    loaded = ship(obj).address.load(forever=False)
     assert loaded["a"] is loaded["b"]
     assert loaded["self"] is loaded
 
 
 def test_a_shipment_is_of_now(ship):
     obj = [np.zeros(LARGE)]
-    cargo = ship(obj).cargo
+    address = ship(obj).address
     obj[0][:] = 1
     obj.append(2)
-    (loaded,) = cargo.load(forever=False)
+    (loaded,) = address.load(forever=False)
     assert not loaded.any()
 
 
@@ -345,33 +351,33 @@ def test_a_shipment_is_of_now(ship):
 
 def test_close_lets_go(ship):
     before = descriptors()
-    shipment = ship(np.arange(LARGE))
-    cargo = pickle.loads(pickle.dumps(shipment.cargo))
-    assert cargo == shipment.cargo
-    assert cargo.exists()
-    loaded = cargo.load(forever=False)
-    assert len(descriptors()) == len(before) + 2  # the shipment's, and the mapping's own
-    shipment.close()
-    assert not cargo.exists()
+    job_file = ship(np.arange(LARGE))
+    address = pickle.loads(pickle.dumps(job_file.address))
+    assert address == job_file.address
+    assert address.exists()
+    loaded = address.load(forever=False)
+    assert len(descriptors()) == len(before) + 2  # the job_file's, and the mapping's own
+    job_file.close()
+    assert not address.exists()
     with pytest.raises(FileNotFoundError):
-        cargo.load(forever=False)
-    shipment.close()  # a second time is harmless
+        address.load(forever=False)
+    job_file.close()  # a second time is harmless
     assert_array_equal(loaded, np.arange(LARGE))  # what is mapped stays usable
     del loaded
     assert descriptors() == before
 
 
 def test_a_descriptor_used_again_is_not_mistaken_for_the_shipment():
-    first = Shipment(1)
-    cargo = first.cargo
+    first = JobFile(1)
+    address = first.address
     first.close()
-    second = Shipment(2)
+    second = JobFile(2)
     try:
-        if not cargo.named:
-            assert second.cargo.path == cargo.path
-        assert not cargo.exists()
+        if not address.named:
+            assert second.address.path == address.path
+        assert not address.exists()
         with pytest.raises(FileNotFoundError):
-            cargo.load(forever=False)
+            address.load(forever=False)
     finally:
         second.close()
 
@@ -386,22 +392,22 @@ def test_a_failed_shipment_leaves_nothing(ship):
 @linux
 def test_unnamed_files_have_no_name_to_forget(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    shipment = Shipment(1)
-    cargo = shipment.cargo
-    assert not cargo.named
+    job_file = JobFile(1)
+    address = job_file.address
+    assert not address.named
     assert list(tmp_path.iterdir()) == []
-    cargo.unlink()
-    assert cargo.load(forever=False) == 1
-    shipment.close()
+    address.unlink()
+    assert address.load(forever=False) == 1
+    job_file.close()
 
 
 def test_named_files_are_used_without_memfd(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    shipment = Shipment("here")
-    assert [str(path) for path in tmp_path.iterdir()] == [shipment.cargo.path]
-    assert elsewhere(shipment.cargo, "print(obj)") == "here\n"
-    shipment.close()
+    job_file = JobFile("here")
+    assert [str(path) for path in tmp_path.iterdir()] == [job_file.address.path]
+    assert elsewhere(job_file.address, "print(obj)") == "here\n"
+    job_file.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -411,10 +417,10 @@ def test_named_files_are_used_without_proc(monkeypatch, tmp_path):
     before = descriptors()
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/proc") and exists(p))
-    shipment = Shipment("here")
-    assert shipment.cargo.named
+    job_file = JobFile("here")
+    assert job_file.address.named
     assert len(descriptors()) == len(before) + 1
-    shipment.close()
+    job_file.close()
     assert descriptors() == before
 
 
@@ -422,14 +428,14 @@ def test_unlinking_twice_is_harmless(monkeypatch, tmp_path):
     """The workers all do it when their parent dies."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    shipment = Shipment("here")
-    cargo = shipment.cargo
-    cargo.unlink()
+    job_file = JobFile("here")
+    address = job_file.address
+    address.unlink()
     assert list(tmp_path.iterdir()) == []
-    assert not cargo.exists()
-    cargo.unlink()
-    Path(cargo.path).touch()  # for close() to find
-    shipment.close()
+    assert not address.exists()
+    address.unlink()
+    Path(address.path).touch()  # for close() to find
+    job_file.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -437,9 +443,9 @@ def test_closing_after_somebody_else_unlinked(monkeypatch, tmp_path):
     """A cleaner of /tmp, for one."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    shipment = Shipment("here")
-    shipment.cargo.unlink()
-    shipment.close()
+    job_file = JobFile("here")
+    job_file.address.unlink()
+    job_file.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -448,19 +454,19 @@ def test_a_forked_child_does_not_take_the_file_with_it():
 import os
 if NAMED:
     del os.memfd_create
-from minloader.shipping import Shipment
-shipment = Shipment(7)
-cargo = shipment.cargo
+from minloader._memory.job_file import JobFile
+job_file = JobFile(7)
+address = job_file.address
 child = os.fork()
 if not child:
-    mine = shipment.cargo
+    mine = job_file.address
     ok = mine.load(forever=False) == 7 and (NAMED or str(os.getpid()) in mine.path)
-    shipment.close()
+    job_file.close()
     os._exit(0 if ok else 3)
 assert os.waitpid(child, 0)[1] == 0
-assert cargo.load(forever=False) == 7
-shipment.close()
-assert not cargo.exists()
+assert address.load(forever=False) == 7
+job_file.close()
+assert not address.exists()
 """
     for named in ("True", "False"):
         python(program.replace("NAMED", named))
@@ -538,14 +544,14 @@ def siblings(n):
 )
 def test_the_search_for_the_culprit_ends(monkeypatch, obj, path):
     """Each attempt pickles all that is below: one per object would be quadratic, or endless."""
-    attempts, attempt = [], transport._pickling_error
+    attempts, attempt = [], culprit._pickling_error
 
     def counted(part):
         attempts.append(part)
         assert len(attempts) < 300
         return attempt(part)
 
-    monkeypatch.setattr(transport, "_pickling_error", counted)
+    monkeypatch.setattr(culprit, "_pickling_error", counted)
     assert find_culprit(obj, "dataset")[0].startswith(path)
 
 
@@ -704,11 +710,11 @@ def test_a_memmap_is_opened_again_rather_than_read(tmp_path, mode):
     else:
         array = np.memmap(path, np.int32, mode, offset=4, shape=(100, 1000), order="F")
     forms = [array, array[:, 7:20], array.T, array[50:], array[::3]]
-    shipment = Shipment(forms)
+    job_file = JobFile(forms)
     copied = sum(form.nbytes for form in forms if not form.flags.forc)  # no block of the file
-    assert os.fstat(shipment._fd).st_size < copied + 10_000
-    back = shipment.cargo.load(forever=False)
-    shipment.close()
+    assert os.fstat(job_file._fd).st_size < copied + 10_000
+    back = job_file.address.load(forever=False)
+    job_file.close()
     for got, sent in zip(back, forms, strict=True):
         assert np.array_equal(got, sent)
         assert got.flags.writeable == sent.flags.writeable
@@ -722,6 +728,6 @@ def test_a_private_memmap_travels_with_its_changes(tmp_path):
     np.zeros(10_000).tofile(path)
     array = np.memmap(path, np.float64, "c")
     array[5] = 1
-    shipment = Shipment(array)
-    assert np.array_equal(shipment.cargo.load(forever=False), array)
-    shipment.close()
+    job_file = JobFile(array)
+    assert np.array_equal(job_file.address.load(forever=False), array)
+    job_file.close()

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-import minloader
-from minloader import get_worker_info
+from minloader import empty, get_worker_info
+from minloader._memory.limits import private_memory
 
 
 def once(path: str) -> bool:
@@ -79,7 +79,7 @@ class Noisy:
     def __getitem__(self, item: int) -> tuple[Any, ...]:
         info = get_worker_info()
         assert info is not None
-        array = minloader.empty(self.size)
+        array = empty(self.size)
         array[:] = info.rng.random(self.size)
         numbers = random.random(), float(np.random.random())
         if self.folder is not None:
@@ -568,4 +568,4 @@ class PrivateMemory:
     """Bytes that the worker has for itself."""
 
     def __getitem__(self, item: int) -> int:
-        return minloader.processes.private_memory()
+        return private_memory()

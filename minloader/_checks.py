@@ -1,0 +1,152 @@
+"""Arguments: how they are checked, and how messages show values."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import reprlib
+import sys
+from concurrent.futures import Executor
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol, TypeGuard
+
+shown = reprlib.repr
+
+"""How messages show a value: never long, never failing."""
+
+
+def duration(seconds: float) -> str:
+    """A span of time in three digits: "20.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def amount(count: float) -> str:
+    """An amount of memory in three digits: "24.3 MB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:,.0f} GB"
+
+
+def check_int(name: str, value: Any, least: int) -> int:
+    """An argument that must be an integer, numpy's included, of at least ``least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {shown(value)}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def check_callable(name: str, value: Any) -> None:
+    """An argument that must be a function, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {shown(value)}")
+
+
+def check_iterable(name: str, value: Any) -> None:
+    """An argument that must be iterable, or None. It is not begun: an iterator serves once."""
+    kind = type(value)
+    if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        raise TypeError(f"{name} must be iterable or None, got {shown(value)}")
+
+
+class Stateful(Protocol):
+    """What can tell where it is, and be put there."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def is_stateful(thing: Any) -> TypeGuard[Stateful]:
+    """Whether something can tell where it is, and be put there."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def is_stream(dataset: Any, sampler: Any) -> bool:
+    if sampler is not None or not hasattr(type(dataset), "__iter__"):
+        return False
+    if not hasattr(type(dataset), "__getitem__"):
+        return True
+    # torch's has inherited a __getitem__ that only raises.
+    torch_data = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+
+
+def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any) -> None:
+    if batch_size is not None:
+        check_int("batch_size", batch_size, 1)
+    elif collate_fn is not None:
+        raise ValueError(
+            "collate_fn needs batch_size where the dataset is a stream (an iterable); without, "
+            "its elements are the batches: give batch_size, or use transform"
+        )
+    if shuffle:
+        raise ValueError(
+            f"shuffle={shuffle!r} is not for a stream (an iterable dataset), which decides its "
+            "order itself; drop shuffle, and shuffle in its __iter__"
+        )
+    if last_batch not in ("keep", "discard"):
+        raise ValueError(
+            f"last_batch must be 'keep' or 'discard' for a stream (an iterable dataset), got "
+            f"{last_batch!r}: what is left over of a shard is not kept for the next epoch"
+        )
+    if batch_size is None and last_batch != "keep":
+        raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
+
+
+def check_timeout(timeout: Any, executor: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {shown(timeout)}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
+    if isinstance(executor, Executor):
+        raise ValueError(
+            "timeout needs workers that can be watched, but those of an executor of your own "
+            "cannot; drop timeout, or use executor='process' or 'thread'"
+        )
+    return float(timeout)
+
+
+logger = logging.getLogger("minloader")
+
+
+def check_executor(executor: Any, *, streams: bool) -> None:
+    if executor not in ("process", "thread") and not isinstance(executor, Executor):
+        raise ValueError(
+            "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
+            f"client: client.get_executor(pure=False)), got {shown(executor)}"
+        )
+    if streams and isinstance(executor, Executor):
+        raise ValueError(
+            "an executor of your own gives a task to any of its workers, but a stream (an iterable "
+            "dataset) is read on by the worker that has begun it; use executor='process' or "
+            "'thread'"
+        )
+
+
+def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseContext:
+    """The context that was asked for."""
+    if mp_context is not None and executor != "process":
+        raise ValueError(
+            f"mp_context={mp_context!r} is for executor='process' alone, but executor is "
+            f"{shown(executor)}; drop mp_context"
+        )
+    if isinstance(mp_context, BaseContext):
+        return mp_context
+    if mp_context is not None and not isinstance(mp_context, str):
+        raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
+    try:
+        return get_context(mp_context or "spawn")
+    except ValueError as error:
+        raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error

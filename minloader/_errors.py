@@ -1,0 +1,98 @@
+"""What can go wrong with a batch, each error saying what happened, to which batch, and the remedy.
+
+Wrong arguments raise builtin exceptions (``TypeError``, ``ValueError``); what a dataset raises
+reaches the caller as it is. The classes here are for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+
+class _Skip:
+    """The type of :data:`SKIP`, a constant that survives pickling."""
+
+    def __repr__(self) -> str:
+        return "minloader.SKIP"
+
+    def __reduce__(self) -> str:
+        return "SKIP"
+
+
+SKIP: Final = _Skip()
+
+"""What an ``on_error`` callable returns to leave the failed batch out."""
+
+
+class MinloaderError(RuntimeError):
+    """Base of the errors that minloader itself defines."""
+
+
+class BatchError(MinloaderError):
+    """One batch failed. An ``on_error`` callable is given one; ``__cause__`` is the original error.
+
+    Attributes:
+        ordinal: place of the batch in its epoch, from 0.
+        epoch: the epoch it belongs to.
+        item: what the sampler yielded for it.
+        worker: id of the worker that made it, None if no worker is known.
+        pid: process that ran it, None if unknown.
+    """
+
+    # Every attribute has a default because unpickling an exception calls its class with
+    # ``args`` alone and sets the attributes afterwards.
+    def __init__(
+        self,
+        message: str,
+        *,
+        ordinal: int = -1,
+        epoch: int = -1,
+        item: Any = None,
+        worker: int | None = None,
+        pid: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.ordinal = ordinal
+        self.epoch = epoch
+        self.item = item
+        self.worker = worker
+        self.pid = pid
+
+
+class TransportError(BatchError):
+    """An item, a batch or an exception could not cross between worker and parent."""
+
+
+class WorkerDied(BatchError):
+    """A worker process ended while batches were under way.
+
+    Attributes:
+        exitcode: exit code of the worker, negative for a signal, None if unknown.
+    """
+
+    def __init__(self, message: str, *, exitcode: int | None = None, **batch: Any) -> None:
+        super().__init__(message, **batch)
+        self.exitcode = exitcode
+
+
+class BatchTimeout(BatchError):
+    """A batch ran longer than ``timeout``.
+
+    Attributes:
+        stack: Python stack of the worker when its time was up; "" if it could not be had.
+    """
+
+    def __init__(self, message: str, *, stack: str = "", **batch: Any) -> None:
+        super().__init__(message, **batch)
+        self.stack = stack
+
+
+class WorkerTraceback(Exception):
+    """Carries the traceback text of a worker, shown as the cause of the error raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'

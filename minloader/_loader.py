@@ -1,0 +1,729 @@
+"""The loader: items from the sampler go down to workers, batches come back in order.
+
+::
+
+    |============= parent =============|              |======== worker (1 of N) ========|
+     sampler -- item --> Task(ordinal, epoch, items, slot)
+                           | submit                        for each item:
+                           v                               seeds of its ordinal
+       pending  [ f7 ][ f8 ][ f9 ] ----> call queue ---->  dataset[item], transform,
+                  | popleft, wait                          collate_fn, born in the slot
+                  v                                          | pack, into the slot
+       Reply(batches or failures) <---- result queue <-------+
+                  | unpack: views of the slot
+                  v
+       batch --> the consumer; when its last view dies the slot is free again
+
+The *sampler* is read in the consumer's thread, as batches are taken, so that
+``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a chunk
+of several while batches are so quick that handing them over takes longer than making them.
+
+The *epoch* (``epoch.py``, what ``iter(loader)`` returns) owns the deque of pending tasks. It
+waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into
+batches or errors. Several epochs may be under way at once: they share nothing but the pool.
+
+A *stream* has an epoch for each of its shards, taken in turns (``streams.py``), and a pool for each
+worker, so that a shard stays where it is being read (``shards.py``).
+
+The *state* (``progress.py``) is what the consumer was given: the first batch that was not
+delivered, what was delivered beyond that, and how the sampler gets there again.
+
+The *slots* (``slots.py``) are shared memory that travels with the tasks, so that the parent never
+copies a batch.
+
+The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
+which pools there are now; the *worker* (``_worker/run.py``) what a task is. The job (dataset,
+transform, collate_fn) is written once to a file that workers map (``_memory/job_file.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any, Literal
+
+from minloader._checks import (
+    check_callable,
+    check_context,
+    check_executor,
+    check_int,
+    check_iterable,
+    check_stream,
+    check_timeout,
+    is_stateful,
+    is_stream,
+    shown,
+)
+from minloader._epochs.epoch import CLOSED, Epoch, OnError, Settings
+from minloader._epochs.state import VERSION, Bookmark, Mark, Note, Place, Reader, check_state
+from minloader._epochs.streams import ShardEpoch, StreamEpoch
+from minloader._insight.counters import Counters, Stats
+from minloader._insight.trace import Trace
+from minloader._pools.group import PoolGroup
+from minloader._sampling.base import Repeatable, Sampler
+from minloader._sampling.batch import BatchSampler
+from minloader._sampling.collate import collate
+from minloader._worker.messages import Job, Shard, WorkerInfo
+
+PATIENCE = 0.5
+
+"""Seconds that the consumer waits before it looks whether a worker is stuck."""
+
+
+class Loader:
+    """Iterates over batches that workers make.
+
+    Each ``iter(loader)`` is a new epoch, on the same workers; an epoch left early leaves
+    nothing behind. All arguments but the first two go by name.
+
+    Args:
+        dataset: an object with ``__getitem__``: batch = ``dataset[item]``; or else, without a
+            sampler, one with ``__iter__``: a stream, of which each worker reads a shard, by
+            :func:`get_worker_info`, and the batches come in turns; or else a callable: batch =
+            ``dataset(item)``.
+        sampler: iterable of items, read lazily in this process. None: ``range(len(dataset))``,
+            grouped by ``batch_size`` if that is given.
+        num_workers: how many workers; 0 makes every batch in the calling process, in ``next``.
+        prefetch_factor: tasks under way per worker.
+        batch_size: make a :class:`BatchSampler` of this size, in place of a sampler; of a stream,
+            samples in a batch (None: its elements are the batches).
+        shuffle: visit the dataset in another order each epoch, in place of a sampler.
+        last_batch: what to do with an incomplete last batch of ``batch_size``: "keep",
+            "discard", or "rollover" into the next epoch (not of a stream).
+        transform: called in the worker with each sample, or with the batch where nothing is
+            collated.
+        collate_fn: called in the worker with the list of samples ``[dataset[i] for i in
+            item]`` (or ``dataset.__getitems__(item)``). An item that is a list of lists gives
+            the list of one batch for each. None: :func:`collate` with ``batch_size``, nothing
+            otherwise.
+        executor: "process", "thread", or a ``concurrent.futures.Executor`` (of Dask:
+            ``client.get_executor(pure=False)``), which stays the caller's to shut down. Each of
+            its processes, on whatever machine, loads the dataset once; ``num_workers`` is how
+            many tasks it runs at once.
+        mp_context: how "process" starts its workers, a ``multiprocessing`` context or the name
+            of one. None: "spawn".
+        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
+        seed: non-negative int that all randomness derives from, together with epoch and
+            ordinal of a batch. None: draw one, kept in ``loader.seed``.
+        in_order: yield batches in the sampler's order; False: as they get ready.
+        timeout: seconds that a batch may run, from when a worker begins with it. Then its worker
+            is killed with all it started, and the batch is tried again; past ``retries`` it
+            fails with :class:`BatchTimeout`. A thread cannot be killed: the batch fails at
+            once, and the thread is left alone. With ``num_workers=0`` nobody is there to look.
+        retries: how often a batch is tried again whose worker process died while making it,
+            before it fails with :class:`WorkerDied`.
+        on_error: what an exception that makes a batch fail does: "raise" it from ``next``
+            (the one after goes on with the next batch), "skip" the batch with a warning in the
+            log, or a callable that is given a :class:`BatchError` here and returns a batch in its
+            place, or :data:`SKIP`, or raises.
+        shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
+            there. True: half of what is free. Past that, batches come through a pipe, slower.
+        worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
+            between batches (all workers are, together). None: no limit.
+        trace: file to write a timeline to while the loader lives, see :meth:`trace`.
+
+    Attributes:
+        epoch: number that the next ``iter(loader)`` will have.
+        seed: the seed in use.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
+        ValueError: an argument has an impossible value, or excludes another.
+        OSError: the file for ``trace`` cannot be written.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Iterable[Any] | None = None,
+        *,
+        num_workers: int = 1,
+        prefetch_factor: int = 2,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        last_batch: Literal["keep", "discard", "rollover"] = "keep",
+        transform: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        executor: Literal["process", "thread"] | Executor = "process",
+        mp_context: BaseContext | str | None = None,
+        worker_init_fn: Callable[[WorkerInfo], Any] | None = None,
+        seed: int | None = 0,
+        in_order: bool = True,
+        timeout: float | None = None,
+        retries: int = 1,
+        on_error: OnError = "raise",
+        shared_memory: bool | int = True,
+        worker_memory_limit: int | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> None:
+        num_workers = check_int("num_workers", num_workers, 0)
+        check_int("prefetch_factor", prefetch_factor, 1)
+        self._any_seed = seed is None
+        seed = random.SystemRandom().getrandbits(63) if seed is None else seed
+        self.seed = check_int("seed", seed, 0)
+        timeout = check_timeout(timeout, executor)
+        retries = check_int("retries", retries, 0)
+        if worker_memory_limit is not None:
+            check_int("worker_memory_limit", worker_memory_limit, 1)
+            if executor != "process":
+                raise ValueError(
+                    "worker_memory_limit is for executor='process' alone, but executor is "
+                    f"{shown(executor)}; drop worker_memory_limit"
+                )
+        budget = None if shared_memory else 0
+        if not isinstance(shared_memory, bool):
+            budget = check_int("shared_memory", shared_memory, 0)
+        if on_error not in ("raise", "skip") and not callable(on_error):
+            raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
+        check_callable("transform", transform)
+        check_callable("collate_fn", collate_fn)
+        check_callable("worker_init_fn", worker_init_fn)
+
+        self.dataset = dataset
+        self._shards: int | None = None
+        self._batch_size = None
+        if is_stream(dataset, sampler):
+            check_stream(batch_size, shuffle, last_batch, collate_fn)
+            self._shards = max(1, num_workers)
+            self._batch_size = batch_size
+            self.sampler: Iterable[Any] = ()
+        else:
+            if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
+                raise TypeError(
+                    "dataset must have __getitem__ or __iter__, or be callable, got "
+                    f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
+                    "stream, which has __iter__ alone, takes no sampler"
+                )
+            made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+            self.sampler = made
+        self._own_sampler = self.sampler is not sampler
+        self._items = Repeatable("sampler", self.sampler)
+        if batch_size is not None and collate_fn is None:
+            collate_fn = collate
+        job = Job(
+            *(dataset, transform, collate_fn, worker_init_fn, worker_memory_limit),
+            batch_size=self._batch_size,
+            keep_last=last_batch == "keep",
+        )
+        self.epoch = 0
+        self._told: int | None = None  # epoch that the sampler was told last
+        self._runs = itertools.count()
+        self._bookmark: Bookmark | None = None  # where the consumer is
+        self._delivered: Note | None = None  # where it is if another thread reads ahead for it
+        self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
+        streams = self._shards is not None
+        check_executor(executor, streams=streams)
+        context = check_context(mp_context, executor)
+        self._group = PoolGroup(
+            *(job, executor, context, num_workers, prefetch_factor, self.seed, budget, timeout),
+            streams=streams,
+        )
+        self._settings = Settings(
+            depth=self._group.depth,
+            in_order=bool(in_order),
+            retries=retries,
+            patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
+            memory_limit=worker_memory_limit,
+            on_error=on_error,
+            counters=Counters(),
+        )
+        self._end = weakref.finalize(self, _finish, self._group, self._settings.counters)
+        if trace is not None:
+            try:
+                self._settings.counters.trace = Trace(trace)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers. Setting it adds or removes some, also in the middle of an epoch: the
+        batches stay the same, and what is under way is not lost.
+
+        Raises:
+            TypeError, ValueError: it is no number of workers; or there were none, and the dataset
+                cannot be sent to any.
+            RuntimeError: the loader is closed.
+        """
+        return self._group.num_workers
+
+    @num_workers.setter
+    def num_workers(self, num_workers: int) -> None:
+        self._check_open()
+        num_workers = check_int("num_workers", num_workers, 0)
+        if num_workers != self._group.num_workers:
+            self._group.tidy()
+            self._group.resize(num_workers)
+            self._settings.depth = self._group.depth
+
+    @property
+    def stats(self) -> Stats:
+        """Where the time went so far; see :class:`Stats`. A copy, as of now."""
+        group = self._group
+        slots = [pool.slots.used for pool in group.pools if pool.slots is not None]
+        return self._settings.counters.snapshot(
+            executor=group.kind,
+            num_workers=group.num_workers,
+            in_flight=group.in_flight,
+            slots=sum(count for count, _ in slots),
+            slot_bytes=sum(size for _, size in slots),
+            replaced=group.replaced,
+        )
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes a timeline to a file while the ``with`` lasts, in the format of Chrome's tracing.
+
+        Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it: a track for the consumer, one
+        for the sampler and one for each worker, with what they did when, deaths and what was sent
+        again. Of a task of several quick batches the parts are added up.
+
+        Args:
+            path: file to write; overwritten.
+
+        Raises:
+            OSError: it cannot be.
+            TypeError: it is not a path.
+            RuntimeError: a trace is being written already, or the loader is closed.
+        """
+        self._check_open()
+        counters = self._settings.counters
+        if counters.trace is not None:
+            raise RuntimeError(
+                f"a trace is being written to {counters.trace.path} already; end that first"
+            )
+        counters.trace = Trace(path)
+        try:
+            yield
+        finally:
+            counters.end_trace()
+
+    def __len__(self) -> int:
+        """Number of batches of the epoch under way, or else of the next.
+
+        Raises:
+            TypeError: the sampler has no length, or there is none.
+        """
+        if self._shards is not None:
+            raise TypeError("this loader has no length, since its dataset is a stream")
+        current, told = self._bookmark, self._told
+        epoch = current.epoch if current and current.under_way else self.epoch
+        try:
+            if not hasattr(type(self.sampler), "__len__") or epoch == told:
+                return len(self.sampler)  # type: ignore[arg-type]
+            self._tell_epoch(epoch)
+            length = len(self.sampler)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
+            ) from error
+        if told is not None:
+            self._tell_epoch(told)
+        return length
+
+    def __iter__(self) -> Epoch | StreamEpoch:
+        """Begins a new epoch; with workers, its first batches are under way on return.
+
+        After :meth:`load_state_dict`: the rest of that state's epoch.
+
+        Raises:
+            RuntimeError: the loader is closed, or its sampler is an iterator and used up.
+            ValueError: the sampler does not give what it gave when the state was taken.
+        """
+        epoch = self._begin()
+        self._bookmark, self._delivered = epoch.bookmark, None
+        return epoch
+
+    def _begin(self, before: Any = None) -> Epoch | StreamEpoch:
+        """Begins an epoch; ``before`` is one that is not over yet, and shares the workers."""
+        self._check_open()
+        begin = time.perf_counter()
+        self._group.tidy()
+        resume = self._resume
+        epoch: Epoch | StreamEpoch
+        if self._shards is not None:
+            epoch = self._begin_stream(self._shards, resume, before)
+        else:
+            reader = self._read_sampler(resume)
+            epoch = Epoch(self._settings, self._group.pool, self.epoch, reader, self, before)
+        self._group.users.add(epoch)
+        self._resume = None  # not before: a state that was refused is not forgotten
+        self.epoch += 1
+        self._settings.counters.began_epoch(begin, working=before is not None)
+        return epoch
+
+    def _read_sampler(self, resume: dict[str, Any] | None) -> Reader:
+        self._tell_epoch(self.epoch)
+        mark = Mark(**resume["sampler"]) if resume and resume["sampler"] else None
+        if mark is not None:
+            _put_back(self.sampler, mark)
+        items = iter(self._items)  # once: some samplers begin anew with each
+        if mark is not None:
+            _check_put_back(self.sampler, items, mark)
+        known = isinstance(self.sampler, Sampler)
+        reader = Reader(items, self.sampler, mark.at if mark else 0, known=known)
+        if resume is not None:
+            reader.resume(resume)
+        return reader
+
+    def _begin_stream(
+        self, count: int, resume: dict[str, Any] | None, before: StreamEpoch | None
+    ) -> StreamEpoch:
+        run = next(self._runs)
+        users = self._group.users
+
+        def oldest() -> int:
+            return min((user.run for user in users if isinstance(user, StreamEpoch)), default=run)
+
+        places = resume["stream"]["shards"] if resume else [None] * count
+        former = before.shards if before else [None] * count
+        shards = [
+            ShardEpoch(
+                *(self._settings, partial(self._group.pool, n), self.epoch, self),
+                *(Shard(run, run, n, count), oldest, places[n], former[n]),
+            )
+            for n in range(count)
+        ]
+        turn = resume["stream"]["turn"] if resume else 0
+        return StreamEpoch(self._settings, self.epoch, run, shards, turn)
+
+    def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Goes through the next epochs without a gap between them.
+
+        While the last batches of an epoch are made, workers that would be idle begin with the
+        next, all within ``prefetch_factor * num_workers`` tasks. Otherwise it is as if each epoch
+        were iterated by itself: order, errors, state.
+
+        Args:
+            n: how many, the rest of a loaded one counted; None: for ever.
+
+        Yields:
+            The number of the epoch and a batch.
+
+        Raises:
+            ValueError: for ever was asked, but an epoch has no batches.
+        """
+        if n is not None:
+            check_int("n", n, 0)
+        return Epochs(self, n)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        self._told = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, which decides its order and its seeds.
+
+        After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
+        """
+        self.epoch = check_int("epoch", epoch, 0)
+        if self._resume is not None and self._resume["epoch"] != self.epoch:
+            self._resume = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: what was delivered, whatever was read ahead.
+
+        Of the epoch that was begun last, also when its iterator is gone; between epochs, the
+        beginning of the next. Small, and fit for JSON where the state of the sampler is, or that
+        of the stream.
+
+        Raises:
+            Exception: what the sampler's ``state_dict`` raises.
+        """
+        return (self._delivered or self._note_state())()
+
+    def _note_state(self) -> Note:
+        """The state as of now, for whoever reads batches: see :func:`minloader.prefetch`."""
+        if self._resume is not None:
+            return partial(copy.deepcopy, self._resume)
+        note = self._bookmark.note() if self._bookmark is not None else None
+        if self._bookmark is None or note is None:
+            epoch, note = self.epoch, self._beginning()
+        else:
+            epoch = self._bookmark.epoch
+        if self._shards is not None:
+            return partial(_state_of_stream, self.seed, epoch, note, self._batch_size)
+        return partial(_state, self.seed, epoch, note, self._length(epoch))
+
+    def _deliver(self, note: Note | None) -> None:
+        """Sets what :meth:`state_dict` says while another thread reads ahead; None: no longer."""
+        self._delivered = note
+
+    def _beginning(self) -> Note:
+        """The place where the next epoch begins."""
+        if self._shards is not None:
+            return partial(_beginning_of_stream, self._shards)
+        mark = None
+        if isinstance(self.sampler, Sampler):
+            self._tell_epoch(self.epoch)
+            mark = Mark(0, self.sampler.state_dict(begin=True))
+        return Reader(iter(())).note_before(0, mark, [], None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next ``iter`` go on where :meth:`state_dict` was called.
+
+        Nothing that was delivered is loaded again. Number of workers, executor and the like may
+        be others; the dataset, the sampler and what makes batches of samples must not.
+
+        Args:
+            state: from a loader of this process or another.
+
+        Raises:
+            TypeError, ValueError: it is no state, or not of a loader like this one; both values
+                are named.
+            RuntimeError: the loader is closed.
+        """
+        self._check_open()
+        known = check_state(state, None if self._any_seed else self.seed, self._shards)
+        if self._any_seed:
+            self.seed = known["seed"]
+            self._group.reseed(self.seed)
+            if self._own_sampler and isinstance(self.sampler, Sampler):
+                self.sampler.seed = self.seed
+        if self._shards is not None:
+            theirs = known["stream"]["batch_size"]
+            if theirs != self._batch_size:
+                raise ValueError(
+                    f"batch_size is {self._batch_size}, but the state is of a stream with "
+                    f"batch_size={theirs}; make the loader with that"
+                )
+            self._shards = len(known["stream"]["shards"])
+        else:
+            self._tell_epoch(known["epoch"])
+            _check_fit(known, self.sampler, partial(self._length, known["epoch"]))
+        self.epoch = known["epoch"]
+        self._resume = known
+        self._bookmark = self._delivered = None
+
+    def _length(self, epoch: int) -> int | None:
+        """Number of batches of an epoch; None where it is not known now."""
+        if self._told != epoch and hasattr(self.sampler, "set_epoch"):
+            return None  # to tell the sampler might disturb the epoch that it is in
+        try:
+            return len(self.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _unbegin(self, epoch: int) -> None:
+        """Gives back the number of an epoch that was begun ahead and not wanted."""
+        if self.epoch == epoch + 1:
+            self.epoch = epoch
+
+    def _check_open(self) -> None:
+        if self._settings.closed:
+            raise RuntimeError(CLOSED)
+
+    def start(self) -> None:
+        """Starts all workers now, without waiting for them, so that the first batch comes sooner.
+
+        Raises:
+            RuntimeError: the loader is closed.
+        """
+        self._check_open()
+        self._group.start()
+
+    def close(self) -> None:
+        """Ends the workers and all they started, at once, and lets the dataset's copy go.
+
+        Runs by itself when the loader is garbage-collected and when the interpreter exits. An
+        iterator still in use raises RuntimeError from then on.
+        """
+        self._settings.closed = True
+        self._end()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Epochs:
+    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. Goes on after an
+    error.
+    """
+
+    def __init__(self, loader: Loader, n: int | None) -> None:
+        self._loader = loader
+        self._left = n
+        self._current: Epoch | StreamEpoch | None = None
+        self._following: Epoch | StreamEpoch | None = None
+        self._failure: Exception | None = None  # of beginning the following one
+        self._read_ahead = False  # whether another thread does, and _deliver says what was given
+        self._given = False  # whether anything was, then
+        self._barren = False  # whether the current one has given no batch, and is a whole one
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        while True:
+            current = self._current or self._advance()
+            try:
+                batch = next(current)
+            except StopIteration:
+                self._current = None
+                if self._barren and self._left is None:
+                    self._left = 0
+                    raise ValueError(
+                        f"epoch {current.epoch} has no batches, and epochs() without a number "
+                        "would go through such for ever; look at the sampler, or give a number"
+                    ) from None
+                continue
+            self._barren = False
+            self._look_ahead(current)
+            return current.epoch, batch
+
+    def _advance(self) -> Epoch | StreamEpoch:
+        """The next epoch becomes the current one."""
+        failure, self._failure = self._failure, None
+        if self._left == 0:
+            raise StopIteration
+        if self._left is not None:
+            self._left -= 1
+        if failure is not None:
+            raise failure
+        self._barren = self._loader._resume is None
+        self._current = self._following or self._loader._begin()
+        self._following = None
+        self._loader._bookmark = self._current.bookmark
+        if not self._read_ahead:
+            self._loader._delivered = None
+        return self._current
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, see :meth:`Loader.state_dict`."""
+        return self._loader.state_dict()
+
+    def _note_state(self) -> Note:
+        return self._loader._note_state()
+
+    def _deliver(self, note: Note | None) -> None:
+        self._given = self._read_ahead  # the first time it is where the consumer begins
+        self._read_ahead = True
+        self._loader._deliver(note)
+
+    def _look_ahead(self, current: Epoch | StreamEpoch) -> None:
+        """Has idle workers begin with the next epoch."""
+        if self._following is not None:
+            counters = self._loader._settings.counters
+            begin = counters.enter()
+            self._following.fill()
+            counters.leave(begin)
+        elif self._left != 0 and self._failure is None and current.drawn:
+            try:
+                self._following = self._loader._begin(current)
+            except Exception as error:  # in its turn
+                self._failure = error
+
+    def __del__(self) -> None:
+        # Nobody has seen them: the next iteration is theirs.
+        if self._following is not None:
+            self._loader._unbegin(self._following.epoch)
+        if self._current is not None and self._read_ahead:
+            delivered = self._loader._delivered
+            if delivered is not None:
+                first = delivered()["epoch"] + self._given
+                for epoch in range(self._current.epoch, first - 1, -1):
+                    self._loader._unbegin(epoch)
+
+
+def _state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
+    return {"version": VERSION, "seed": seed, "epoch": epoch} | note() | {"length": length}
+
+
+def _state_of_stream(seed: int, epoch: int, note: Note, batch_size: int | None) -> dict[str, Any]:
+    place = note()
+    place["stream"]["batch_size"] = batch_size
+    return {"version": VERSION, "seed": seed, "epoch": epoch} | place
+
+
+def _beginning_of_stream(shards: int) -> Place:
+    place = {"batches": 0, "ended": False, "at": 0, "state": None}
+    return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(shards)]}}
+
+
+def _finish(group: PoolGroup, counters: Counters) -> None:
+    group.close()
+    counters.end_trace()
+
+
+def _put_back(sampler: Any, mark: Mark) -> None:
+    try:
+        sampler.load_state_dict(copy.deepcopy(mark.state))  # some empty what they are given
+    except StopIteration as error:
+        raise ValueError(
+            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
+            "the state was taken"
+        ) from error
+
+
+def _check_put_back(sampler: Any, items: Any, mark: Mark) -> None:
+    """A sampler that is its own iterator must now say again what it said then."""
+    if items is sampler and sampler.state_dict() != mark.state:
+        raise ValueError(
+            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"{shown(sampler.state_dict())}, not {shown(mark.state)}; its load_state_dict is at "
+            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
+        )
+
+
+def _check_fit(state: Mapping[str, Any], sampler: Any, length: Callable[[], int | None]) -> None:
+    """Refuses a state whose sampler was another one, as far as that can be told."""
+    if state["sampler"] is not None and not is_stateful(sampler):
+        raise ValueError(
+            f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
+            "load_state_dict; give the loader the sampler that the state was taken with"
+        )
+    if state["sampler"] is not None and isinstance(sampler, Sampler):
+        sampler.load_state_dict(state["sampler"]["state"])  # says itself what differs
+        return
+    ours, theirs = length(), state["length"]
+    if None not in (ours, theirs) and ours != theirs:
+        raise ValueError(
+            f"the sampler has {ours} batches in epoch {state['epoch']}, but the state is of one "
+            f"with {theirs}; give the loader the sampler that the state was taken with"
+        )
+
+
+def _make_sampler(
+    dataset: Any,
+    sampler: Iterable[Any] | None,
+    batch_size: int | None,
+    shuffle: bool,
+    last_batch: Any,
+    seed: int,
+) -> Iterable[Any]:
+    """The sampler itself, or one for the dataset's length."""
+    if sampler is not None:
+        for name, value, default in (
+            ("batch_size", batch_size, None),
+            ("shuffle", shuffle, False),
+            ("last_batch", last_batch, "keep"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with a sampler, which decides what a "
+                    f"batch is; drop {name}, or drop the sampler"
+                )
+        check_iterable("sampler", sampler)
+        return sampler
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise TypeError(
+            f"sampler is needed: the dataset, {shown(dataset)}, has no len() to make one from"
+        ) from error
+    if batch_size is None and not shuffle and last_batch == "keep":
+        return range(size)
+    return BatchSampler(size, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)

@@ -1,0 +1,1 @@
+"""How data crosses between processes: shared files, slots, pickling, the job file."""

@@ -1,0 +1,97 @@
+"""Which part of an object cannot be pickled."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from minloader._memory.pickling import Pickler
+
+MOST_FAILURES = 200
+
+"""How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
+with all that is below it: an object that makes its parts anew would have endlessly many."""
+
+
+class _Nowhere(io.RawIOBase):
+    """A file that forgets: pickling into it tells whether pickling works."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _pickling_error(obj: Any) -> Exception | None:
+    try:
+        # Out-of-band buffers are dropped: trying 400 MB must not take 400 MB.
+        Pickler(_Nowhere(), down=True, buffer_callback=lambda buffer: None).dump(obj)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """The pieces an object is pickled from, each with how one would write it in code."""
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    elif isinstance(obj, types.FunctionType):
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            try:
+                yield f" (closure variable {name!r})", cell.cell_contents
+            except ValueError:  # the cell is still empty
+                continue
+        for name in obj.__code__.co_names:
+            if name in obj.__globals__:
+                yield f" (global variable {name!r})", obj.__globals__[name]
+    else:
+        try:
+            state = obj.__reduce_ex__(5)[2]
+        except Exception:  # it cannot be taken apart: it is itself the piece at fault
+            return
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                yield from ((f".{name}", value) for name, value in part.items())
+
+
+def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
+    """Finds a part of an object that cannot be pickled though all its own parts can.
+
+    Args:
+        obj: what to look into.
+        path: how the object is called, "dataset".
+
+    Returns:
+        The part's path ("dataset.files[3].lock"), the part and its error, the nearest such part
+        if there are several; None if all is well.
+    """
+    error = _pickling_error(obj)
+    if error is None:
+        return None
+    found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
+    seen = {id(obj)}
+    failures = 0
+    for path, obj, error in found:
+        innermost = True
+        for suffix, part in _parts(obj):
+            if failures == MOST_FAILURES:
+                innermost = False  # for all we know
+                break
+            part_error = _pickling_error(part)
+            if part_error is None:
+                continue
+            innermost = False
+            failures += 1
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.append((path + suffix, part, part_error))
+        if innermost:
+            return path, obj, error
+    return found[0]

@@ -1,0 +1,328 @@
+"""What crosses between parent and workers as a message: items down, batches and errors back.
+
+*Items and errors* become bytes by plain pickle where that works and cloudpickle where it does not.
+Classes and functions of ``__main__`` travel down by value, because workers never import the
+parent's main module, and back by name, because the parent has the originals: so
+``isinstance`` holds in both places and the parent's classes are never rebuilt.
+
+*Batches* are pickled in the same way, but for their large buffers, which are put into the slot
+of the task (``slots.py``), and which the parent's arrays are then views of.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections import ChainMap
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from minloader._memory.files import LARGE
+from minloader._memory.slot_writer import SlotWriter, empty
+
+unpack = pickle.loads
+
+"""Undoes :func:`pack`; what cloudpickle wrote needs plain pickle only to be read."""
+
+
+def _is_main_global(obj: Any) -> bool:
+    """Whether ``__main__`` holds this very class or function under its own name."""
+    name = getattr(obj, "__qualname__", None)
+    return (
+        getattr(obj, "__module__", None) == "__main__"
+        and name is not None
+        and vars(sys.modules["__main__"]).get(name) is obj
+    )
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Cloudpickle that knows in which of the two directions it writes."""
+
+    def __init__(
+        self,
+        file: Any,
+        protocol: int = 5,
+        *,
+        down: bool,
+        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+        dispatch_table: Any = None,
+    ) -> None:
+        if dispatch_table is not None:  # now: it is read once, below
+            self.dispatch_table = dispatch_table
+        super().__init__(file, protocol, buffer_callback=buffer_callback)
+        self.down = down
+        self.main_globals: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and _is_main_global(obj):
+            if not self.down:
+                return obj.__qualname__  # a string means: by name, from obj.__module__
+            self.main_globals[obj.__qualname__] = obj
+        return super().reducer_override(obj)
+
+
+def pack(obj: Any, *, down: bool) -> bytes:
+    """Serializes a message.
+
+    Args:
+        obj: the message.
+        down: True from parent to worker, False on the way back.
+
+    Raises:
+        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    """
+    plain_error: Exception | None = None
+    try:
+        payload = pickle.dumps(obj, 5)
+        # Plain pickle refers to __main__ by name, which only the way back may do. A mere
+        # string "__main__" in the data costs the slower pickler, nothing else.
+        if not down or b"__main__" not in payload:
+            return payload
+    except Exception as error:  # lambdas, local classes: cloudpickle's job
+        plain_error = error
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, down=down).dump(obj)
+    except Exception as error:
+        raise error from plain_error
+    return buffer.getvalue()
+
+
+class PackedBatch(NamedTuple):
+    """A packed batch.
+
+    Attributes:
+        stream: its pickle; empty if that is the last buffer.
+        buffers: of its large arrays: start and stop in the slot, or the data itself.
+    """
+
+    stream: bytes
+    buffers: list[Any]
+
+
+def pack_batch(batch: Any, writer: SlotWriter | _OutOfBand) -> bytes | PackedBatch:
+    """Serializes a batch, into its slot as far as there is room; bytes if all of it is small.
+
+    Raises:
+        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    """
+    try:
+        return _pack_batch(_plain_pickler, batch, writer)
+    except Exception as plain_error:
+        table = ChainMap(_dispatch_table(), cloudpickle.Pickler.dispatch_table)
+        try:
+            return _pack_batch(partial(Pickler, down=False, dispatch_table=table), batch, writer)
+        except Exception as error:
+            raise error from plain_error
+
+
+def pack_out_of_band(batch: Any) -> bytes | PackedBatch:
+    """Serializes a batch with its large buffers beside it, as arrays of bytes: an executor that
+    sends arrays without copying them, as Dask's does, can do so.
+
+    Raises:
+        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    """
+    return pack_batch(batch, _OutOfBand())
+
+
+class _OutOfBand:
+    """In place of a slot."""
+
+    def put(self, data: memoryview) -> Any:
+        import numpy as np
+
+        return np.frombuffer(data, np.uint8)
+
+
+def _plain_pickler(file: Any, **options: Any) -> pickle.Pickler:
+    pickler = pickle.Pickler(file, **options)
+    pickler.dispatch_table = _dispatch_table()
+    return pickler
+
+
+def _pack_batch(
+    make_pickler: Any, batch: Any, writer: SlotWriter | _OutOfBand
+) -> bytes | PackedBatch:
+    buffers: list[Any] = []
+
+    def put(buffer: pickle.PickleBuffer) -> bool:
+        data = buffer.raw()
+        span = writer.put(data) if data.nbytes >= LARGE else None
+        if span is not None:
+            buffers.append(span)
+        return span is None  # whether it stays in the stream
+
+    file = io.BytesIO()
+    make_pickler(file, protocol=5, buffer_callback=put).dump(batch)
+    stream = file.getvalue()
+    if len(stream) >= LARGE:  # many strings, say
+        span = writer.put(memoryview(stream))
+        if span is not None:
+            return PackedBatch(b"", [*buffers, span])
+    return PackedBatch(stream, buffers) if buffers else stream
+
+
+def size_in_band(outcome: Any) -> int:
+    """Bytes of a packed batch that are not in its slot; 0 of anything else."""
+    if isinstance(outcome, bytes):
+        return len(outcome)
+    if not isinstance(outcome, PackedBatch):
+        return 0
+    return len(outcome.stream) + sum(
+        len(each) for each in outcome.buffers if type(each) is not tuple
+    )
+
+
+def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
+    """Undoes :func:`pack_batch`, without copying what lies in the slot.
+
+    Args:
+        packed: the packed batch.
+        memory: of its slot, leased; None if it had none.
+    """
+    view = memoryview(b"" if memory is None else memory).cast("B")
+    buffers = [view[slice(*data)] if type(data) is tuple else data for data in packed.buffers]
+    stream = packed.stream or buffers.pop()
+    return pickle.loads(stream, buffers=buffers)
+
+
+_known: tuple[Any, dict[type, Any]] = (None, {})
+
+
+def _dispatch_table() -> dict[type, Any]:
+    """How objects are pickled here: as registered, but arrays as is best for slots.
+
+    Made anew when somebody registers more, or imports more. A plain dict is what the pickler
+    looks up fastest.
+    """
+    global _known
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    basis: Any = len(copyreg.dispatch_table), numpy, torch
+    if _known[0] != basis:
+        table = dict(copyreg.dispatch_table)
+        if hasattr(numpy, "ndarray"):
+            table[numpy.ndarray] = table[numpy.memmap] = _reduce_array
+        if hasattr(torch, "Tensor"):
+            table[torch.Tensor] = _reduce_tensor
+        elif torch is not None:  # it is just being imported
+            basis = None
+        _known = basis, table
+    return _known[1]
+
+
+_PLAIN = frozenset("?bBhHiIlLqQefdFD")
+
+"""Types of numbers, as numpy's one-letter codes, that their name is enough to describe."""
+
+
+def _reduce_array(array: Any) -> Any:
+    """An array such that its data is one writable buffer: the user's array is theirs to change.
+
+    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what it
+    writes of a type takes longer than small arrays do.
+    """
+    dtype, flags = array.dtype, array.flags
+    plain = dtype.char in _PLAIN and dtype.isnative
+    if plain and array.nbytes < LARGE:
+        return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
+    if dtype.hasobject or (flags.forc and flags.writeable and type(array).__name__ == "ndarray"):
+        return array.__reduce_ex__(5)
+    block = empty(array.shape, dtype)
+    block[...] = array
+    return block.__reduce_ex__(5)
+
+
+def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    array = np.frombuffer(data, char)
+    return array if len(shape) == 1 else array.reshape(shape)
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Whether a tensor is nothing but numbers in this machine's memory."""
+    return not (
+        tensor.device.type != "cpu"
+        or tensor.layout != sys.modules["torch"].strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.requires_grad
+        or tensor.__dict__
+    )
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """A tensor as an array. Torch's own way would write it into the stream as a file."""
+    torch = sys.modules["torch"]
+    if not is_plain_tensor(tensor):
+        return tensor.__reduce_ex__(5)
+    if tensor.dtype in (torch.bfloat16,):  # numpy has none
+        return _tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
+    try:
+        return _tensor, (tensor.numpy(), None)
+    except TypeError:  # some newer kind of number
+        return tensor.__reduce_ex__(5)
+
+
+def _tensor(array: Any, dtype: Any) -> Any:
+    tensor = importlib.import_module("torch").from_numpy(array)
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    error = cls.__new__(cls, *args)
+    # Past the class's own __init__, and past a __setattr__ that refuses (frozen dataclasses).
+    _builtin_base(cls).__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+class _Bare:
+    """Pickles to an exception that is rebuilt without calling its ``__init__``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        def portable(value: Any) -> bool:
+            return _pack_as(value, type(value)) is not None
+
+        error = self.error
+        # Not error.args: those of an OSError lack its filename.
+        args: Any = _builtin_base(type(error)).__reduce__(error)[1]
+        args = tuple(arg if portable(arg) else repr(arg) for arg in args)
+        state = {name: value for name, value in vars(error).items() if portable(value)}
+        return _bare_error, (type(error), args, state)
+
+
+def pack_error(error: BaseException) -> bytes | None:
+    """Serializes an exception such that it can be loaded again, or returns None.
+
+    An exception whose ``__init__`` needs other arguments than it passed on fails to unpickle
+    (cpython #120810); such a one is rebuilt without ``__init__``. Attributes that cannot be
+    pickled are left out. Each form is tried out here, in the worker.
+    """
+    return _pack_as(error, type(error)) or _pack_as(_Bare(error), type(error))
+
+
+def _pack_as(form: Any, cls: type) -> bytes | None:
+    """The packed form, if what it unpacks to is of the class."""
+    try:
+        payload = pack(form, down=False)
+        return payload if type(unpack(payload)) is cls else None
+    except BaseException:  # user code of any kind ran; not being able to is an answer
+        return None

@@ -1,0 +1,234 @@
+"""Slots: shared memory in which batches travel from a worker to the parent, copied once at most.
+
+A slot is a file without a name that belongs to the parent. Its life has paired verbs:
+
+* The parent **lends** it to a task, and **settles** it when the reply is there. Meanwhile the
+  worker opens it, lets the arrays of a batch be born in it (:func:`empty`), copies there what
+  was born elsewhere, and makes it grow as needed. Space is reserved before it is written, so
+  that a full machine is an error to be handled rather than a bus error.
+* The parent **leases** its memory to the batches of the reply: their arrays are views of it.
+  When the last view has died, whatever its kind, the slot is **freed**, for the next task. Its
+  pages are still there then, which is most of the speed.
+
+A worker that keeps an array born in a slot keeps that memory: the slot is *retired*, never lent
+again, and what the batch needs of it is copied to where nobody else writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from minloader._memory.files import SharedMapping, SlotAddress, libc, make_folder, open_anonymous
+from minloader._memory.limits import free_memory, most_files
+from minloader._memory.slot_writer import share_current, use
+
+if TYPE_CHECKING:
+    pass
+
+
+class Slot:
+    """One slot, in the parent. Its owner is :class:`Slots`."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.fd, self.name = open_anonymous(folder)
+        self.inode = os.fstat(self.fd).st_ino
+        self.size = 0
+        self.limit = 0
+        self.mapping: SharedMapping | None = None
+
+    def retire(self) -> None:
+        """Gives up the file, which can no longer be lent. Views of it stay."""
+        fd, self.fd = self.fd, -1  # first: the last view may be collected anywhere below
+        self.mapping = None
+        if fd >= 0:
+            os.close(fd)
+            if self.name is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.name)
+
+
+class Slots:
+    """All slots of a pool. Every method may be called from any thread, and from finalizers.
+
+    Args:
+        budget: most bytes to hold in slots; None for half of the memory that is free.
+        in_flight: most tasks that will be under way at once.
+        share: of how many like this the memory and the descriptors are for.
+    """
+
+    def __init__(self, budget: int | None, in_flight: int, share: int = 1) -> None:
+        self._lock = threading.RLock()  # reentrant: a lease may be collected while it is held
+        self.in_flight = in_flight
+        self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
+        self._leased: set[Slot] = set()
+        self._all: set[Slot] = set()
+        self._largest = 0  # bytes that the batches of a task were seen to have
+        self._open = 0  # slots that have their file
+        self._closed = 0
+        self._ended = False
+        self._pid = os.getpid()
+        self.folder = make_folder()
+        self._committed = 0  # bytes that the slots have, or may grow to while they are lent
+        self.budget = (_free_space(self.folder) // 2 if budget is None else budget) // share
+        self._most_open = most_files() // 4 // share
+        _all_slots.add(self)
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Number of slots, and bytes committed to them."""
+        return len(self._all), self._committed
+
+    def lend(self) -> Slot | None:
+        """A slot for a task; None where there can be no more: the batch must use the pipe."""
+        with self._lock:
+            if self._ended or libc is None:
+                return None
+            if self._free:
+                slot = self._free.pop()
+            elif self._open >= self._most_open or self._committed >= self.budget:
+                return None
+            else:
+                try:
+                    slot = Slot(self.folder)
+                except OSError:  # no descriptors, no space
+                    return None
+                self._all.add(slot)
+                self._open += 1
+            # What it may grow to: what a batch was seen to need, or a share of what is left, such
+            # that together they stay within the budget whatever each of them does.
+            left = max(0, self.budget - self._committed)
+            growth = max(self._largest * 5 // 4 - slot.size, left // (2 * self.in_flight))
+            slot.limit = slot.size + min(growth, left)
+            self._committed += slot.limit - slot.size
+            return slot
+
+    def address(self, slot: Slot | None) -> SlotAddress:
+        """Where a worker finds a slot that was lent to it."""
+        if slot is None:
+            return SlotAddress("", 0, 0, 0, self._closed)
+        path = slot.name or f"/proc/{self._pid}/fd/{slot.fd}"
+        return SlotAddress(path, slot.inode, slot.size, slot.limit, self._closed)
+
+    def settle(self, slot: Slot, size: int | None, needed: int) -> None:
+        """Takes note of the size that the worker made the slot, and of the size it needed."""
+        with self._lock:
+            self._largest = max(self._largest, needed)
+            size = max(size or 0, slot.size)
+            self._committed -= slot.limit - size
+            if size != slot.size:
+                slot.mapping = None  # of the former size; nobody looks at it
+            slot.size = slot.limit = size
+
+    def lease(self, slot: Slot, *, retire: bool) -> Any:
+        """Memory of a settled slot; when nobody looks at it any longer, the slot is freed.
+
+        Args:
+            slot: the slot.
+            retire: never lend it again.
+        """
+        with self._lock:
+            try:
+                if slot.mapping is None:
+                    slot.mapping = SharedMapping(slot.fd, slot.size)
+                owner = slot.mapping.lease()
+            except OSError:  # no address space: a private copy is dear, but always works
+                owner = (ctypes.c_char * slot.size)()
+                view, done = memoryview(owner).cast("B"), 0
+                while done < slot.size:  # 2 GB at most in one call
+                    done += os.preadv(slot.fd, [view[done:]], done)
+                self._discard(slot)
+                return owner
+            self._leased.add(slot)
+            # The memory of a hoarder's batches is theirs to hold; descriptors are scarcer.
+            if retire or 2 * self._open > self._most_open or self._ended:
+                self._retire(slot)
+            weakref.finalize(owner, self._end_lease, slot).atexit = False
+            return owner
+
+    def _end_lease(self, slot: Slot) -> None:
+        with self._lock:
+            self._leased.discard(slot)
+            self.free(slot)
+
+    def free(self, slot: Slot, *, retire: bool = False) -> None:
+        """Takes back a settled slot that nobody looks at."""
+        with self._lock:
+            if retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight:
+                self._discard(slot)
+            else:
+                self._free.append(slot)
+
+    def discard(self, slot: Slot) -> None:
+        """Ends a slot that was lent and does not come back."""
+        with self._lock:
+            self._discard(slot)
+
+    def _discard(self, slot: Slot) -> None:
+        self._retire(slot)
+        self._all.discard(slot)
+        self._committed -= slot.limit
+
+    def _retire(self, slot: Slot) -> None:
+        if slot.fd >= 0:
+            slot.retire()
+            self._open -= 1
+            self._closed += 1
+
+    def retire_leased(self) -> None:
+        """Lets no slot that somebody looks at be written again: a fork looks at it too."""
+        with self._lock:
+            for slot in list(self._leased):
+                if slot in self._leased:  # collecting garbage may have ended it meanwhile
+                    self._retire(slot)
+
+    def close(self) -> None:
+        """Ends all slots; batches that are still in use keep their memory."""
+        with self._lock:
+            self._ended = True
+            while self._free:
+                self._discard(self._free.pop())
+            for slot in list(self._all):  # which a finalizer may change meanwhile
+                self._retire(slot)
+            if self.folder is not None and os.getpid() == self._pid:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _leave_to_parent(self) -> None:
+        """In a fork: these slots are the parent's."""
+        self._lock = threading.RLock()  # a thread that is not here may have held it
+        self._ended = True
+        for slot in list(self._all):
+            slot.name = None
+            slot.retire()
+
+
+_all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for slots in list(_all_slots):
+        slots.retire_leased()
+    share_current()
+
+
+def _after_fork_in_child() -> None:
+    use(None)  # the slot is the worker's
+    for slots in list(_all_slots):
+        slots._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+
+
+def _free_space(folder: str | None) -> int:
+    """Bytes of memory, or of the file system that stands in for it, that are free."""
+    free = free_memory()
+    if folder is not None:
+        free = min(free, shutil.disk_usage(folder).free)
+    return free

@@ -1,0 +1,1 @@
+"""Where batches are made: this process, threads, worker processes, executors of the user's."""

@@ -1,0 +1,1 @@
+"""What a batch is made of: samplers and collate functions."""

@@ -1,0 +1,190 @@
+"""Samples to batch: :func:`collate` stacks, :class:`pad_collate` pads to the longest first.
+
+Both run wherever the batch is made, normally in a worker process, and write the batch right
+where it travels (:func:`minloader.empty`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minloader._checks import check_int
+from minloader._memory.slot_writer import empty
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Padded(NamedTuple):
+    """Sequences of different lengths as one array.
+
+    Attributes:
+        values: shape ``(n, longest, ...)``.
+        lengths: shape ``(n,)``, int64: how many entries of each row are real.
+    """
+
+    values: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Makes one batch of many samples, of the same structure as one sample.
+
+    Arrays (and what converts to one by ``__array__``, such as CPU tensors) are stacked along a
+    new first axis, numbers become an array of shape ``(n,)``, dicts, tuples, named tuples and
+    lists are walked; strings, bytes and None stay lists.
+
+    Args:
+        samples: at least one sample.
+
+    Raises:
+        ValueError: the samples differ in shape, length or keys, or there are none.
+        TypeError: there is a sample of a type that cannot be stacked.
+    """
+    return _walk(samples, _stack, "sample")
+
+
+@dataclass(frozen=True)
+class pad_collate:  # noqa: N801  # used like the function it stands beside
+    """A ``collate_fn`` that pads sequences along their first axis to the longest of the batch.
+
+    Every array of at least one dimension, and every list of numbers, becomes a
+    :class:`Padded` pair ``(values, lengths)``; everything else is collated as by
+    :func:`collate`.
+
+    Args:
+        value: what to pad with.
+        multiple_of: the padded length is rounded up to a multiple of this.
+
+    Raises:
+        ValueError: the sequences differ in more than their first axis.
+    """
+
+    value: Any = 0
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("multiple_of", self.multiple_of, 1)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return _walk([_numbers_to_array(sample) for sample in samples], self._pad, "sample")
+
+    def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
+        import numpy as np
+
+        if any(array.ndim == 0 for array in arrays):
+            return _stack(arrays, path)
+        if len({array.shape[1:] for array in arrays}) > 1:
+            raise ValueError(
+                f"pad_collate: {path} has shapes {_shapes(arrays)}, which differ in more than "
+                "their first axis, the only one it pads; bring the others to one size in transform"
+            )
+        lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+        longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
+        shape = (len(arrays), longest, *arrays[0].shape[1:])
+        dtype = np.result_type(*arrays)
+        if not _fits(self.value, dtype):
+            raise ValueError(
+                f"pad_collate: value={self.value!r} cannot pad {path}, which has dtype {dtype}; "
+                "give a value of that type, or convert the arrays in transform"
+            )
+        values = empty(shape, dtype)
+        values[...] = self.value
+        for row, array in zip(values, arrays, strict=True):
+            row[: len(array)] = array
+        return Padded(values, lengths)
+
+
+def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of this type can hold the value as it is, or as near as floats come."""
+    import numpy as np
+
+    try:
+        kept = np.full((), value, dtype)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    # NaN differs from itself.
+    return dtype.kind in "fcO" or bool(kept == value)
+
+
+def _numbers_to_array(sample: Any) -> Any:
+    """Turns the lists of numbers inside a sample, which are sequences here, into arrays."""
+    import numpy as np
+
+    if isinstance(sample, list) and all(isinstance(value, Number) for value in sample):
+        return np.asarray(sample) if sample else np.empty(0, dtype=np.int64)
+    if isinstance(sample, Mapping):
+        return {key: _numbers_to_array(value) for key, value in sample.items()}
+    if isinstance(sample, (list, tuple)):
+        return _rebuild(sample, [_numbers_to_array(value) for value in sample])
+    return sample
+
+
+def _rebuild(like: Any, values: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same type as ``like``."""
+    if isinstance(like, list):
+        return values
+    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+
+
+def _walk(samples: Sequence[Any], leaf: Callable[[list[Any], str], Any], path: str) -> Any:
+    """Goes down the common structure of the samples and joins the arrays by ``leaf``."""
+    import numpy as np
+
+    if not len(samples):
+        raise ValueError("collate: there are no samples; an item must name at least one index")
+    first = samples[0]
+    if first is None or isinstance(first, (str, bytes)):
+        return list(samples)
+    if isinstance(first, Mapping):
+        if any(not isinstance(s, Mapping) or s.keys() != first.keys() for s in samples):
+            raise ValueError(
+                f"collate: {path} has keys {sorted(map(str, first))} in the first sample but not "
+                "in all of them; give every sample the same keys, or a collate_fn of your own"
+            )
+        return {k: _walk([s[k] for s in samples], leaf, f"{path}[{k!r}]") for k in first}
+    if isinstance(first, (list, tuple)):
+        if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
+            raise ValueError(
+                f"collate: {path} is a sequence of {len(first)} in the first sample but not in "
+                "all of them; make ragged data arrays and use collate_fn=pad_collate()"
+            )
+        columns = zip(*samples, strict=True)
+        return _rebuild(
+            first, [_walk(c, leaf, f"{path}[{index}]") for index, c in enumerate(columns)]
+        )
+    if _is_array(first):
+        if not all(map(_is_array, samples)):
+            raise TypeError(f"collate: {path} is a number in some samples and not in others")
+        return leaf([np.asarray(sample) for sample in samples], path)
+    raise TypeError(
+        f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
+        "numbers, strings or containers of them, or give a collate_fn of your own"
+    )
+
+
+def _is_array(sample: Any) -> bool:
+    return hasattr(sample, "__array__") or isinstance(sample, Number)
+
+
+def _shapes(arrays: list[NDArray[Any]]) -> str:
+    shapes = list(dict.fromkeys(array.shape for array in arrays))
+    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+
+
+def _stack(arrays: list[NDArray[Any]], path: str) -> NDArray[Any]:
+    import numpy as np
+
+    if len({array.shape for array in arrays}) > 1:
+        raise ValueError(
+            f"collate: {path} has shapes {_shapes(arrays)}, which cannot be stacked; use "
+            "collate_fn=pad_collate() to pad sequences to the longest"
+        )
+    dtype = np.result_type(*{array.dtype for array in arrays})
+    batch = empty((len(arrays), *arrays[0].shape), dtype)
+    # For small arrays the time is in the calls, of which stack makes fewest.
+    return np.stack(arrays, out=batch)

@@ -1,0 +1,408 @@
+"""Batches of as many samples as a budget allows, of like cost in every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from numbers import Real
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from minloader._checks import check_int, shown
+from minloader._sampling.base import Position, Repeatable, Sampler
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    _Window = tuple[NDArray[Any], NDArray[Any]]  # indices and costs of samples
+    _Costly = tuple[float, list[int]]  # a batch and what it costs
+    _Step = list[list[int]]  # a batch for each rank
+
+WINDOW = 10_000
+
+"""Lengths that a lazy DynamicBatchSampler reads ahead to sort or shuffle: more makes tighter
+buckets and better shuffling, but the first batch waits for all of them."""
+
+
+SPREAD = 0.05
+
+"""By how much of the largest the costs of a step's batches may differ: the share of its time that
+a rank may wait for another. Less breaks up more batches to deal their samples out anew."""
+
+
+SPARE = 100
+
+"""One in so many samples may be dropped where the costs of a step would differ by more than that:
+fewer, and a few outliers in an epoch keep ranks waiting."""
+
+
+class DynamicBatchSampler(Sampler):
+    """Batches of as many samples as a budget allows: few long ones or many short ones.
+
+    With ranks, batches are made as for one alone, and those of like cost put side by side, in one
+    step: of the same bucket if there are enough. What finds no match is dealt out anew, sorted by
+    cost, and so are the samples of incomplete batches. The costs of a step then differ by at most
+    5 % of the largest, if need be by dropping outliers: no more than 1 % of the samples, or
+    ``world_size - 1``. Where that does not suffice, as with few samples for many ranks, some
+    steps' costs differ by more. At the end, fewer than ``world_size`` samples may be left over and
+    are dropped too. With one rank nothing is ever dropped.
+
+    Unshuffled, batches come in the order in which they are full; with ranks, steps come in the
+    order of their first samples.
+
+    Args:
+        lengths: length of each sample (tokens, seconds, ...), a sequence or array; or any
+            iterable, which is read lazily, at most 10,000 ahead. With ranks, the same in each.
+        max_total: most that the lengths of a batch may add up to. Either this or
+        max_padded: most that ``len(batch) * longest`` may come to.
+        max_batch: most samples in a batch.
+        buckets: how many groups of like length to keep apart, so that little is padded.
+        shuffle: another order each epoch, of samples and batches. Lazy lengths are shuffled, and
+            ranks matched, within what is read ahead.
+        seed: non-negative int that, with the epoch, decides the order.
+        rank: which of the ranks this is, from 0.
+        world_size: number of ranks.
+        cost: what a sample of one length costs, a non-negative number, where that is not the
+            length itself: ``cost=lambda n: n * n``. The budget is then one of costs, and with
+            max_padded ``len(batch)`` times the highest. Called once for each length that occurs.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or a single sample exceeds the
+            budget.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[float],
+        max_total: float | None = None,
+        max_padded: float | None = None,
+        max_batch: int | None = None,
+        buckets: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        cost: Callable[[Any], float] | None = None,
+    ) -> None:
+        super().__init__(seed, rank, world_size)
+        if (max_total is None) == (max_padded is None):
+            raise ValueError(
+                f"give either max_total or max_padded, got {max_total!r} and {max_padded!r}"
+            )
+        self._padded = max_padded is not None
+        self._budget_name = "max_padded" if self._padded else "max_total"
+        budget: Any = max_padded if self._padded else max_total  # numpy numbers too
+        if isinstance(budget, bool) or not isinstance(budget, Real) or not float(budget) > 0:
+            raise ValueError(f"{self._budget_name} must be a number above 0, got {budget!r}")
+        self._budget = float(budget)
+        self._max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
+        self._buckets = check_int("buckets", buckets, 1)
+        self.shuffle = bool(shuffle)
+        if cost is not None and not callable(cost):
+            raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
+        self._cost = cost
+        if not hasattr(lengths, "__iter__"):
+            raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
+        self._lazy = Repeatable("lengths", lengths)
+        self._costs = self._checked(lengths, 0) if hasattr(lengths, "__len__") else None
+        self._digest: str | None = None
+        self._plan: tuple[int, list[list[int]], int] | None = None  # epoch, batches, dropped
+
+    def __len__(self) -> int:
+        """Number of batches of the epoch, the same for every rank.
+
+        Raises:
+            TypeError: the lengths are lazy.
+        """
+        if self._costs is None:
+            raise TypeError("lengths are read lazily, so the number of batches is not known")
+        return len(self._planned(self._costs, self.epoch)[0])
+
+    @property
+    def dropped(self) -> int:
+        """Samples of the epoch that no rank gets; lazy: of the last epoch gone through."""
+        return self._dropped if self._costs is None else self._planned(self._costs, self.epoch)[1]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        place = self._begin()
+        batches: Iterable[list[int]]
+        if self._costs is None:
+            batches = self._lazily(iter(self._lazy), place.epoch)
+        else:
+            batches = self._planned(self._costs, place.epoch)[0]
+        return self._counted(islice(batches, place.yielded, None), place)
+
+    def _counted(self, batches: Iterator[list[int]], place: Position) -> Iterator[list[int]]:
+        for batch in batches:
+            place.yielded += 1
+            yield list(batch)  # a copy: the plan serves again, for len() and for the same epoch
+
+    def _identity(self) -> dict[str, Any]:
+        costs = self._costs
+        if self._digest is None and costs is not None:
+            from hashlib import blake2b
+
+            self._digest = blake2b(costs.astype("<f8").tobytes(), digest_size=16).hexdigest()
+        return {
+            **super()._identity(),
+            "n": None if costs is None else len(costs),
+            "lengths": self._digest,  # or rather of what they cost
+            "budget": [self._budget_name, self._budget],
+            "max_batch": self._max_batch,
+            "buckets": self._buckets,
+            "shuffle": self.shuffle,
+        }
+
+    # --- steps: what every rank plans alike
+
+    def _planned(self, costs: NDArray[Any], epoch: int) -> tuple[list[list[int]], int]:
+        """The batches of this rank, and how many samples no rank gets."""
+        import numpy as np
+
+        key = epoch if self.shuffle else 0
+        if self._plan is None or self._plan[0] != key:
+            window = np.arange(len(costs)), costs
+            spare = self._spare(len(costs))
+            steps, dropped = self._steps(window, self._edges(costs), self._rng(epoch), spare)
+            self._plan = key, [step[self.rank] for step in steps], len(dropped)
+        return self._plan[1:]
+
+    def _lazily(self, lengths: Iterator[float], epoch: int) -> Iterator[list[int]]:
+        """The batches of this rank, window by window. The first decides the buckets."""
+        import numpy as np
+
+        rng = self._rng(epoch)
+        windows = self._windows(lengths)
+        first = next(windows, (np.empty(0, np.int64), np.empty(0, np.int64)))
+        edges = self._edges(first[1])
+        windows = chain([first], windows)
+        if self.world_size == 1:
+            samples = (self._samples(window, edges, rng) for window in windows)
+            yield from map(itemgetter(2), self._fill(chain.from_iterable(samples)))
+            return
+        seen, rest = 0, (first[0][:0], first[1][:0])
+        for window in chain(windows, [rest]):
+            indices, costs = map(np.concatenate, zip(rest, window, strict=True))
+            seen += len(window[0])
+            # What finds no match has another chance in the next window, up to half of it; what is
+            # left at the end has none.
+            spare = len(indices) // 2 if len(window[0]) else self._spare(seen)
+            steps, dropped = self._steps((indices, costs), edges, rng, spare)
+            yield from map(itemgetter(self.rank), steps)
+            at = np.searchsorted(indices, np.sort(np.array(dropped, np.int64)))
+            rest = indices[at], costs[at]
+        self._dropped = len(rest[0])
+
+    def _windows(self, lengths: Iterator[float]) -> Iterator[_Window]:
+        """As many samples at a time as sorting, shuffling and matching ranks need."""
+        import numpy as np
+
+        ahead = self.shuffle or self._buckets > 1 or self.world_size > 1
+        seen = 0
+        while chunk := list(islice(lengths, WINDOW if ahead else 1)):
+            yield np.arange(seen, seen + len(chunk)), self._checked(chunk, seen)
+            seen += len(chunk)
+
+    def _steps(
+        self, window: _Window, edges: NDArray[Any], rng: np.random.Generator, spare: int
+    ) -> tuple[list[_Step], list[int]]:
+        """Steps, each of one batch for every rank, and the samples that no rank gets.
+
+        The indices of the window must ascend. Of its samples, ``spare`` may be left out so that
+        steps are of like cost.
+        """
+        import numpy as np
+
+        steps: list[_Step] = []
+        dropped: list[int] = []
+        filled = self._fill(self._samples(window, edges, rng))
+        if self.world_size == 1:
+            steps = [[batch] for _, _, batch in filled]
+        else:
+            buckets: list[list[_Costly]] = [[] for _ in range(self._buckets)]
+            for bucket, size, batch in filled:
+                buckets[bucket].append((size * len(batch) if self._padded else size, batch))
+            # First within each bucket: there the batches of a step are of like shape as well.
+            odd = [other for batches in buckets for other in self._match(batches, steps)]
+            odd = self._match(odd, steps)
+            rest = np.array([index for _, batch in odd for index in batch], np.int64)
+            indices, costs = window
+            dropped = self._deal((rest, costs[np.searchsorted(indices, rest)]), spare, steps)
+        if self.shuffle:
+            steps = [steps[i] for i in rng.permutation(len(steps))]
+        elif self.world_size > 1:
+            steps.sort(key=lambda step: min(map(min, step)))
+        return steps, dropped
+
+    def _spare(self, samples: int) -> int:
+        return max(self.world_size - 1, samples // SPARE)
+
+    def _match(self, batches: list[_Costly], steps: list[_Step]) -> list[_Costly]:
+        """Adds steps of batches of like cost, and returns those that match no others."""
+        batches = sorted(batches, key=itemgetter(0), reverse=True)
+        odd, at = [], 0
+        while at < len(batches):
+            step = batches[at : at + self.world_size]
+            if len(step) == self.world_size and step[-1][0] >= (1 - SPREAD) * step[0][0]:
+                steps.append([batch for _, batch in step])
+                at += self.world_size
+            else:
+                odd.append(batches[at])
+                at += 1
+        return odd
+
+    def _deal(self, samples: _Window, spare: int, steps: list[_Step]) -> list[int]:
+        """Deals samples out like cards, the costliest first, in rows of one for each rank.
+
+        A step takes as many rows as the budget allows while the ranks' costs are alike. Those of
+        its first row must be, for which samples before it may be dropped.
+
+        Args:
+            samples: to deal.
+            spare: how many may be dropped to that end.
+            steps: to add to.
+
+        Returns:
+            The samples that are in none of the steps.
+        """
+        import numpy as np
+
+        ranks = self.world_size
+        order = np.argsort(-samples[1], kind="stable")
+        indices, costs = samples[0][order], samples[1][order]
+        dropped: list[int] = []
+        while len(indices) >= ranks:
+            skip, spread = _alike(costs, ranks, spare)
+            if spread > SPREAD and len(indices) <= spare:
+                break
+            spare -= skip
+            dropped += indices[:skip].tolist()
+            rows = min((len(indices) - skip) // ranks, self._max_batch or len(indices))
+            end = skip + rows * ranks
+            cards, names = (a[skip:end].reshape(rows, ranks).copy() for a in (costs, indices))
+            for dealt in (cards, names):
+                dealt[1::2] = dealt[1::2, ::-1]  # back and forth, or the first would get the most
+            if self._padded:
+                sizes = np.arange(1, rows + 1)[:, None] * cards[0]
+            else:
+                sizes = np.cumsum(cards, axis=0)
+            most, least = sizes.max(axis=1), sizes.min(axis=1)
+            fits = (most <= self._budget) & (least >= (1 - max(spread, SPREAD)) * most)
+            fits[:1] = True  # even if rounding has it that it does not
+            rows = 1 + int(np.flatnonzero(fits)[-1])
+            steps.append(names[:rows].T.tolist())
+            indices, costs = indices[skip + rows * ranks :], costs[skip + rows * ranks :]
+        dropped += indices.tolist()
+        return dropped
+
+    # --- batches: what one rank alone would get
+
+    def _edges(self, costs: NDArray[Any]) -> NDArray[Any]:
+        """Highest cost in each bucket but the last, such that all are equally full."""
+        import numpy as np
+
+        if self._buckets == 1 or not len(costs):
+            return np.empty(0)
+        edges: NDArray[Any] = np.quantile(costs, np.linspace(0, 1, self._buckets + 1)[1:-1])
+        return edges
+
+    def _samples(
+        self, window: _Window, edges: NDArray[Any], rng: np.random.Generator
+    ) -> Iterator[tuple[int, float, int]]:
+        """Index, cost and bucket of each sample, in the order in which to take them."""
+        import numpy as np
+
+        columns: list[NDArray[Any]] = [*window, np.searchsorted(edges, window[1])]
+        if self.shuffle:
+            order = rng.permutation(len(window[0]))
+            columns = [column[order] for column in columns]
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+    def _fill(
+        self, samples: Iterable[tuple[int, float, int]]
+    ) -> Iterator[tuple[int, float, list[int]]]:
+        """Fills one batch per bucket, and yields each when the next sample would not fit.
+
+        Yields:
+            The bucket; the sum of the costs, or the highest for max_padded; the batch.
+        """
+        budget, padded, most = self._budget, self._padded, self._max_batch
+        batches: list[list[int]] = [[] for _ in range(self._buckets)]
+        sizes = [0.0] * self._buckets
+        for index, cost, bucket in samples:
+            batch, size = batches[bucket], sizes[bucket]
+            if padded:
+                grown = max(size, cost)
+                over = grown * (len(batch) + 1) > budget
+            else:
+                grown = size + cost
+                over = grown > budget
+            if batch and (over or len(batch) == most):
+                yield bucket, size, batch
+                batch = batches[bucket] = []
+                grown = cost
+            batch.append(index)
+            sizes[bucket] = grown
+        yield from (
+            last for last in zip(range(self._buckets), sizes, batches, strict=True) if last[2]
+        )
+
+    # --- lengths and costs
+
+    def _checked(self, lengths: Iterable[float], first: int) -> NDArray[Any]:
+        """What each sample costs, as an array; each usable and within the budget."""
+        import numpy as np
+
+        values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
+        if values.ndim != 1 or (values.size and values.dtype.kind not in "uif"):
+            raise TypeError(f"lengths must be one number for each sample, got {shown(lengths)}")
+        # Wide enough to add up in: a sum of float16 or uint8 would overflow.
+        values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+        costs, wrong = values, ~(values >= 0)  # so is NaN
+        if self._cost is not None and not wrong.any():
+            costs = self._costs_of(values, self._cost)
+        wrong |= ~(costs <= self._budget)
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            price = "" if costs is values else f" and costs {costs[index]:g}"
+            raise ValueError(
+                f"lengths[{first + index}] is {values[index]}{price}, but must be at least 0 and "
+                f"at most {self._budget_name}={self._budget:g}; raise {self._budget_name}, or "
+                "leave that sample out"
+            )
+        return costs
+
+    def _costs_of(self, lengths: NDArray[Any], cost: Callable[[Any], float]) -> NDArray[Any]:
+        """Each distinct length is asked for once, as a Python number: any callable will do."""
+        import numpy as np
+
+        distinct, where = np.unique(lengths, return_inverse=True)
+        costs = [cost(length) for length in distinct.tolist()]
+        numbers: set[Any] = {
+            kind for kind in map(type, costs) if kind is not bool and issubclass(kind, Real)
+        }
+        for length, value in zip(distinct, costs, strict=True):
+            if type(value) not in numbers or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"cost must give a finite number of at least 0, but for the length {length} "
+                    f"it gave {shown(value)}"
+                )
+        return np.array(costs, np.float64)[where]
+
+
+def _alike(costs: NDArray[Any], ranks: int, spare: int) -> tuple[int, float]:
+    """Finds the first ``ranks`` neighbours, in descending costs, that are alike.
+
+    Returns:
+        How many to skip, ``spare`` at most, and by how much of the first the last costs less.
+        Where that does not do, nothing is skipped.
+    """
+    import numpy as np
+
+    places = min(len(costs) - ranks, spare) + 1
+    high, low = costs[:places], costs[ranks - 1 : ranks - 1 + places]
+    spread = (high - low) / np.where(high > 0, high, 1)
+    skip = int(np.argmax(spread <= SPREAD))  # 0 if there are none
+    return skip, float(spread[skip])

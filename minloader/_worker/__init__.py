@@ -1,0 +1,1 @@
+"""What runs inside a worker, and what parent and worker tell each other."""

@@ -1,0 +1,262 @@
+"""What is told between parent and worker: the job once, then tasks and their replies."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from minloader._memory.files import SlotAddress
+from minloader._memory.pickling import pack_error
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of a task that went into the user's functions; most of the rest is the dataset's.
+
+    Attributes:
+        transform: in the loader's ``transform``.
+        collate: in its ``collate_fn``.
+    """
+
+    transform: float = 0.0
+    collate: float = 0.0
+
+
+@dataclass
+class Job:
+    """What a worker must have to make batches; shipped to each worker once.
+
+    Attributes:
+        dataset: indexable, or else callable.
+        transform: applied to each sample, or to the batch when nothing is collated.
+        collate_fn: samples to batch; None if the dataset gives whole batches.
+        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
+        memory_limit: bytes that a worker process may have for itself.
+        batch_size: samples in a batch of a stream; None if its elements are the batches.
+        keep_last: whether a stream's incomplete last batch is one.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    worker_init_fn: Callable[[WorkerInfo], Any] | None
+    memory_limit: int | None = None
+    batch_size: int | None = None
+    keep_last: bool = True
+
+    def fetch(self, timings: Timings, item: Any) -> Any:
+        """Makes the batch of one item."""
+        if self.collate_fn is None:
+            batch = self._get(item)
+            return batch if self.transform is None else self.transformed([batch], timings)[0]
+        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
+            return [self._gathered(shard, timings) for shard in item]
+        return self._gathered(item, timings)
+
+    def _get(self, item: Any) -> Any:
+        # Looked up on the type, as Python itself does: a class can be a callable dataset.
+        if hasattr(type(self.dataset), "__getitem__"):
+            return self.dataset[item]
+        return self.dataset(item)
+
+    def _gathered(self, indices: Any, timings: Timings) -> Any:
+        try:
+            indices = list(indices)
+        except TypeError as error:
+            raise TypeError(
+                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
+                "of indices; use a batch sampler or batch_size, or drop collate_fn"
+            ) from error
+        if hasattr(self.dataset, "__getitems__"):
+            samples = list(self.dataset.__getitems__(indices))
+        else:
+            samples = [self._get(index) for index in indices]
+        return self.collated(self.transformed(samples, timings), timings)
+
+    def transformed(self, samples: list[Any], timings: Timings) -> list[Any]:
+        """Each sample transformed."""
+        if self.transform is None:
+            return samples
+        begin = time.perf_counter()
+        samples = [self.transform(each) for each in samples]
+        timings.transform += time.perf_counter() - begin
+        return samples
+
+    def collated(self, samples: list[Any], timings: Timings) -> Any:
+        """The batch of some samples. Asked for only where there is a ``collate_fn``."""
+        assert self.collate_fn is not None
+        begin = time.perf_counter()
+        batch = self.collate_fn(samples)
+        timings.collate += time.perf_counter() - begin
+        return batch
+
+
+class Shard(NamedTuple):
+    """The part of a stream that a task reads on in, and how to get there if nobody has.
+
+    Attributes:
+        run: which pass over the stream, counted by the loader.
+        oldest: no task of a pass before this one will come.
+        id: number of the shard.
+        total: number of shards.
+        at: how many batches had been read when ``state`` was taken.
+        state: of the stream, packed; None if it has none to give.
+    """
+
+    run: int
+    oldest: int
+    id: int
+    total: int
+    at: int = 0
+    state: bytes | None = None
+
+    def ordinal(self, index: int) -> int:
+        """Place in the epoch of a batch of this shard: as in a round where no shard has ended."""
+        return index * self.total + self.id
+
+
+class _End:
+    """The type of :data:`END`, a constant that survives pickling."""
+
+    def __reduce__(self) -> str:
+        return "END"
+
+
+END: Final = _End()
+
+"""In place of a batch: the shard has no more."""
+
+
+class Task(NamedTuple):
+    """A chunk of batches to make, mostly one. Items are packed when they leave the process.
+
+    Attributes:
+        ordinal: place of the first batch in its epoch, or in its shard, from 0.
+        epoch: their epoch.
+        items: what to make them from.
+        slot: where to put them; None for the reply itself.
+        id: of the task, in its pool.
+        shard: of a stream; None if the batches are made from the items.
+    """
+
+    ordinal: int
+    epoch: int
+    items: list[Any]
+    slot: SlotAddress | None = None
+    id: int = 0
+    shard: Shard | None = None
+
+
+class Reply(NamedTuple):
+    """What became of a task.
+
+    Attributes:
+        worker: id of the worker; below 0 on an executor that the user brought.
+        pid: its process.
+        packed: whether batches and errors are packed.
+        outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
+            slow is cut short.
+        began: when the worker began with them, by ``time.perf_counter``.
+        seconds: what they took.
+        timings: of which what for what.
+        size: bytes they have, packed, more or less.
+        slot_size: bytes that the slot has now; None if nobody touched it.
+        slot_retired: whether the worker still uses memory of it.
+        overflowed: how many batches found no room in shared memory.
+        memory: bytes that the worker has for itself, if there is a limit.
+        state: of the stream, behind the last of the outcomes, packed; None if it has none.
+    """
+
+    worker: int
+    pid: int
+    packed: bool
+    outcomes: list[Any]
+    began: float = 0.0
+    seconds: float = 0.0
+    timings: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    size: int = 0
+    slot_size: int | None = None
+    slot_retired: bool = False
+    overflowed: int = 0
+    memory: int = 0
+    state: bytes | None = None
+
+
+class Failure(NamedTuple):
+    """An exception on its way to the parent.
+
+    Attributes:
+        error: the exception, packed if the reply is; None if it could not be.
+        summary: its type and message.
+        traceback: as printed in the worker, "" if the exception brings its own.
+        stage: what was being done, "" for making the batch.
+        fatal: whether it will be the same for every other batch. Skipping them would hide it.
+    """
+
+    error: Any
+    summary: str
+    traceback: str
+    stage: str = ""
+    fatal: bool = False
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
+    ) -> Failure:
+        """Records an exception where it was caught."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if not packed:
+            return cls(error, summary, "", stage, fatal)
+        text = "".join(traceback.format_exception(error))
+        return cls(pack_error(error), summary, text, stage, fatal)
+
+
+@dataclass
+class WorkerInfo:
+    """What code in a worker may want to know about where it runs.
+
+    Attributes:
+        id: number of the worker, from 0; -1 on an executor that the user brought. While a
+            stream is read: number of the shard.
+        num_workers: number of workers of the loader; 0 in the calling process. While a stream
+            is read: number of shards.
+        pid: process the worker is, or runs in.
+        seed: the loader's seed.
+        epoch: epoch of the batch being made.
+    """
+
+    id: int
+    num_workers: int
+    pid: int
+    seed: int
+    epoch: int = 0
+    _ordinal: int | None = field(default=None, repr=False)
+    _rng: np.random.Generator | None = field(default=None, repr=False)
+    _key: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Generator of the batch being made, from ``SeedSequence([seed, epoch, ordinal])``.
+
+        The same whichever worker makes the batch. Made when first asked for in a batch; in
+        ``worker_init_fn`` it depends on the worker's id instead.
+        """
+        if self._rng is None:
+            import numpy as np
+
+            if self._ordinal is None:
+                entropy = np.random.SeedSequence(self.seed, spawn_key=(max(self.id, 0),))
+            else:
+                place = [self.seed, self.epoch, self._ordinal]
+                entropy = np.random.SeedSequence(place, spawn_key=self._key)
+            self._rng = np.random.default_rng(entropy)
+        return self._rng
+
+    def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
+        self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key

@@ -1,0 +1,125 @@
+"""A worker process is born."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import shutil
+import time
+from typing import Any, NamedTuple
+
+from minloader._memory.job_file import JobAddress
+from minloader._memory.limits import private_memory
+from minloader._worker.heartbeat import READY, attend
+from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
+from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
+from minloader._worker.run import Worker, _thread
+
+logger = logging.getLogger("minloader")
+
+_process_worker: Worker | None = None  # the one of a worker process, whatever its threads
+
+_start_reply: Reply | None = None  # of a worker that could not load its job
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """Tells code that makes batches where it runs; None outside a worker.
+
+    In a worker process it answers in every thread; in a thread worker, and with
+    ``num_workers=0``, in the thread that makes the batch, while it makes one.
+    """
+    info: WorkerInfo | None = getattr(_thread, "info", None)
+    if info is None and _process_worker is not None:
+        info = _process_worker.info
+    return info
+
+
+class WorkerSetup(NamedTuple):
+    """Where a worker finds what it needs.
+
+    Attributes:
+        address: the job.
+        folder: where slots have names; None if they have none.
+        board: path of the board.
+        token: what everything is marked with that the worker starts.
+        first_id: id of the first worker that is started from here.
+        num_workers: of the loader.
+        seed: of the loader.
+    """
+
+    address: JobAddress
+    folder: str | None
+    board: str
+    token: str
+    first_id: int
+    num_workers: int
+    seed: int
+
+    def load_dataset(self) -> Any:
+        """Another copy of the dataset; large arrays are mapped, not copied."""
+        return self.address.load(forever=True).dataset
+
+    def clean_up(self) -> None:
+        """Removes files that have names, when the parent was killed."""
+        self.address.unlink()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.board.startswith("/proc/"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.board)
+
+
+TOKEN = "MINLOADER_TOKEN"
+
+"""Environment variable by which the processes that a worker started are known when it is dead."""
+
+
+def start(setup: WorkerSetup, index: int) -> None:
+    """First thing that runs in a worker process. Never raises: that would break the pool."""
+    global _process_worker, _start_reply
+    # Workers share the processors among themselves; these are read when the libraries are
+    # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
+    pid, worker_id = os.getpid(), setup.first_id + index
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
+    os.environ[TOKEN] = setup.token
+    lead_group()
+    follow_parent(last_act=setup.clean_up)
+    # Before multiprocessing joins the processes that the dataset started, which could be never.
+    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
+    try:
+        job = setup.address.load(forever=True)
+        mark = attend(setup.board, index)
+        info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
+        _process_worker = Worker(job, info, remote=True, mark=mark, reload=setup.load_dataset)
+        mark(READY, 0, time.perf_counter())
+        _check_memory(job.memory_limit)
+    except BaseException as error:
+        stage = f"while worker {worker_id} loaded the dataset"
+        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
+        _process_worker = None
+        _start_reply = Reply(worker_id, os.getpid(), True, [failure])
+    if os.getpid() != pid:
+        os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def _check_memory(limit: int | None) -> None:
+    if limit is not None and private_memory() > limit:
+        raise MemoryError(
+            f"worker_memory_limit is {limit} bytes, but a worker takes "
+            f"{private_memory()} before it makes a batch; set more"
+        )
+
+
+def run(task: Task) -> Reply:
+    """Makes the batches of a task in a worker process."""
+    if _process_worker is None:
+        assert _start_reply is not None
+        return _start_reply._replace(outcomes=_start_reply.outcomes * len(task.items))
+    return _process_worker.run(task)
+
+
+def warm_up() -> None:
+    """Does nothing: a task that makes an executor start a worker for it."""
