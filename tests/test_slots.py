@@ -37,21 +37,17 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import minloader
-from minloader import (
-    Loader,
-    TransportError,
-    collate,
-    foreign,
-    pad_collate,
-    slots,
-    transport,
-    worker,
-)
+from minloader import Loader, TransportError, collate, pad_collate
+from minloader._memory import files, slot_writer, slots
+from minloader._memory import pickling as transport
 from minloader._memory.files import ALIGN, LARGE
 from minloader._memory.pickling import pack, pack_batch, unpack_batch
 from minloader._memory.slot_writer import SlotWriter, empty
 from minloader._memory.slots import Slots
-from minloader._worker.messages import Job, Task, WorkerInfo
+from minloader._pools import foreign
+from minloader._worker import run as worker
+from minloader._worker import start
+from minloader._worker.messages import Failure, Job, Task, WorkerInfo
 from minloader._worker.run import Worker
 
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
@@ -250,7 +246,7 @@ def test_slots_are_used_again_when_nothing_is_kept():
                     break
         assert sum(1 for _ in loader) == 100
         assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
-        assert loader.stats.slot_bytes <= 6 * 3 * slots.GRAIN
+        assert loader.stats.slot_bytes <= 6 * 3 * slot_writer.GRAIN
 
 
 def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
@@ -305,7 +301,7 @@ def test_nothing_accumulates():
 def bench(monkeypatch):
     """Both sides of slots in this process."""
     for name, value in (("_mappings", {}), ("_closed", 0), ("_current", None)):
-        monkeypatch.setattr(slots, name, value)
+        monkeypatch.setattr(slot_writer, name, value)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
     pool = Slots(100_000_000, 4)
@@ -314,7 +310,7 @@ def bench(monkeypatch):
     def write() -> tuple[Any, SlotWriter]:
         slot = pool.lend()
         writer = SlotWriter(pool.address(slot))
-        slots.use(writer)
+        slot_writer.use(writer)
         return slot, writer
 
     def trip(dataset: Any, items: list[Any]) -> list[Any]:
@@ -330,7 +326,7 @@ def bench(monkeypatch):
         return [unpack_batch(outcome, memory) for outcome in reply.outcomes]
 
     yield SimpleNamespace(pool=pool, write=write, trip=trip)
-    slots.use(None)
+    slot_writer.use(None)
     pool.close()
 
 
@@ -354,7 +350,7 @@ def test_empty_gives_what_numpy_would(bench):
     for wrong in (-LARGE, (-2, -LARGE), 1.5, "x"):
         with pytest.raises((TypeError, ValueError)):
             empty(wrong)
-    slots.use(None)
+    slot_writer.use(None)
     assert empty(LARGE).flags.owndata
 
 
@@ -368,7 +364,7 @@ def test_what_was_born_in_the_slot_is_not_copied(bench):
     assert writer.used == used == array.nbytes
     assert pack_batch([array, array[:, ::2]], writer)
     assert writer.used >= used + array.nbytes // 2  # gaps are left out
-    slots.use(None)
+    slot_writer.use(None)
     copies = [part.copy() for part in parts]
     del array, parts
     spans = writer.end(parcel.buffers)
@@ -408,10 +404,10 @@ def test_large_tensors_are_in_the_slot(bench, monkeypatch):
 
 def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     """A slot that grows is mapped anew; what follows its first mapping is somebody else's."""
-    libc, fixed, more = slots._libc, 0x10, 100_000
+    libc, fixed, more = files.libc, 0x10, 100_000
     call, access, private = libc.mmap, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
     # The first mapping is to be put into this room, at its beginning.
-    start = call(None, slots.GRAIN + more, access, private | mmap.MAP_ANONYMOUS, -1, 0)
+    start = call(None, slot_writer.GRAIN + more, access, private | mmap.MAP_ANONYMOUS, -1, 0)
     places = iter([start])
 
     def mmap_there(address: Any, size: int, protection: int, flags: int, *file: int) -> int:
@@ -423,7 +419,7 @@ def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     first = empty(200_000, "u1")
     assert first.ctypes.data == start
     second = empty(2_000_000, "u1")
-    beside = np.frombuffer((ctypes.c_char * more).from_address(start + slots.GRAIN), "u1")
+    beside = np.frombuffer((ctypes.c_char * more).from_address(start + slot_writer.GRAIN), "u1")
     first[:], second[:], beside[:] = 1, 2, 7
     parcel = pack_batch([first, second, beside], writer)
     data = os.pread(slot.fd, writer.size, 0)
@@ -431,7 +427,7 @@ def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     del first, second, beside
     writer.close()
     bench.pool.discard(slot)
-    libc.munmap(start + slots.GRAIN, more)
+    libc.munmap(start + slot_writer.GRAIN, more)
 
 
 @pytest.mark.parametrize("size", [3_000, 60_000])
@@ -598,14 +594,14 @@ def test_no_memory_in_the_worker(bench, monkeypatch):
 
 
 def test_no_address_space_in_the_parent(bench, monkeypatch):
-    mapping = slots._Mapping
+    mapping = slots.SharedMapping
 
     def no_room(fd: int, size: int, *, populate: bool = False) -> Any:
         if populate:  # the worker's
             return mapping(fd, size, populate=populate)
         raise OSError(errno.ENOMEM, "cannot map")
 
-    monkeypatch.setattr(slots, "_Mapping", no_room)
+    monkeypatch.setattr(slots, "SharedMapping", no_room)
     for n in range(3):
         (batch,) = bench.trip(numbered, [n])
         assert set(batch) == {n}
@@ -620,13 +616,13 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     job = Job(numbered, None, None, refuse)
     run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run
     if stage == "load":
-        monkeypatch.setattr(worker, "_start_reply", run(Task(0, 0, [0])))
-        run = worker.run
+        monkeypatch.setattr(start, "_start_reply", run(Task(0, 0, [0])))
+        run = start.run
     elif stage == "attach":
         run = partial(foreign.run_attached, partial(refuse, None))
     slot = bench.pool.lend()
     reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
-    assert [type(outcome) for outcome in reply.outcomes] == [worker.Failure]
+    assert [type(outcome) for outcome in reply.outcomes] == [Failure]
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot)
     assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
@@ -679,7 +675,7 @@ os.kill(os.getpid(), 9)
 
 def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
     """Only our files are refused: without semaphores there would be no workers at all."""
-    make = slots.tempfile.mkdtemp
+    make = files.tempfile.mkdtemp
 
     def refused(prefix: str = "", dir: str | None = None) -> str:
         if dir == "/dev/shm":
@@ -687,7 +683,7 @@ def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
         return make(prefix=prefix, dir=dir)
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(slots.tempfile, "mkdtemp", refused)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", refused)
     monkeypatch.delattr(os, "memfd_create")
     with Loader(numbered, range(10)) as loader:
         assert os.path.dirname(loader._group.pools[0].slots.folder) == str(tmp_path)

@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
 from torch_helpers import Eager, Sharded, Span, Tensors  # noqa: E402
 
 from minloader import torch as ours_module  # noqa: E402
-from minloader import torchlike  # noqa: E402
+from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
 
 
@@ -113,7 +113,7 @@ def test_more_lenient_than_torch():
     """What torch takes by itself and not in a batch, or not at all, for no good reason."""
 
     def arrived(samples: list[Any]) -> Any:
-        return pickle.loads(pickle.dumps(torchlike.collate(samples)))
+        return pickle.loads(pickle.dumps(torch_collate.collate(samples)))
 
     big = np.arange(3, dtype=">f4")
     assert_same(arrived([big, big]), torch.arange(3.0).expand(2, 3))
@@ -125,11 +125,11 @@ def test_more_lenient_than_torch():
 
 def test_errors_say_what_to_do():
     with pytest.raises(RuntimeError, match=r"\(1,\) in sample 0, \(2,\) in sample 1"):
-        torchlike.collate([np.zeros(1), np.zeros(2)])
+        torch_collate.collate([np.zeros(1), np.zeros(2)])
     with pytest.raises(TypeError, match=r"found <class 'NoneType'>.*collate_fn of your own"):
-        torchlike.collate([{"a": None}])
+        torch_collate.collate([{"a": None}])
     with pytest.raises(TypeError, match=r"datetime64\[s\]; convert it"):
-        torchlike.collate([np.zeros(1, "M8[s]")])
+        torch_collate.collate([np.zeros(1, "M8[s]")])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
@@ -143,7 +143,7 @@ def test_tensors(dtype):
             assert_all_same(list(loader), theirs)
         return
     # Without a worker for each of the types.
-    ours = [torchlike.collate([data[i] for i in part]) for part in (range(4), range(4, 6))]
+    ours = [torch_collate.collate([data[i] for i in part]) for part in (range(4), range(4, 6))]
     assert_all_same(pickle.loads(pickle.dumps(ours)), theirs)
 
 
@@ -162,10 +162,10 @@ def test_tensors_that_cannot_be_stacked():
         with pytest.raises(RuntimeError) as theirs:
             default_collate(samples)
         with pytest.raises(RuntimeError) as ours:
-            torchlike.collate(samples)
+            torch_collate.collate(samples)
         assert ("sparse" in str(ours.value)) == ("sparse" in str(theirs.value))
     parameters = [torch.nn.Parameter(torch.ones(2))] * 2
-    assert torch.equal(torchlike.collate(parameters), torch.ones(2, 2))
+    assert torch.equal(torch_collate.collate(parameters), torch.ones(2, 2))
 
 
 def test_what_was_added_to_torchs_collating(monkeypatch):
