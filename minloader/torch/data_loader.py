@@ -29,6 +29,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minloader._checks import check_callable, check_context, check_int, check_iterable, shown
+from minloader._epochs.state import Note, Progress, latest_note
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
 from minloader._memory.job_file import fingerprint
@@ -188,7 +189,7 @@ class DataLoader(Generic[T]):
         self._begun = False
         self._start: _Start | None = None  # of the epoch begun last
         self._resume: dict[str, Any] | None = None
-        self._delivered: Callable[[], Any] | None = None
+        self._progress: Progress | None = None  # of the consumer
         self._reported: int | None = None  # length of an IterableDataset
         self._closed = False
         self._initialized = True
@@ -241,7 +242,7 @@ class DataLoader(Generic[T]):
         """
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
-        resume, self._delivered = self._resume, None
+        resume = self._resume
         start = _Start.decode(resume["order"]) if resume else None
         if start is not None and start.within:
             batches = self._go_on(start)
@@ -251,7 +252,7 @@ class DataLoader(Generic[T]):
             self._check_used_up()
             start = self._draw()
             batches = self._iterate(start)
-        self._resume, self._begun = None, True
+        self._resume, self._begun, self._progress = None, True, batches.progress
         return batches
 
     def _check_used_up(self) -> None:
@@ -423,21 +424,17 @@ class DataLoader(Generic[T]):
         gone on with. A few kilobytes, fit for JSON. Torch's global generator is not put back by
         it: a script that is to repeat a run saves that itself, with the model.
         """
-        state: dict[str, Any] = (self._delivered or self._note_state())()
-        return state
+        return latest_note(self._progress, self._note_state)()
 
-    def _note_state(self) -> Callable[[], dict[str, Any]]:
+    def _note_state(self) -> Note:
         """The state as of now, for whoever reads batches ahead; see :func:`minloader.prefetch`."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
         now = _Start.now(self._generators(), seeded=False)._replace(shared=None)
         if self._loader is None:
             return partial(_state, None, now, now)
-        note = self._loader._delivered or self._loader._note_state()
+        note = latest_note(self._loader._progress, self._loader._note_state)
         return partial(_state, note, self._start or now, now)
-
-    def _deliver(self, note: Callable[[], Any] | None) -> None:
-        self._delivered = note
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``iter`` go on where :meth:`state_dict` was called, with the next batch.
@@ -456,7 +453,7 @@ class DataLoader(Generic[T]):
                 f"{VERSION}; load it with the minloader that saved it"
             )
         start = _Start.decode(state["order"])
-        self._delivered = None
+        self._progress = None
         if state["loader"] is None:  # nothing had been iterated
             self._restore(start)
             self._loader = self._seed = self._start = self._resume = None
@@ -491,6 +488,7 @@ class Batches(Generic[T]):
     """
 
     def __init__(self, owner: DataLoader[T], batches: Iterator[Any]) -> None:
+        self.progress = Progress()
         self._owner = owner
         self._batches = batches
         self._given = 0
