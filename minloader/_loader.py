@@ -324,9 +324,7 @@ class Loader:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        run = self._make_run(1)
-        self._begin(run)
-        return run
+        return self._begin(1, Progress())
 
     def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
         """Go through the next epochs without a gap between them.
@@ -346,29 +344,25 @@ class Loader:
         """
         if n is not None:
             check_int("n", n, 0)
-        return Epochs(self, self._make_run(n))
+        return Epochs(self, n)
 
-    def _make_run(self, n: int | None) -> Epoch | StreamEpoch:
-        """Return an iterator over the next ``n`` epochs, or endlessly many."""
-        self._check_open()
-        ledgers = self._next_ledgers(n)
-        if self._shards is None:
-            return Epoch(self._settings, self._group.pool, ledgers, self, endless=n is None)
-        return StreamEpoch(
-            *(self._settings, self._group.pool, ledgers, self, self._shards, self._oldest_run),
-            endless=n is None,
-        )
-
-    def _begin(self, run: Epoch | StreamEpoch) -> None:
-        """Begin with an iterator over epochs: from now on, states are of what it gives."""
+    def _begin(self, n: int | None, progress: Progress) -> Epoch | StreamEpoch:
+        """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
         self._check_open()
         begin = time.perf_counter()
+        common = self._settings, self._group.pool, self._next_ledgers(n), progress, self
+        run: Epoch | StreamEpoch
+        if self._shards is None:
+            run = Epoch(*common, endless=n is None)
+        else:
+            run = StreamEpoch(*common, self._shards, self._oldest_run, endless=n is None)
         self._group.users.add(run)
         run.begin()
         self._resume = None  # not before: a state that was refused is not forgotten
-        self._progress = run.progress
+        self._progress = progress
         self.epoch = run.epoch + 1
         self._settings.counters.began_epoch(begin, working=False)
+        return run
 
     def _next_ledgers(self, n: int | None) -> Iterator[Any]:
         """Yield a ledger for each of the next epochs, when it begins."""
@@ -522,22 +516,21 @@ class Epochs:
 
     Args:
         loader: whose.
-        run: the same, without the numbers of the epochs; not begun yet.
+        n: how many epochs; None: endlessly many.
     """
 
-    def __init__(self, loader: Loader, run: Epoch | StreamEpoch) -> None:
+    def __init__(self, loader: Loader, n: int | None) -> None:
         self._loader = loader
-        self._run = run
-        self._begun = False
-        self.progress = run.progress
+        self._n = n
+        self._run: Epoch | StreamEpoch | None = None
+        self.progress = Progress()
 
     def __iter__(self) -> Epochs:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        if not self._begun:
-            self._loader._begin(self._run)
-            self._begun = True
+        if self._run is None:
+            self._run = self._loader._begin(self._n, self.progress)
         batch = next(self._run)
         return self._run.epoch, batch
 

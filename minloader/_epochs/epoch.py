@@ -129,12 +129,24 @@ class TimedIterator(ABC):
         """Begin the first epoch, and have as many tasks under way as may be.
 
         Raises:
-            Exception: what beginning to read the sampler raised; then the same may be tried again.
+            Exception: what beginning to read the sampler raised.
         """
 
     @abstractmethod
     def _take(self) -> Any:
-        """Return the next batch."""
+        """Return the next batch of the epoch that the consumer is in.
+
+        Raises:
+            StopIteration: there is none.
+        """
+
+    @abstractmethod
+    def _next_epoch(self) -> None:
+        """Let the consumer go on to the next epoch.
+
+        Raises:
+            StopIteration: there is none.
+        """
 
     def __iter__(self) -> TimedIterator:
         return self
@@ -146,7 +158,12 @@ class TimedIterator(ABC):
         if counters.left:
             counters.consumer += begin - counters.left
         try:
-            batch = self._take()
+            while True:
+                try:
+                    batch = self._take()
+                    break
+                except StopIteration:
+                    self._next_epoch()
         except BaseException as error:
             counters.leave(begin, working=not isinstance(error, StopIteration))
             raise
@@ -178,6 +195,7 @@ class Epoch(TimedIterator):
         settings: what the loader's epochs have in common.
         where: gives the pool that makes the batches, which may become another one.
         coming: a ledger for each epoch, made when the epoch begins.
+        progress: how far the consumer has come.
         owner: the loader, which must live as long as this.
         endless: whether epochs never cease to come.
     """
@@ -187,6 +205,7 @@ class Epoch(TimedIterator):
         settings: Settings,
         where: Callable[[], Pool],
         coming: Iterator[Ledger],
+        progress: Progress,
         owner: Any,
         *,
         endless: bool = False,
@@ -196,8 +215,8 @@ class Epoch(TimedIterator):
         self._coming = coming
         self._owner = owner
         self._endless = endless
-        self.progress = Progress()
-        self._ledgers = self.progress.ledgers  # the consumer's, those begun ahead of it
+        self.progress = progress
+        self._ledgers = progress.ledgers  # the consumer's, those begun ahead of it
         self._in_order = settings.in_order
         self._chunk = 1  # items a task
         self._pending: deque[Pending] = deque()
@@ -231,9 +250,9 @@ class Epoch(TimedIterator):
     # --- epochs
 
     def begin(self) -> None:
-        if not self._ledgers:
-            self._ledgers.append(next(self._coming))
-        self._ledgers[0].open()
+        ledger = next(self._coming)
+        ledger.open()
+        self._ledgers.append(ledger)
         self.fill()
 
     def _begin_ahead(self) -> bool:
@@ -248,11 +267,6 @@ class Epoch(TimedIterator):
         return True
 
     def _next_epoch(self) -> None:
-        """Let the consumer go on to the next epoch.
-
-        Raises:
-            StopIteration: there is none.
-        """
         self._check_end(endless=self._endless)
         if len(self._ledgers) == 1 and not self._begin_ahead():
             self._ledgers[0].over = True
@@ -267,18 +281,6 @@ class Epoch(TimedIterator):
         return self._ledgers[-1].ended
 
     def _take(self) -> Any:
-        while True:
-            try:
-                return self._take_of_epoch()
-            except StopIteration:
-                self._next_epoch()
-
-    def _take_of_epoch(self) -> Any:
-        """Return the next batch of the epoch that the consumer is in.
-
-        Raises:
-            StopIteration: there is none.
-        """
         counters = self._settings.counters
         while True:
             if self._settings.closed:

@@ -146,7 +146,7 @@ class ShardEpoch(Epoch):
         total: int,
         oldest: Callable[[], int],
     ) -> None:
-        super().__init__(settings, where, coming, owner)
+        super().__init__(settings, where, coming, Progress(), owner)
         self._in_order = True
         self._shard = shard
         self._total = total
@@ -213,9 +213,9 @@ class ShardEpoch(Epoch):
             ledger.lethal = index
         return super()._failed(task, n, reply, failure)
 
-    def _take_of_epoch(self) -> Any:
+    def _take(self) -> Any:
         try:
-            return super()._take_of_epoch()
+            return super()._take()
         except StopIteration:
             ledger = self._ledgers[0]
             if ledger.failed_reading:
@@ -256,6 +256,7 @@ class StreamEpoch(TimedIterator):
         settings: what the loader's epochs have in common.
         where: gives the pool of the worker that reads a shard, by its number.
         coming: a ledger for each epoch, made when the epoch begins.
+        progress: how far the consumer has come.
         owner: the loader, which must live as long as this.
         total: number of shards.
         oldest: gives the oldest pass over the stream that somebody still makes.
@@ -267,6 +268,7 @@ class StreamEpoch(TimedIterator):
         settings: Settings,
         where: Callable[[int], Pool],
         coming: Iterator[StreamLedger],
+        progress: Progress,
         owner: Any,
         total: int,
         oldest: Callable[[], int],
@@ -276,8 +278,8 @@ class StreamEpoch(TimedIterator):
         self._settings = settings
         self._owner = owner
         self._endless = endless
-        self.progress = Progress()
-        self._ledgers: deque[StreamLedger] = self.progress.ledgers  # type: ignore[assignment]
+        self.progress = progress
+        self._ledgers: deque[StreamLedger] = progress.ledgers  # type: ignore[assignment]
         # A shard may begin with an epoch before the others, which then find the same ledgers.
         self._coming, *each = itertools.tee(coming, total + 1)
         self._shards = []
@@ -311,22 +313,21 @@ class StreamEpoch(TimedIterator):
         self._round = self._shards[turn:] + self._shards[:turn]
 
     def _take(self) -> Any:
-        while True:
-            while self._round:
-                index = 0 if self._settings.in_order else self._first_ready()
-                shard = self._round[index]
-                try:
-                    batch = shard._take_of_epoch()
-                except StopIteration:
-                    del self._round[index]
-                except Exception:
-                    self._pass_on(index)
-                    raise
-                else:
-                    self._pass_on(index)
-                    self._ledgers[0].fruitful = True
-                    return batch
-            self._next_epoch()
+        while self._round:
+            index = 0 if self._settings.in_order else self._first_ready()
+            shard = self._round[index]
+            try:
+                batch = shard._take()
+            except StopIteration:
+                del self._round[index]
+            except Exception:
+                self._pass_on(index)
+                raise
+            else:
+                self._pass_on(index)
+                self._ledgers[0].fruitful = True
+                return batch
+        raise StopIteration
 
     def _pass_on(self, index: int) -> None:
         """Give the next shard its turn."""
@@ -334,11 +335,6 @@ class StreamEpoch(TimedIterator):
         self._ledgers[0].turn = self._round[0]._shard
 
     def _next_epoch(self) -> None:
-        """Let the consumer go on to the next epoch.
-
-        Raises:
-            StopIteration: there is none.
-        """
         self._check_end(endless=self._endless)
         self._ledgers[0].over = True
         self._ledgers.append(next(self._coming))
