@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,16 +72,15 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes):
         return samples
     if isinstance(first, Mapping):
-        return mapping_like(first, {key: collate([s[key] for s in samples]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(collate, zip(*samples, strict=False)))
+        return rebuild(first, {key: collate([s[key] for s in samples]) for key in first})
     if isinstance(first, Sequence):
-        if any(len(sample) != len(first) for sample in samples):
+        named = isinstance(first, tuple) and hasattr(first, "_fields")
+        if not named and any(len(sample) != len(first) for sample in samples):
             raise RuntimeError(
                 "each element in list of batch should be of equal size, but the first has "
                 f"{len(first)}; bring them to one size, or give a collate_fn of your own"
             )
-        return sequence_like(first, [collate(column) for column in zip(*samples, strict=True)])
+        return rebuild(first, [collate(column) for column in zip(*samples, strict=False)])
     raise _refuse(type(first))
 
 
@@ -96,39 +95,43 @@ def convert(sample: Any) -> Any:
         if isinstance(sample, np.str_) or (kind is np.ndarray and sample.dtype.char in _TEXT):
             return sample
         return Leaf(_native(np.asarray(sample)))
-    if isinstance(sample, Mapping):
-        return mapping_like(sample, {key: convert(sample[key]) for key in sample})
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return kind(*map(convert, sample))
-    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        return sequence_like(sample, list(map(convert, sample)))
-    return sample
+    return map_children(convert, sample)
 
 
-def mapping_like(like: Any, values: dict[Any, Any]) -> Any:
-    """A mapping of the same type, with what else it may hold; a dict where that cannot be made."""
-    if type(like) is dict:
+def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a container like ``value`` with the results of ``function`` for its children.
+
+    Whatever is no mapping and no sequence, and strings and bytes, are returned as they are.
+    """
+    if isinstance(value, Mapping):
+        return rebuild(value, {key: function(value[key]) for key in value})
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return rebuild(value, list(map(function, value)))
+    return value
+
+
+def rebuild(like: Any, values: Any) -> Any:
+    """Return a container like another that holds other values, as torch's collating does.
+
+    Args:
+        like: a mapping or a sequence. What else it may hold, such as attributes, is kept.
+        values: a dict for a mapping, a list for a sequence. It is itself the result if ``like``
+            is a tuple without names, or of a type that cannot be made of these values.
+    """
+    kind = type(like)
+    if isinstance(like, tuple):
+        return kind(*values) if hasattr(like, "_fields") else values
+    if kind in (dict, list):
         return values
     try:
-        if not isinstance(like, MutableMapping):
-            return type(like)(values)
+        if not isinstance(like, MutableMapping | MutableSequence):
+            return kind(values)
         made = copy.copy(like)
-        made.update(values)
-        return made
-    except TypeError:
-        return values
-
-
-def sequence_like(like: Any, values: list[Any]) -> Any:
-    """A sequence of the same type, but tuples become lists, and so does what cannot be made."""
-    if isinstance(like, tuple) or type(like) is list:
-        return values
-    try:
-        if not isinstance(like, MutableSequence):
-            return type(like)(values)
-        made = copy.copy(like)
-        for index, value in enumerate(values):
-            made[index] = value
+        if isinstance(made, MutableMapping):
+            made.update(values)
+        else:
+            for index, value in enumerate(values):
+                made[index] = value
         return made
     except TypeError:
         return values

@@ -11,41 +11,34 @@ from typing import Any, NamedTuple
 import torch
 
 from minloader._prefetch import Prefetch, prefetch
-from minloader._sampling.torch_collate import mapping_like, sequence_like
+from minloader._sampling.torch_collate import map_children
 
 
 def _pin(batch: Any) -> Any:
-    return _walk(batch, lambda tensor: tensor.pin_memory(), "pin_memory", lambda x: x.pin_memory())
+    return _replace(batch, "pin_memory", lambda value: value.pin_memory())
 
 
-def _walk(
-    batch: Any,
-    of_tensor: Callable[[torch.Tensor], Any],
-    method: str,
-    of_object: Callable[[Any], Any],
-) -> Any:
-    """A batch of the same structure, its tensors, and objects with the method, replaced."""
+def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
+    """Return a batch of the same structure, with other tensors in it.
+
+    Args:
+        batch: not changed; walked through mappings, sequences and dataclasses.
+        method: name of a method that all tensors have: "to". Any other object that has it is
+            replaced as well.
+        function: returns what is to be there in place of a tensor or of such an object.
+    """
 
     def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return of_tensor(value)
         if hasattr(value, method) and not isinstance(value, type):
-            return of_object(value)
-        if isinstance(value, str | bytes):
-            return value
-        if isinstance(value, Mapping):
-            return mapping_like(value, {k: walk(v) for k, v in value.items()})
-        if isinstance(value, tuple):
-            values = map(walk, value)
-            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-        if isinstance(value, Sequence):
-            return sequence_like(value, list(map(walk, value)))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return function(value)
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return type(value)(map(walk, value))  # where collating would make a list
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
             made = copy.copy(value)
             for field in dataclasses.fields(value):
                 object.__setattr__(made, field.name, walk(getattr(value, field.name)))
             return made
-        return value
+        return map_children(walk, value)
 
     return walk(batch)
 
@@ -126,7 +119,7 @@ class _Moved(NamedTuple):
 
 
 def _move(device: torch.device, batch: Any) -> _Moved:
-    return _Moved(_walk(batch, lambda tensor: tensor.to(device), "to", lambda x: x.to(device)))
+    return _Moved(_replace(batch, "to", lambda value: value.to(device)))
 
 
 class _CudaMover:
@@ -140,18 +133,17 @@ class _CudaMover:
     def __call__(self, batch: Any) -> _Moved:
         tensors: list[torch.Tensor] = []
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-            moved = tensor.to(self._device, non_blocking=True)
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                # Its memory cannot be recorded: let it belong to the consumer's stream.
+                with torch.cuda.stream(self._consumers):
+                    return value.to(self._device)
+            if value.device.type == "cpu" and not value.is_pinned():
+                value = value.pin_memory()
+            moved = value.to(self._device, non_blocking=True)
             tensors.append(moved)
             return moved
 
-        def move_object(value: Any) -> Any:
-            # What memory it has cannot be recorded: let it be the consumer's stream's own.
-            with torch.cuda.stream(self._consumers):
-                return value.to(self._device)
-
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = _walk(batch, move, "to", move_object)
+            batch = _replace(batch, "to", move)
             return _Moved(batch, self._stream.record_event(), tensors)
