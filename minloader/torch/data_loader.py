@@ -392,7 +392,7 @@ class DataLoader(Generic[T]):
             self.dataset,
             self.worker_init_fn if workers else None,
             read_once=workers > 0 and not self.persistent_workers,
-            apart=workers > 0,
+            in_workers=workers > 0,
         )
         if self.batch_size is None:
             options["transform"] = collate_fn
