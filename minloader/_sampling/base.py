@@ -44,12 +44,17 @@ class Repeatable:
         # One that has epochs begins anew with each, though it is its own iterator (lhotse's).
         if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
             if self._used_up:
-                raise RuntimeError(
-                    f"{self._name} is an iterator, {shown(iterator)}, which serves one epoch and "
-                    "has served it; pass a list, or an object whose __iter__ begins anew"
-                )
+                raise used_up(self._name, iterator)
             self._used_up = True
         return iterator
+
+
+def used_up(name: str, iterator: Any) -> RuntimeError:
+    """Return the error of an argument that cannot serve a second epoch."""
+    return RuntimeError(
+        f"{name} is an iterator, {shown(iterator)}, which serves one epoch and has served it; pass "
+        "a list, or an object whose __iter__ begins anew"
+    )
 
 
 @dataclass

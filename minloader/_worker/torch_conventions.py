@@ -83,7 +83,7 @@ class WorkerInit:
             self.function(info.id)
 
 
-class _StatePassed:
+class PassesState:
     """Pass ``state_dict`` and ``load_state_dict`` on to another object, if that has them."""
 
     _stateful: Any
@@ -94,7 +94,7 @@ class _StatePassed:
         raise AttributeError(name)
 
 
-class Stream(_StatePassed):
+class Stream(PassesState):
     """An ``IterableDataset`` that is read as torch reads it: one shard in each worker.
 
     Args:
@@ -128,7 +128,7 @@ class Stream(_StatePassed):
         return StreamReader(iter(self.dataset), info, self.dataset)
 
 
-class StreamReader(_StatePassed):
+class StreamReader(PassesState):
     """Iterator over one shard. The same worker may read other shards between two samples."""
 
     def __init__(self, iterator: Iterator[Any], info: WorkerInfo | None, dataset: Any) -> None:
