@@ -53,6 +53,11 @@ _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 """Attributes that cannot be set once a loader is made, as in torch."""
 
 
+_BATCH_SAMPLER_ALONE = (
+    "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and drop_last, or "
+    "drop batch_sampler"
+)
+
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 """Torch's samplers that have a generator. They are finite, and keep their order in a list."""
@@ -154,7 +159,7 @@ class DataLoader(Generic[T]):
         self._order = Order(self.sampler if self.batch_sampler is None else self.batch_sampler)
         self._loader: Loader | None = None
         self._settings: list[Any] = []  # what the loader was made with
-        self._fingerprint: tuple[bytes, list[Any]] | None = None
+        self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
         self._seed: int | None = None
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
@@ -196,29 +201,19 @@ class DataLoader(Generic[T]):
 
     def _check_combinations(self) -> None:
         sampled, batched = self.sampler is not None, self.batch_sampler is not None
-        single = self.batch_size is None
+        other = self.batch_size != 1 or self.shuffle or sampled or self.drop_last
+        incomplete = self.drop_last and self.batch_size is None
         rules = [
             (self.timeout < 0, f"timeout must be 0 (no limit) or more seconds, got {self.timeout}"),
             (sampled and self.shuffle, "sampler decides the order: drop shuffle, or drop sampler"),
-            (
-                batched and (self.batch_size != 1 or self.shuffle or sampled or self.drop_last),
-                "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and "
-                "drop_last, or drop batch_sampler",
-            ),
-            (
-                single and self.drop_last,
-                "drop_last is for batches: give a batch_size, or drop drop_last",
-            ),
+            (batched and other, _BATCH_SAMPLER_ALONE),
+            (incomplete, "drop_last is for batches: give a batch_size, or drop drop_last"),
         ]
         if not self.num_workers:
-            why = "for workers, but num_workers is 0; drop it"
-            rules += [
-                (
-                    self.prefetch_factor is not None,
-                    f"prefetch_factor={self.prefetch_factor} is {why}",
-                ),
-                (self.persistent_workers, f"persistent_workers is {why}"),
-            ]
+            why = "{0}={1} is for workers, but num_workers is 0; drop {0}"
+            factor, persistent = self.prefetch_factor, self.persistent_workers or None
+            given: dict[str, Any] = {"prefetch_factor": factor, "persistent_workers": persistent}
+            rules += [(v is not None, why.format(name, v)) for name, v in given.items()]
         if isinstance(self.dataset, IterableDataset):
             why = "an IterableDataset decides its order itself, but {0} is {1}; drop {0}"
             given = {"shuffle": self.shuffle or None, **self._given}
@@ -265,11 +260,8 @@ class DataLoader(Generic[T]):
             if start is not None:
                 self._restore_generators(start)
             for name, given in self._given.items():
-                if (
-                    self._begun
-                    and hasattr(type(given), "__next__")
-                    and not hasattr(given, "set_epoch")
-                ):
+                once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
+                if self._begun and once:
                     raise used_up(name, given)
             batches = self._iterate(self._begin_order())
         self._resume, self._begun = None, True
@@ -348,18 +340,24 @@ class DataLoader(Generic[T]):
 
     def _ready(self) -> Loader:
         """Return the loader: a new one if an attribute, or what the workers have, has changed."""
-        former, known, now = self._loader, self._fingerprint, None
-        settings = [getattr(self, name) for name in _SETTINGS]
-        if self.num_workers and not self.persistent_workers:
-            now = fingerprint((self.dataset, self.collate_fn, self.worker_init_fn))
-        changed = known is not None and now is not None and known[0] != now[0]
-        if former is None or changed or settings != self._settings:
-            self._loader = self._make()
-            self._settings, self._fingerprint = settings, now
-            if former is not None:
-                self._loader.set_epoch(former.epoch)
-        assert self._loader is not None
+        former, settings = self._loader, [getattr(self, name) for name in _SETTINGS]
+        same = settings == self._settings
+        if former is not None and same and self._take_fingerprint()[0] == self._fingerprint[0]:
+            return former
+        self._loader = self._make()
+        self._settings, self._fingerprint = settings, self._take_fingerprint()
+        if former is not None:
+            self._loader.set_epoch(former.epoch)
         return self._loader
+
+    def _take_fingerprint(self) -> tuple[bytes, list[Any]]:
+        """Identify what the workers have: a digest, and the objects that must live to compare it.
+
+        The digest is empty where a change does not matter.
+        """
+        if self.persistent_workers or not self.num_workers:
+            return b"", []
+        return fingerprint((self.dataset, self.collate_fn, self.worker_init_fn))
 
     def _make(self) -> Loader:
         workers = self.num_workers
