@@ -45,7 +45,6 @@ from torch.utils.data import (  # noqa: E402
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
 from torch_helpers import Eager, Sharded, Span, Tensors  # noqa: E402
 
-from minloader import torch as ours_module  # noqa: E402
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
 
@@ -728,7 +727,7 @@ def test_pinning_without_an_accelerator():
 
 def test_pinning(monkeypatch):
     """Where there is an accelerator; here, of what can pin itself."""
-    monkeypatch.setattr(ours_module, "_can_pin", lambda: True)
+    monkeypatch.setattr("minloader.torch.data_loader._can_pin", lambda: True)
     for num_workers in (0, 1):
         loader = DataLoader(
             Numbers(8), 2, True, num_workers=num_workers, pin_memory=True, collate_fn=zoo.pinnable
