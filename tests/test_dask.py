@@ -21,7 +21,6 @@ from minloader import Loader, WorkerDied, get_worker_info
 from minloader._memory.job_file import JobAddress
 from minloader._pools import foreign, job_server
 from minloader._worker.messages import Task
-from minloader._worker.seeds import seeds
 
 dask = require("dask")
 distributed = require("distributed")
@@ -438,7 +437,7 @@ def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
 
     expected = inline(Mine(), range(20))
     # The generators of this process are the program's: Dask itself draws from them.
-    monkeypatch.setattr(type(seeds), "seed", None)
+    monkeypatch.setattr("minloader._worker.seeds._seed_module", None)
     with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
         loader = make(Mine(), range(20))
         assert list(loader) == expected

@@ -219,9 +219,10 @@ def _dispatch_table() -> dict[type, Any]:
     return _known[1]
 
 
-_PLAIN = frozenset("?bBhHiIlLqQefdFD")
+PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
 
-"""Types of numbers, as numpy's one-letter codes, that their name is enough to describe."""
+"""Types of numbers, as numpy's one-letter codes, which are enough to describe them. Torch has
+tensors of just these."""
 
 
 def _reduce_array(array: Any) -> Any:
@@ -231,7 +232,7 @@ def _reduce_array(array: Any) -> Any:
     writes of a type takes longer than small arrays do.
     """
     dtype, flags = array.dtype, array.flags
-    plain = dtype.char in _PLAIN and dtype.isnative
+    plain = dtype.char in PLAIN_DTYPES and dtype.isnative
     if plain and array.nbytes < LARGE:
         return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
     if dtype.hasobject or (flags.forc and flags.writeable and type(array).__name__ == "ndarray"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minloader._checks import shown
-from minloader._memory.pickling import _tensor
+from minloader._memory.pickling import PLAIN_DTYPES, _tensor
 from minloader._memory.slot_writer import empty
 
 
@@ -30,11 +30,6 @@ class Leaf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _tensor, (self.array, self.dtype)
-
-
-_TYPES = frozenset("?bBhHiIlLqQefdFD")
-
-"""Types of numbers that torch has, as numpy's one-letter codes."""
 
 
 _TEXT = frozenset("SaUO")
@@ -136,7 +131,7 @@ def sequence_like(like: Any, values: list[Any]) -> Any:
 
 def _native(array: Any) -> Any:
     """The array in this machine's byte order, if torch has its type."""
-    if array.dtype.char not in _TYPES:
+    if array.dtype.char not in PLAIN_DTYPES:
         raise TypeError(
             f"there are no tensors of numpy's {array.dtype}; convert it in the dataset, to one of "
             "bool, int8 to int64, uint8 to uint64, float16 to float64, complex64 or complex128"

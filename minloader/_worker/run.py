@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from minloader._memory.pickling import pack, pack_batch, pack_out_of_band, size_
 from minloader._memory.slot_writer import SlotWriter, use
 from minloader._worker.heartbeat import Mark
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, Timings, WorkerInfo
-from minloader._worker.seeds import batch_seed, borrow_globals, seeds
+from minloader._worker.seeds import batch_seed, borrow_globals, seed_globals
 from minloader._worker.stream_reader import Cursor, Cursors
 
 logger = logging.getLogger("minloader")
@@ -76,8 +75,6 @@ class Worker:
         self._borrow = borrow
         self._mark = mark
         self._broken: Failure | None = None
-        if remote and seeds not in sys.meta_path:
-            sys.meta_path.insert(0, seeds)
         if job.worker_init_fn is not None:
             self._init(job.worker_init_fn)
 
@@ -99,10 +96,10 @@ class Worker:
         """
         before = getattr(_thread, "info", None)
         _thread.info = self.info
-        give_back = borrow_globals() if self._borrow else None
+        give_back = borrow_globals(seed) if self._borrow else None
         try:
-            if self._borrow or self._remote:
-                seeds.seed(seed)
+            if self._remote:
+                seed_globals(seed)
             return function(argument)
         finally:
             _thread.info = before

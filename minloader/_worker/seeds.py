@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import _random
 import hashlib
-import importlib.machinery
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from minloader._worker.import_hook import forget, when_imported
 
 
 def batch_seed(seed: int, epoch: int, ordinal: int) -> int:
@@ -43,59 +45,47 @@ def _seed_module(name: str, value: int) -> None:
 
 _SEEDED_MODULES = ("random", "numpy.random", "torch")
 
+_value: int | None = None  # of the present batch
 
-class _Seeds:
-    """Seeds the global generators for each batch.
 
-    It also sits in the import path of a worker process, because a batch may be the first to
-    import numpy.random or torch (numpy imports the former when it is first used): without
-    being seeded on arrival, the first batch of each worker would differ.
+def seed_globals(value: int) -> None:
+    """Seed the global generators of this process, for one batch.
+
+    A batch may be the first to import numpy.random or torch (numpy imports the former when it is
+    first used). They are seeded on arrival then: otherwise the first batch of each worker would
+    differ.
     """
-
-    def __init__(self) -> None:
-        self._value: int | None = None
-
-    def seed(self, value: int) -> None:
-        self._value = value
+    global _value
+    if _value is None:
         for name in _SEEDED_MODULES:
-            if name in sys.modules:
-                _seed_module(name, value)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _SEEDED_MODULES or self._value is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        loader, value = spec.loader, self._value
-        execute = loader.exec_module
-
-        def exec_and_seed(module: Any) -> None:
-            execute(module)
-            _seed_module(fullname, value)
-
-        loader.exec_module = exec_and_seed  # type: ignore[method-assign]
-        return spec
+            when_imported(name, _seed_arrival)
+    _value = value
+    for name in _SEEDED_MODULES:
+        if name in sys.modules:
+            _seed_module(name, value)
 
 
-seeds = _Seeds()
+def _seed_arrival(module: ModuleType) -> None:
+    if _value is not None:
+        _seed_module(module.__name__, _value)
 
-"""The one of this process."""
 
+def borrow_globals(value: int) -> Callable[[], None]:
+    """Seed the global generators of the caller's own process; return what gives them back."""
+    global _value
+    import numpy.random  # the one generator that every batch may use without importing it
 
-def borrow_globals() -> Callable[[], None]:
-    """Takes the global generators of the caller's own process; the result gives them back."""
-    import numpy.random  # the one generator every batch may use without importing it
-
-    torch = sys.modules.get("torch")
+    former, torch = _value, sys.modules.get("torch")
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     torch_state = torch and torch.default_generator.get_state()
-    sys.meta_path.insert(0, seeds)
+    seed_globals(value)
 
     def give_back() -> None:
-        sys.meta_path.remove(seeds)
+        global _value
+        _value = former  # of a batch that reads a loader of its own
+        if former is None:
+            for name in _SEEDED_MODULES:
+                forget(name, _seed_arrival)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:
