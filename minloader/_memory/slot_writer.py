@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 from typing import Any, SupportsIndex
 
-from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress
+from minloader._memory.files import (
+    ALIGN,
+    LARGE,
+    SharedMapping,
+    SlotAddress,
+    is_shared_file,
+    open_shared,
+)
 
 GRAIN = 256 * 1024
 
@@ -79,7 +86,7 @@ class SlotWriter:
         if self._mapping is not None and size <= self._mapping.size:
             return True
         try:
-            fd = _open(self._address)
+            fd = open_shared(*self._address[:2], os.O_RDWR)
         except OSError:  # the loader is closed, or is on another machine
             self._limit = 0
             return False
@@ -151,7 +158,7 @@ class SlotWriter:
         return self.put(data) or bytearray(data)
 
 
-_mappings: dict[tuple[Any, ...], SharedMapping] = {}
+_mappings: dict[tuple[str, int], SharedMapping] = {}
 
 """Slots of this worker that are mapped, by path and inode."""
 
@@ -165,21 +172,9 @@ def _forget_closed(closed: int) -> None:
     if closed == _closed:
         return
     _closed = closed
-    for path, inode in list(_mappings):
-        try:
-            gone = os.stat(path).st_ino != inode
-        except OSError:
-            gone = True
-        if gone:
-            del _mappings[path, inode]
-
-
-def _open(address: SlotAddress) -> int:
-    fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(fd).st_ino != address.inode:
-        os.close(fd)
-        raise FileNotFoundError(f"{address.path} now holds something else")
-    return fd
+    for place in list(_mappings):
+        if not is_shared_file(*place):
+            del _mappings[place]
 
 
 def _reserve(fd: int, start: int, stop: int) -> None:

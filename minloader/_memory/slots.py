@@ -16,41 +16,35 @@ again, and what the batch needs of it is copied to where nobody else writes.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minloader._memory.files import SharedMapping, SlotAddress, libc, make_folder, open_anonymous
+from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
 from minloader._memory.limits import free_memory, most_files
 from minloader._memory.slot_writer import share_current, use
 
-if TYPE_CHECKING:
-    pass
 
+class Slot(SharedFile):
+    """One slot, in the parent. Its owner is :class:`Slots`.
 
-class Slot:
-    """One slot, in the parent. Its owner is :class:`Slots`."""
+    Attributes:
+        size: bytes that the file has, as far as the parent knows.
+        limit: bytes that it may have grown to when the reply comes.
+        mapping: of the file in the parent; None if it was never mapped at this size.
+    """
 
-    def __init__(self, folder: str | None) -> None:
-        self.fd, self.name = open_anonymous(folder)
-        self.inode = os.fstat(self.fd).st_ino
-        self.size = 0
-        self.limit = 0
-        self.mapping: SharedMapping | None = None
+    size = 0
+    limit = 0
+    mapping: SharedMapping | None = None
 
     def retire(self) -> None:
-        """Gives up the file, which can no longer be lent. Views of it stay."""
-        fd, self.fd = self.fd, -1  # first: the last view may be collected anywhere below
+        """Close the file: it is never lent again. Views of its memory stay."""
+        self.close()
         self.mapping = None
-        if fd >= 0:
-            os.close(fd)
-            if self.name is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.name)
 
 
 class Slots:
@@ -112,8 +106,7 @@ class Slots:
         """Where a worker finds a slot that was lent to it."""
         if slot is None:
             return SlotAddress("", 0, 0, 0, self._closed)
-        path = slot.name or f"/proc/{self._pid}/fd/{slot.fd}"
-        return SlotAddress(path, slot.inode, slot.size, slot.limit, self._closed)
+        return SlotAddress(slot.path, slot.inode, slot.size, slot.limit, self._closed)
 
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
         """Takes note of the size that the worker made the slot, and of the size it needed."""
@@ -203,7 +196,6 @@ class Slots:
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self._ended = True
         for slot in list(self._all):
-            slot.name = None
             slot.retire()
 
 
