@@ -1,12 +1,15 @@
-"""What crosses between parent and workers as a message: items down, batches and errors back.
+"""How messages become bytes: items on their way down to a worker, batches and errors back up.
 
-*Items and errors* become bytes by plain pickle where that works and cloudpickle where it does not.
-Classes and functions of ``__main__`` travel down by value, because workers never import the
-parent's main module, and back by name, because the parent has the originals: so
-``isinstance`` holds in both places and the parent's classes are never rebuilt.
+*Items and errors* are pickled by plain pickle where that works and by cloudpickle where it does
+not. Classes and functions of ``__main__`` travel down by value, because workers never import the
+parent's main module, and up by name, because the parent has the originals. So ``isinstance``
+holds in both places, and the parent's classes are never made a second time.
 
-*Batches* are pickled in the same way, but for their large buffers, which are put into the slot
-of the task (``slots.py``), and which the parent's arrays are then views of.
+*Batches* are pickled in the same way, but for their large buffers:
+
+    batch ── BatchPacker.pack ──> PackedBatch(stream, buffers)
+                                                    └─ (start, stop) in the slot, or the data
+    PackedBatch, memory of the slot ── unpack_batch ──> batch, its arrays views of that memory
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from minloader._memory.files import LARGE
-from minloader._memory.slot_writer import SlotWriter, empty
+from minloader._memory.files import LARGE, SlotAddress
+from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
 unpack = pickle.loads
 
@@ -107,34 +110,11 @@ class PackedBatch(NamedTuple):
     buffers: list[Any]
 
 
-def pack_batch(batch: Any, writer: SlotWriter | _OutOfBand) -> bytes | PackedBatch:
-    """Serializes a batch, into its slot as far as there is room; bytes if all of it is small.
+class OutOfBand(NoSlot):
+    """Keeps large buffers beside the stream, as arrays of bytes.
 
-    Raises:
-        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    For an executor that sends arrays without copying them, as Dask's does.
     """
-    try:
-        return _pack_batch(_plain_pickler, batch, writer)
-    except Exception as plain_error:
-        table = ChainMap(_dispatch_table(), cloudpickle.Pickler.dispatch_table)
-        try:
-            return _pack_batch(partial(Pickler, down=False, dispatch_table=table), batch, writer)
-        except Exception as error:
-            raise error from plain_error
-
-
-def pack_out_of_band(batch: Any) -> bytes | PackedBatch:
-    """Serializes a batch with its large buffers beside it, as arrays of bytes: an executor that
-    sends arrays without copying them, as Dask's does, can do so.
-
-    Raises:
-        Exception: whatever pickling raised, when cloudpickle cannot do it either.
-    """
-    return pack_batch(batch, _OutOfBand())
-
-
-class _OutOfBand:
-    """In place of a slot."""
 
     def put(self, data: memoryview) -> Any:
         import numpy as np
@@ -142,31 +122,108 @@ class _OutOfBand:
         return np.frombuffer(data, np.uint8)
 
 
-def _plain_pickler(file: Any, **options: Any) -> pickle.Pickler:
+class BatchPacker:
+    """Packs the batches of one worker, one at a time.
+
+    Args:
+        without_slot: takes the large buffers of a task that has no slot.
+    """
+
+    def __init__(self, without_slot: NoSlot = NO_SLOT) -> None:
+        self._without_slot = without_slot
+        self._writer = without_slot  # of the batch that is being pickled
+        self._reducers: dict[type, Any] = {}
+        self._basis: Any = None  # what the reducers were made from
+
+    def open(self, address: SlotAddress | None) -> NoSlot:
+        """Return what takes the large buffers of a task, and its arrays made by ``empty``."""
+        if address is None:
+            return self._without_slot
+        writer = SlotWriter(address)
+        use(writer)
+        return writer
+
+    def pack(self, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
+        """Serialize a batch; return bytes if all of it is in the stream.
+
+        Raises:
+            Exception: whatever pickling raised, when cloudpickle cannot do it either.
+        """
+        if writer is NO_SLOT:
+            return pack(batch, down=False)
+        reducers = self._current_reducers()
+        self._writer = writer
+        try:
+            return _pack_batch(_plain_pickler, reducers, batch, writer)
+        except Exception as plain_error:
+            table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
+            try:
+                return _pack_batch(partial(Pickler, down=False), table, batch, writer)
+            except Exception as error:
+                raise error from plain_error
+        finally:
+            self._writer = self._without_slot  # which the worker is to let go of
+
+    def _current_reducers(self) -> dict[type, Any]:
+        """Return how objects are reduced: as registered, but arrays as is best for slots.
+
+        Made anew when somebody registers more, or imports more. A plain dict is what the pickler
+        looks up fastest.
+        """
+        numpy: Any = sys.modules.get("numpy")
+        torch: Any = sys.modules.get("torch")
+        basis: Any = len(copyreg.dispatch_table), numpy, torch
+        if self._basis != basis:
+            table = dict(copyreg.dispatch_table)
+            if hasattr(numpy, "ndarray"):
+                table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
+            if hasattr(torch, "Tensor"):
+                table[torch.Tensor] = _reduce_tensor
+            elif torch is not None:  # it is just being imported
+                basis = None
+            self._basis, self._reducers = basis, table
+        return self._reducers
+
+    def _reduce_array(self, array: Any) -> Any:
+        """Reduce an array such that its data is one writable buffer, for the user to change.
+
+        numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
+        it writes of a type takes longer than small arrays do.
+        """
+        dtype, flags = array.dtype, array.flags
+        if array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative:
+            return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
+        whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
+        if dtype.hasobject or whole:
+            return array.__reduce_ex__(5)
+        block = self._writer.empty(array.shape, dtype)
+        block[...] = array
+        return block.__reduce_ex__(5)
+
+
+def _plain_pickler(file: Any, *, dispatch_table: Any, **options: Any) -> pickle.Pickler:
     pickler = pickle.Pickler(file, **options)
-    pickler.dispatch_table = _dispatch_table()
+    pickler.dispatch_table = dispatch_table
     return pickler
 
 
-def _pack_batch(
-    make_pickler: Any, batch: Any, writer: SlotWriter | _OutOfBand
-) -> bytes | PackedBatch:
+def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
     buffers: list[Any] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
         data = buffer.raw()
-        span = writer.put(data) if data.nbytes >= LARGE else None
-        if span is not None:
-            buffers.append(span)
-        return span is None  # whether it stays in the stream
+        place = writer.put(data) if data.nbytes >= LARGE else None
+        if place is not None:
+            buffers.append(place)
+        return place is None  # whether it stays in the stream
 
     file = io.BytesIO()
-    make_pickler(file, protocol=5, buffer_callback=put).dump(batch)
+    make_pickler(file, protocol=5, buffer_callback=put, dispatch_table=table).dump(batch)
     stream = file.getvalue()
     if len(stream) >= LARGE:  # many strings, say
-        span = writer.put(memoryview(stream))
-        if span is not None:
-            return PackedBatch(b"", [*buffers, span])
+        place = writer.put(memoryview(stream))
+        if place is not None:
+            return PackedBatch(b"", [*buffers, place])
     return PackedBatch(stream, buffers) if buffers else stream
 
 
@@ -194,52 +251,10 @@ def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
     return pickle.loads(stream, buffers=buffers)
 
 
-_known: tuple[Any, dict[type, Any]] = (None, {})
-
-
-def _dispatch_table() -> dict[type, Any]:
-    """How objects are pickled here: as registered, but arrays as is best for slots.
-
-    Made anew when somebody registers more, or imports more. A plain dict is what the pickler
-    looks up fastest.
-    """
-    global _known
-    numpy: Any = sys.modules.get("numpy")
-    torch: Any = sys.modules.get("torch")
-    basis: Any = len(copyreg.dispatch_table), numpy, torch
-    if _known[0] != basis:
-        table = dict(copyreg.dispatch_table)
-        if hasattr(numpy, "ndarray"):
-            table[numpy.ndarray] = table[numpy.memmap] = _reduce_array
-        if hasattr(torch, "Tensor"):
-            table[torch.Tensor] = _reduce_tensor
-        elif torch is not None:  # it is just being imported
-            basis = None
-        _known = basis, table
-    return _known[1]
-
-
 PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
 
 """Types of numbers, as numpy's one-letter codes, which are enough to describe them. Torch has
 tensors of just these."""
-
-
-def _reduce_array(array: Any) -> Any:
-    """An array such that its data is one writable buffer: the user's array is theirs to change.
-
-    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what it
-    writes of a type takes longer than small arrays do.
-    """
-    dtype, flags = array.dtype, array.flags
-    plain = dtype.char in PLAIN_DTYPES and dtype.isnative
-    if plain and array.nbytes < LARGE:
-        return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
-    if dtype.hasobject or (flags.forc and flags.writeable and type(array).__name__ == "ndarray"):
-        return array.__reduce_ex__(5)
-    block = empty(array.shape, dtype)
-    block[...] = array
-    return block.__reduce_ex__(5)
 
 
 def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:

@@ -134,7 +134,7 @@ END: Final = _End()
 
 
 class Task(NamedTuple):
-    """A chunk of batches to make, mostly one. Items are packed when they leave the process.
+    """A chunk of batches to make, mostly one.
 
     Attributes:
         ordinal: place of the first batch in its epoch, or in its shard, from 0.
@@ -143,6 +143,7 @@ class Task(NamedTuple):
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
+        packed: whether the items are packed, since they leave the process.
     """
 
     ordinal: int
@@ -151,6 +152,7 @@ class Task(NamedTuple):
     slot: SlotAddress | None = None
     id: int = 0
     shard: Shard | None = None
+    packed: bool = False
 
 
 class Reply(NamedTuple):

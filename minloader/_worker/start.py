@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing.util
 import os
@@ -10,12 +9,15 @@ import shutil
 import time
 from typing import Any, NamedTuple
 
+from minloader._memory.files import unlink
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
+from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, attend
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker, _thread
+from minloader._worker.seeds import seed_globals
 
 logger = logging.getLogger("minloader")
 
@@ -67,8 +69,7 @@ class WorkerSetup(NamedTuple):
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         if not self.board.startswith("/proc/"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.board)
+            unlink(self.board)
 
 
 TOKEN = "MINLOADER_TOKEN"
@@ -93,7 +94,10 @@ def start(setup: WorkerSetup, index: int) -> None:
         job = setup.address.load(forever=True)
         mark = attend(setup.board, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
-        _process_worker = Worker(job, info, remote=True, mark=mark, reload=setup.load_dataset)
+        packer, reload = BatchPacker(), setup.load_dataset
+        _process_worker = Worker(
+            job, info, packer=packer, seed=seed_globals, beat=mark, reload=reload
+        )
         mark(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:
