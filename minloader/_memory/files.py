@@ -72,7 +72,7 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
-def is_shared_file(path: str, inode: int) -> bool:
+def is_there(path: str, inode: int) -> bool:
     """Whether a path still leads to the shared file that it was given for.
 
     A number of a descriptor is used again for anything: another file, a pipe, a device.
@@ -90,7 +90,7 @@ def open_shared(path: str, inode: int, flags: int) -> int:
     Raises:
         OSError: it is closed, or belongs to another machine.
     """
-    if is_shared_file(path, inode):  # else not to be opened: a pipe would block us
+    if is_there(path, inode):  # else not to be opened: a pipe would block us
         fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
         if os.fstat(fd).st_ino == inode:
             return fd

@@ -25,7 +25,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from minloader._memory.files import ALIGN, LARGE, SharedFile, is_shared_file, open_shared, unlink
+from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
 from minloader._memory.pickling import Pickler, is_plain_tensor
 
 
@@ -211,7 +211,7 @@ class JobAddress:
 
     def exists(self) -> bool:
         """Whether the job file is still there."""
-        return is_shared_file(self.path, self.inode)
+        return is_there(self.path, self.inode)
 
     def load(self, *, forever: bool) -> Any:
         """Map the job file and unpickle the object.

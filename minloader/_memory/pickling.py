@@ -1,7 +1,7 @@
 """How messages become bytes: items on their way down to a worker, batches and errors back up.
 
 *Items and errors* are pickled by plain pickle where that works and by cloudpickle where it does
-not. Classes and functions of ``__main__`` travel down by value, because workers never import the
+not. Classes and functions of ``__main__`` are sent down by value, because workers never import the
 parent's main module, and up by name, because the parent has the originals. So ``isinstance``
 holds in both places, and the parent's classes are never made a second time.
 
@@ -21,7 +21,6 @@ import pickle
 import sys
 import types
 from collections import ChainMap
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
 unpack = pickle.loads
 
-"""Undoes :func:`pack`; what cloudpickle wrote needs plain pickle only to be read."""
+"""Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
 
 def _is_main_global(obj: Any) -> bool:
@@ -46,20 +45,16 @@ def _is_main_global(obj: Any) -> bool:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Cloudpickle that knows in which of the two directions it writes."""
+    """A cloudpickle pickler that knows in which of the two directions it writes.
 
-    def __init__(
-        self,
-        file: Any,
-        protocol: int = 5,
-        *,
-        down: bool,
-        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
-        dispatch_table: Any = None,
-    ) -> None:
-        if dispatch_table is not None:  # now: it is read once, below
-            self.dispatch_table = dispatch_table
-        super().__init__(file, protocol, buffer_callback=buffer_callback)
+    Attributes:
+        main_globals: classes and functions of ``__main__`` that were sent down, by their names.
+    """
+
+    def __init__(self, file: Any, *, down: bool, table: Any = None, **options: Any) -> None:
+        if table is not None:
+            self.dispatch_table = table  # now: it is read once, in the next line
+        super().__init__(file, 5, **options)
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
@@ -72,7 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def pack(obj: Any, *, down: bool) -> bytes:
-    """Serializes a message.
+    """Serialize a message.
 
     Args:
         obj: the message.
@@ -102,7 +97,7 @@ class PackedBatch(NamedTuple):
     """A packed batch.
 
     Attributes:
-        stream: its pickle; empty if that is the last buffer.
+        stream: the pickle of the batch; empty if that is the last buffer.
         buffers: of its large arrays: start and stop in the slot, or the data itself.
     """
 
@@ -201,9 +196,9 @@ class BatchPacker:
         return block.__reduce_ex__(5)
 
 
-def _plain_pickler(file: Any, *, dispatch_table: Any, **options: Any) -> pickle.Pickler:
-    pickler = pickle.Pickler(file, **options)
-    pickler.dispatch_table = dispatch_table
+def _plain_pickler(file: Any, *, table: Any, **options: Any) -> pickle.Pickler:
+    pickler = pickle.Pickler(file, 5, **options)
+    pickler.dispatch_table = table
     return pickler
 
 
@@ -218,7 +213,7 @@ def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> by
         return place is None  # whether it stays in the stream
 
     file = io.BytesIO()
-    make_pickler(file, protocol=5, buffer_callback=put, dispatch_table=table).dump(batch)
+    make_pickler(file, buffer_callback=put, table=table).dump(batch)
     stream = file.getvalue()
     if len(stream) >= LARGE:  # many strings, say
         place = writer.put(memoryview(stream))
@@ -228,7 +223,7 @@ def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> by
 
 
 def size_in_band(outcome: Any) -> int:
-    """Bytes of a packed batch that are not in its slot; 0 of anything else."""
+    """Return how many bytes of a packed batch are not in its slot; 0 of anything else."""
     if isinstance(outcome, bytes):
         return len(outcome)
     if not isinstance(outcome, PackedBatch):
@@ -239,11 +234,11 @@ def size_in_band(outcome: Any) -> int:
 
 
 def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
-    """Undoes :func:`pack_batch`, without copying what lies in the slot.
+    """Undo :meth:`BatchPacker.pack`, without copying what lies in the slot.
 
     Args:
         packed: the packed batch.
-        memory: of its slot, leased; None if it had none.
+        memory: the leased memory of its slot; None if it had none.
     """
     view = memoryview(b"" if memory is None else memory).cast("B")
     buffers = [view[slice(*data)] if type(data) is tuple else data for data in packed.buffers]
@@ -278,7 +273,7 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """A tensor as an array. Torch's own way would write it into the stream as a file."""
+    """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
     torch = sys.modules["torch"]
     if not is_plain_tensor(tensor):
         return tensor.__reduce_ex__(5)
@@ -308,7 +303,7 @@ def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
 
 
 class _Bare:
-    """Pickles to an exception that is rebuilt without calling its ``__init__``."""
+    """A form of an exception that is rebuilt without calling its ``__init__``."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -326,7 +321,7 @@ class _Bare:
 
 
 def pack_error(error: BaseException) -> bytes | None:
-    """Serializes an exception such that it can be loaded again, or returns None.
+    """Serialize an exception such that it can be loaded again, or return None.
 
     An exception whose ``__init__`` needs other arguments than it passed on fails to unpickle
     (cpython #120810); such a one is rebuilt without ``__init__``. Attributes that cannot be
@@ -336,7 +331,7 @@ def pack_error(error: BaseException) -> bytes | None:
 
 
 def _pack_as(form: Any, cls: type) -> bytes | None:
-    """The packed form, if what it unpacks to is of the class."""
+    """Return the packed form, if what it unpacks to is of the class."""
     try:
         payload = pack(form, down=False)
         return payload if type(unpack(payload)) is cls else None

@@ -20,14 +20,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from minloader._memory.files import (
-    ALIGN,
-    LARGE,
-    SharedMapping,
-    SlotAddress,
-    is_shared_file,
-    open_shared,
-)
+from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -220,7 +213,7 @@ def _forget_closed(closed: int) -> None:
     if closed != _closed:
         _closed = closed
         for place in list(_mappings):
-            if not is_shared_file(*place):
+            if not is_there(*place):
                 del _mappings[place]
 
 

@@ -148,7 +148,7 @@ class Slots:
                 memory = slot.mapping.lease()
             except OSError:  # no address space: a private copy is dear, but always works
                 memory = _copy(slot)
-                self._discard(slot)
+                self.discard(slot)
                 return memory
             self._leased.add(slot)
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
@@ -166,19 +166,16 @@ class Slots:
         """Take back a settled slot whose memory nothing uses."""
         with self._lock:
             if retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight:
-                self._discard(slot)
+                self.discard(slot)
             else:
                 self._free.append(slot)
 
     def discard(self, slot: Slot) -> None:
-        """End a slot that was lent and does not come back."""
+        """End a slot: one that does not come back, or whose memory is not to be used again."""
         with self._lock:
-            self._discard(slot)
-
-    def _discard(self, slot: Slot) -> None:
-        self._retire(slot)
-        self._all.discard(slot)
-        self._committed -= slot.limit
+            self._retire(slot)
+            self._all.discard(slot)
+            self._committed -= slot.limit
 
     def _retire(self, slot: Slot) -> None:
         if slot.fd >= 0:
@@ -198,7 +195,7 @@ class Slots:
         with self._lock:
             self._ended = True
             while self._free:
-                self._discard(self._free.pop())
+                self.discard(self._free.pop())
             for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
             if self.folder is not None and os.getpid() == self._pid:
@@ -214,9 +211,8 @@ class Slots:
 
 def _copy(slot: Slot) -> Any:
     memory = (ctypes.c_char * slot.size)()
-    view, done = memoryview(memory).cast("B"), 0
-    while done < slot.size:  # 2 GB at most in one call
-        done += os.preadv(slot.fd, [view[done:]], done)
+    with open(slot.fd, "rb", closefd=False) as file:
+        file.readinto(memory)
     return memory
 
 

@@ -1,4 +1,4 @@
-"""What is told between parent and worker: the job once, then tasks and their replies."""
+"""The messages between parent and worker: the job once, then tasks and their replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timings:
 
 @dataclass
 class Job:
-    """What a worker must have to make batches; shipped to each worker once.
+    """All that a worker needs to make batches. Each worker loads it once.
 
     Attributes:
         dataset: indexable, or else callable.
@@ -51,7 +51,7 @@ class Job:
     keep_last: bool = True
 
     def fetch(self, timings: Timings, item: Any) -> Any:
-        """Makes the batch of one item."""
+        """Return the batch of one item."""
         if self.collate_fn is None:
             batch = self._get(item)
             return batch if self.transform is None else self.transformed([batch], timings)[0]
@@ -80,7 +80,7 @@ class Job:
         return self.collated(self.transformed(samples, timings), timings)
 
     def transformed(self, samples: list[Any], timings: Timings) -> list[Any]:
-        """Each sample transformed."""
+        """Return the samples, each of them transformed."""
         if self.transform is None:
             return samples
         begin = time.perf_counter()
@@ -89,7 +89,7 @@ class Job:
         return samples
 
     def collated(self, samples: list[Any], timings: Timings) -> Any:
-        """The batch of some samples. Asked for only where there is a ``collate_fn``."""
+        """Return the batch of some samples. Only for jobs with a ``collate_fn``."""
         assert self.collate_fn is not None
         begin = time.perf_counter()
         batch = self.collate_fn(samples)
@@ -98,11 +98,11 @@ class Job:
 
 
 class Shard(NamedTuple):
-    """The part of a stream that a task reads on in, and how to get there if nobody has.
+    """The part of a stream that a task reads on in, and how to get there if no worker has.
 
     Attributes:
-        run: which pass over the stream, counted by the loader.
-        oldest: no task of a pass before this one will come.
+        run: number of the pass over the stream, counted by the loader.
+        oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
         at: how many batches had been read when ``state`` was taken.
@@ -117,7 +117,7 @@ class Shard(NamedTuple):
     state: bytes | None = None
 
     def ordinal(self, index: int) -> int:
-        """Place in the epoch of a batch of this shard: as in a round where no shard has ended."""
+        """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
         return index * self.total + self.id
 
 
@@ -130,7 +130,7 @@ class _End:
 
 END: Final = _End()
 
-"""In place of a batch: the shard has no more."""
+"""Stands for a batch: the shard has no more."""
 
 
 class Task(NamedTuple):
@@ -156,7 +156,7 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
         worker: id of the worker; below 0 on an executor that the user brought.
@@ -166,13 +166,13 @@ class Reply(NamedTuple):
             slow is cut short.
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
-        timings: of which what for what.
+        timings: of these, seconds of transforming, collating and packing.
         size: bytes they have, packed, more or less.
-        slot_size: bytes that the slot has now; None if nobody touched it.
+        slot_size: bytes that the slot has now; None if the worker did not open it.
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
         memory: bytes that the worker has for itself, if there is a limit.
-        state: of the stream, behind the last of the outcomes, packed; None if it has none.
+        state: of the stream after the last of the outcomes, packed; None if it has none.
     """
 
     worker: int
@@ -211,7 +211,7 @@ class Failure(NamedTuple):
     def of(
         cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
     ) -> Failure:
-        """Records an exception where it was caught."""
+        """Make the failure of an exception, where it was caught."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         if not packed:
             return cls(error, summary, "", stage, fatal)
@@ -221,7 +221,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class WorkerInfo:
-    """What code in a worker may want to know about where it runs.
+    """Where code of a worker runs.
 
     Attributes:
         id: number of the worker, from 0; -1 on an executor that the user brought. While a

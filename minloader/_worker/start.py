@@ -1,4 +1,12 @@
-"""A worker process is born."""
+"""The beginning of a worker process, and its entry for tasks.
+
+    interpreter starts ──> start(setup, index) ──> run(task), run(task), ...
+                                 |
+       leads a process group, follows the parent, loads the job, makes its Worker
+
+Nothing here raises: an error in an executor's initializer would break the pool, with no more
+than a log entry. It is kept, and is the reply to each task.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +31,11 @@ logger = logging.getLogger("minloader")
 
 _process_worker: Worker | None = None  # the one of a worker process, whatever its threads
 
-_start_reply: Reply | None = None  # of a worker that could not load its job
+_start_reply: Reply | None = None  # that of a worker process that could not load its job
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Tells code that makes batches where it runs; None outside a worker.
+    """Return where this code runs, if it makes batches; None outside a worker.
 
     In a worker process it answers in every thread; in a thread worker, and with
     ``num_workers=0``, in the thread that makes the batch, while it makes one.
@@ -39,13 +47,13 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 class WorkerSetup(NamedTuple):
-    """Where a worker finds what it needs.
+    """All that a worker process is given when it starts.
 
     Attributes:
-        address: the job.
+        address: where the job is.
         folder: where slots have names; None if they have none.
         board: path of the board.
-        token: what everything is marked with that the worker starts.
+        token: value of the environment variable TOKEN for all that the worker starts.
         first_id: id of the first worker that is started from here.
         num_workers: of the loader.
         seed: of the loader.
@@ -60,11 +68,11 @@ class WorkerSetup(NamedTuple):
     seed: int
 
     def load_dataset(self) -> Any:
-        """Another copy of the dataset; large arrays are mapped, not copied."""
+        """Return another copy of the dataset; large arrays are mapped, not copied."""
         return self.address.load(forever=True).dataset
 
     def clean_up(self) -> None:
-        """Removes files that have names, when the parent was killed."""
+        """Remove files that have names, when the parent was killed."""
         self.address.unlink()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -78,7 +86,7 @@ TOKEN = "MINLOADER_TOKEN"
 
 
 def start(setup: WorkerSetup, index: int) -> None:
-    """First thing that runs in a worker process. Never raises: that would break the pool."""
+    """Make this process a worker, before its first task. Never raises."""
     global _process_worker, _start_reply
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
@@ -118,7 +126,7 @@ def _check_memory(limit: int | None) -> None:
 
 
 def run(task: Task) -> Reply:
-    """Makes the batches of a task in a worker process."""
+    """Make the batches of a task in a worker process."""
     if _process_worker is None:
         assert _start_reply is not None
         return _start_reply._replace(outcomes=_start_reply.outcomes * len(task.items))
@@ -126,4 +134,4 @@ def run(task: Task) -> Reply:
 
 
 def warm_up() -> None:
-    """Does nothing: a task that makes an executor start a worker for it."""
+    """Do nothing: a task that makes an executor start a worker for it."""
