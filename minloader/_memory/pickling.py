@@ -51,10 +51,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         main_globals: classes and functions of ``__main__`` that were sent down, by their names.
     """
 
-    def __init__(self, file: Any, *, down: bool, table: Any = None, **options: Any) -> None:
+    def __init__(
+        self, file: Any, protocol: int = 5, *, down: bool, table: Any = None, **options: Any
+    ) -> None:
         if table is not None:
             self.dispatch_table = table  # now: it is read once, in the next line
-        super().__init__(file, 5, **options)
+        super().__init__(file, protocol, **options)
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
@@ -149,11 +151,12 @@ class BatchPacker:
         reducers = self._current_reducers()
         self._writer = writer
         try:
-            return _pack_batch(_plain_pickler, reducers, batch, writer)
+            return _pack_batch(pickle.Pickler, reducers, batch, writer)
         except Exception as plain_error:
             table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
+            make_pickler = partial(Pickler, down=False, table=table)
             try:
-                return _pack_batch(partial(Pickler, down=False), table, batch, writer)
+                return _pack_batch(make_pickler, table, batch, writer)
             except Exception as error:
                 raise error from plain_error
         finally:
@@ -196,12 +199,6 @@ class BatchPacker:
         return block.__reduce_ex__(5)
 
 
-def _plain_pickler(file: Any, *, table: Any, **options: Any) -> pickle.Pickler:
-    pickler = pickle.Pickler(file, 5, **options)
-    pickler.dispatch_table = table
-    return pickler
-
-
 def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
     buffers: list[Any] = []
 
@@ -213,7 +210,9 @@ def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> by
         return place is None  # whether it stays in the stream
 
     file = io.BytesIO()
-    make_pickler(file, buffer_callback=put, table=table).dump(batch)
+    pickler = make_pickler(file, 5, buffer_callback=put)
+    pickler.dispatch_table = table
+    pickler.dump(batch)
     stream = file.getvalue()
     if len(stream) >= LARGE:  # many strings, say
         place = writer.put(memoryview(stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,19 +12,6 @@ from minloader._memory.pickling import pack_error
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclass(slots=True)
-class Timings:
-    """Seconds of a task that went into the user's functions; most of the rest is the dataset's.
-
-    Attributes:
-        transform: in the loader's ``transform``.
-        collate: in its ``collate_fn``.
-    """
-
-    transform: float = 0.0
-    collate: float = 0.0
 
 
 @dataclass
@@ -49,52 +35,6 @@ class Job:
     memory_limit: int | None = None
     batch_size: int | None = None
     keep_last: bool = True
-
-    def fetch(self, timings: Timings, item: Any) -> Any:
-        """Return the batch of one item."""
-        if self.collate_fn is None:
-            batch = self._get(item)
-            return batch if self.transform is None else self.transformed([batch], timings)[0]
-        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
-            return [self._gathered(shard, timings) for shard in item]
-        return self._gathered(item, timings)
-
-    def _get(self, item: Any) -> Any:
-        # Looked up on the type, as Python itself does: a class can be a callable dataset.
-        if hasattr(type(self.dataset), "__getitem__"):
-            return self.dataset[item]
-        return self.dataset(item)
-
-    def _gathered(self, indices: Any, timings: Timings) -> Any:
-        try:
-            indices = list(indices)
-        except TypeError as error:
-            raise TypeError(
-                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
-                "of indices; use a batch sampler or batch_size, or drop collate_fn"
-            ) from error
-        if hasattr(self.dataset, "__getitems__"):
-            samples = list(self.dataset.__getitems__(indices))
-        else:
-            samples = [self._get(index) for index in indices]
-        return self.collated(self.transformed(samples, timings), timings)
-
-    def transformed(self, samples: list[Any], timings: Timings) -> list[Any]:
-        """Return the samples, each of them transformed."""
-        if self.transform is None:
-            return samples
-        begin = time.perf_counter()
-        samples = [self.transform(each) for each in samples]
-        timings.transform += time.perf_counter() - begin
-        return samples
-
-    def collated(self, samples: list[Any], timings: Timings) -> Any:
-        """Return the batch of some samples. Only for jobs with a ``collate_fn``."""
-        assert self.collate_fn is not None
-        begin = time.perf_counter()
-        batch = self.collate_fn(samples)
-        timings.collate += time.perf_counter() - begin
-        return batch
 
 
 class Shard(NamedTuple):

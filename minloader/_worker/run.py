@@ -26,7 +26,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from minloader._errors import TransportError
@@ -34,8 +33,9 @@ from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, size_in_band, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
+from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Mark as Beat
-from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, Timings, WorkerInfo
+from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
 from minloader._worker.seeds import Seed, batch_seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
 
@@ -84,10 +84,9 @@ class Worker:
         self._packer = packer
         self._seed = seed
         self._beat = beat
-        self._timings = Timings()
+        self._maker = BatchMaker(job)
         self._made = 0.0  # when the last batch was ready to be packed
-        self._fetch = partial(job.fetch, self._timings)
-        self._readers = ShardReaders(job, info.seed, reload, shared=seed is None)
+        self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
         self._broken: Failure | None = None
         if job.worker_init_fn is not None:
             try:
@@ -108,8 +107,8 @@ class Worker:
         outcomes: list[Any] = []
         overflowed = 0
         state = None
-        timings = self._timings
-        timings.transform = timings.collate = packing = 0.0
+        maker = self._maker
+        maker.transform_seconds = maker.collate_seconds = packing = 0.0
         begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
@@ -135,7 +134,7 @@ class Worker:
             size += sum(map(size_in_band, outcomes))
             if self._job.memory_limit is not None:
                 memory = private_memory()
-        spent = timings.transform, timings.collate, packing
+        spent = maker.transform_seconds, maker.collate_seconds, packing
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
         slot = size, writer.size, writer.retired, overflowed
         return Reply(*done, *slot, memory, state)
@@ -148,11 +147,12 @@ class Worker:
             if task.shard is not None:
                 reader = self._find_reader(task, n, task.shard)
                 seed = self._batch_seed(task, reader.begin())
-                batch = self._call(reader.fetch, self._timings, seed)
+                batch = self._call(reader.fetch, None, seed)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed else item
-                batch = self._call(self._fetch, item, self._batch_seed(task, task.ordinal + n))
+                seed = self._batch_seed(task, task.ordinal + n)
+                batch = self._call(self._maker.fetch, item, seed)
         except BaseException as error:
             return self._failure(error, READING if reader is not None and reader.reading else "")
         if self._packer is None or batch is END:

@@ -18,7 +18,8 @@ from typing import Any
 
 from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
-from minloader._worker.messages import END, Job, Shard, Timings, WorkerInfo
+from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.messages import END, Shard, WorkerInfo
 
 logger = logging.getLogger("minloader")
 
@@ -28,7 +29,7 @@ class ShardReader:
     """Reads one shard, once.
 
     Attributes:
-        job: what to make of the samples.
+        maker: makes batches of the samples.
         dataset: the stream, which nothing else reads meanwhile.
         info: what the stream is told about where it runs.
         epoch: the epoch that it is read for.
@@ -38,7 +39,7 @@ class ShardReader:
         reading: whether the stream's own code is running, or has just failed.
     """
 
-    job: Job
+    maker: BatchMaker
     dataset: Any
     info: WorkerInfo
     epoch: int
@@ -67,21 +68,20 @@ class ShardReader:
         if self._iterator is None:
             self.ended = True  # what cannot be begun is over
             self._iterator = self._open()
-        size = self.job.batch_size or 1
+        size = self.maker.job.batch_size or 1
         samples = list(islice(self._iterator, size))
         self.reading = False
         self.ended = len(samples) < size
-        return samples if samples and (self.job.keep_last or not self.ended) else END
+        return samples if samples and (self.maker.job.keep_last or not self.ended) else END
 
-    def fetch(self, timings: Timings) -> Any:
+    def fetch(self, _: Any = None) -> Any:
         """Return the next batch, or END."""
         samples = self.draw()
         if samples is END:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
         self.info._begin(self.epoch, self.shard.ordinal(self.position - 1), key=(1,))
-        samples = self.job.transformed(samples, timings)
-        return samples[0] if self.job.collate_fn is None else self.job.collated(samples, timings)
+        return self.maker.combine(samples)
 
     def _open(self) -> Any:
         if hasattr(self.dataset, "set_epoch"):
@@ -107,13 +107,13 @@ class ShardReaders:
     """The readers of one worker.
 
     Attributes:
-        job: what is read.
+        maker: makes batches of what is read.
         seed: the loader's.
         reload: gives another copy of the dataset. None: there is only this process's.
         shared: whether other threads read the same dataset.
     """
 
-    job: Job
+    maker: BatchMaker
     seed: int
     reload: Callable[[], Any] | None
     shared: bool
@@ -132,7 +132,7 @@ class ShardReaders:
         if key not in self._readers:
             info = WorkerInfo(shard.id, shard.total, pid, self.seed)
             dataset = self._take_dataset(shard)
-            self._readers[key] = ShardReader(self.job, dataset, info, epoch, shard)
+            self._readers[key] = ShardReader(self.maker, dataset, info, epoch, shard)
         return self._readers[key]
 
     def current(self, shard: Shard) -> ShardReader | None:
@@ -156,7 +156,7 @@ class ShardReaders:
         """Return a dataset to read. Each reader has its own: one must not move the other."""
         if self._unused:
             return self._unused.pop()
-        dataset = self.job.dataset
+        dataset = self.maker.job.dataset
         if self._first_state is None and is_stateful(dataset):
             self._first_state = pack(dataset.state_dict(), down=False)
         if not self._taken and not (self.shared and shard.total > 1):
