@@ -27,7 +27,7 @@ from helpers import (
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.epoch import CHUNK_BYTES, CHUNK_MOST
-from minloader._memory.pickling import pack
+from minloader._memory.pickling import BatchPacker, pack
 from minloader._worker import run as worker
 from minloader._worker.messages import Job, Task, WorkerInfo
 from minloader._worker.run import CHUNK_SECONDS, Worker
@@ -303,9 +303,9 @@ def test_a_worker_cuts_a_slow_chunk_short(monkeypatch):
     maker = Worker(
         Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None),
         WorkerInfo(0, 1, os.getpid(), 0),
-        remote=True,
+        packer=BatchPacker(),
     )
-    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)])
+    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)], packed=True)
     made = len(maker.run(task).outcomes)
     assert 1 <= made <= 4
     monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)

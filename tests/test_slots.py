@@ -39,9 +39,8 @@ from numpy.testing import assert_array_equal
 import minloader
 from minloader import Loader, TransportError, collate, pad_collate
 from minloader._memory import files, slot_writer, slots
-from minloader._memory import pickling as transport
 from minloader._memory.files import ALIGN, LARGE
-from minloader._memory.pickling import pack, pack_batch, unpack_batch
+from minloader._memory.pickling import BatchPacker, pack, unpack_batch
 from minloader._memory.slot_writer import SlotWriter, empty
 from minloader._memory.slots import Slots
 from minloader._pools import foreign
@@ -50,6 +49,7 @@ from minloader._worker import start
 from minloader._worker.messages import Failure, Job, Task, WorkerInfo
 from minloader._worker.run import Worker
 
+pack_batch = BatchPacker().pack
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
 
@@ -317,10 +317,10 @@ def bench(monkeypatch):
         """The batches of one task."""
         if dataset not in workers:
             job = Job(dataset, None, None, None)
-            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True)
+            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker())
         slot = pool.lend()
         packed = [pack(item, down=True) for item in items]
-        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot)))
+        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot), packed=True))
         pool.settle(slot, reply.slot_size, reply.size)
         memory = pool.lease(slot, retire=reply.slot_retired)
         return [unpack_batch(outcome, memory) for outcome in reply.outcomes]
@@ -390,7 +390,6 @@ def test_large_tensors_are_in_the_slot(bench, monkeypatch):
     _, writer = bench.write()
     with monkeypatch.context() as before:
         before.delitem(sys.modules, "torch")
-        monkeypatch.setattr(transport, "_known", (None, {}))
         pack_batch([], writer)  # as in a worker that imports it later
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         parcel = pack_batch([torch.zeros(LARGE, dtype=dtype), lambda: 0], writer)
@@ -468,8 +467,8 @@ def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
     dataset = Failing()
     job = Job(dataset, None, None, None)
     slot = bench.pool.lend()
-    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot))
-    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run(task)
+    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True)
+    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run(task)
     assert reply.slot_retired
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot, retire=reply.slot_retired)
@@ -614,14 +613,14 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""
     assert set(bench.trip(numbered, [1])[0]) == {1}
     job = Job(numbered, None, None, refuse)
-    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run
+    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run
     if stage == "load":
         monkeypatch.setattr(start, "_start_reply", run(Task(0, 0, [0])))
         run = start.run
     elif stage == "attach":
         run = partial(foreign.run_attached, partial(refuse, None))
     slot = bench.pool.lend()
-    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
+    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True))
     assert [type(outcome) for outcome in reply.outcomes] == [Failure]
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot)

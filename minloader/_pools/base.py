@@ -19,6 +19,7 @@ from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.seeds import borrow_globals
 
 logger = logging.getLogger("minloader")
 
@@ -175,7 +176,7 @@ class Held:
 
 
 def packed(task: Task) -> Task:
-    return task._replace(items=[held.pack() for held in task.items])
+    return task._replace(items=[held.pack() for held in task.items], packed=True)
 
 
 class InlinePool(Pool):
@@ -189,7 +190,7 @@ class InlinePool(Pool):
     def submit(self, task: Task) -> Future[Reply]:
         if self._worker is None:
             info = self.terms.info(0)
-            self._worker = Worker(self._job, info, remote=False, borrow=True)
+            self._worker = Worker(self._job, info, seed=borrow_globals)
         future: Future[Reply] = Future()
         future.set_result(self._worker.run(task))
         return future

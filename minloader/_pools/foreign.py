@@ -28,11 +28,13 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from minloader._memory.job_file import JobAddress, JobFile
+from minloader._memory.pickling import BatchPacker, OutOfBand
 from minloader._memory.slots import Slots
 from minloader._pools.base import Held, Pool, Terms, packed
 from minloader._pools.job_server import JobServer, fetch, wait_for_end
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.seeds import seed_globals
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -186,7 +188,7 @@ class JobHandle:
         worker: Worker | None = getattr(self._threads, "worker", None)
         if worker is None:
             info = self._reference.info
-            worker = self._threads.worker = Worker(self._job, info, remote=False, packed=True)
+            worker = self._threads.worker = Worker(self._job, info)
             worker.id -= next(self._count)  # still no number, but one for each thread
         return worker
 
@@ -258,7 +260,8 @@ class _LoadedJob:
     def prepare(self, reference: JobReference) -> None:
         """Has a worker that knows what the loader says now."""
         if self._worker is None or self._worker.info.seed != reference.seed:
-            self._worker = Worker(self._job, reference.info, remote=True, beside=True)
+            packer = BatchPacker(OutOfBand())
+            self._worker = Worker(self._job, reference.info, packer=packer, seed=seed_globals)
         self._worker.info.num_workers = reference.num_workers
 
     def run(self, task: Task) -> Reply:

@@ -155,7 +155,7 @@ class _Thread(threading.Thread):
             self.entry = entry
             try:
                 if maker is None:
-                    maker = Worker(self._job, self.info, remote=False, mark=self._mark)
+                    maker = Worker(self._job, self.info, beat=self._mark)
                 _settle(future, reply=maker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 _settle(future, error=error)

@@ -7,7 +7,6 @@ it is sent a signal, even while it is stuck in C code.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import mmap
 import os
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from minloader._memory.files import open_anonymous
+from minloader._memory.files import SharedFile
 
 Mark = Callable[[int, int, float], None]
 
@@ -58,11 +57,11 @@ class Heartbeats:
     """
 
     def __init__(self, lines: int) -> None:
-        self._fd, self.name = open_anonymous()
-        self._size = lines * _LINE.size
-        os.truncate(self._fd, self._size)
-        self._memory = mmap.mmap(self._fd, self._size)
-        self.path = self.name or f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._file = SharedFile()
+        size = lines * _LINE.size
+        os.truncate(self._file.fd, size)
+        self._memory = mmap.mmap(self._file.fd, size)
+        self.path = self._file.path
 
     def line(self, worker_id: int) -> Line:
         """What a worker is doing."""
@@ -72,7 +71,7 @@ class Heartbeats:
         """Python stack of all threads of a worker; "" if it does not answer in that time."""
         if _STACK_SIGNAL is None:
             return ""
-        begin = size = os.fstat(self._fd).st_size
+        begin = size = os.fstat(self._file.fd).st_size
         deadline = time.monotonic() + seconds
         try:
             os.kill(pid, _STACK_SIGNAL)
@@ -80,7 +79,7 @@ class Heartbeats:
             return ""
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            before, size = size, os.fstat(self._fd).st_size
+            before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
         with open(self.path, "rb") as file:
@@ -89,14 +88,8 @@ class Heartbeats:
 
     def close(self) -> None:
         """Takes the board down."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        os.close(fd)
+        self._file.close()
         self._memory.close()
-        if self.name is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.name)
 
 
 def attend(path: str, worker_id: int) -> Mark:
