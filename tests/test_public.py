@@ -15,7 +15,7 @@ PACKAGE = Path(minloader.__file__).parent
 # Which wing may import which: each only those before it, and itself.
 ORDER = [
     *("_errors", "_checks", "_memory", "_sampling", "_worker", "_insight", "_pools", "_epochs"),
-    *("_loader", "_prefetch", "torch", "jax", "testing", "doctor"),
+    *("_loader", "_inspect", "_prefetch", "torch", "jax", "testing", "doctor"),
 ]
 ADAPTORS = ("jax", "torch")  # what is for a library, and imports it
 
