@@ -115,8 +115,8 @@ class Inspection:
 
     @property
     def has_worked(self) -> bool:
-        """Whether a worker of an executor that is not removed yet has finished a task."""
-        return any(executor.worked for executor in self.executors)
+        """Whether a worker of an executor that is not broken has finished a task."""
+        return any(executor.worked and not executor._broken for executor in self.executors)
 
     @property
     def is_broken(self) -> bool:
