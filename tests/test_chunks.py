@@ -27,6 +27,7 @@ from helpers import (
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.epoch import CHUNK_BYTES, CHUNK_MOST
+from minloader._inspect import inspect
 from minloader._memory.pickling import BatchPacker, pack
 from minloader._worker import run as worker
 from minloader._worker.messages import Job, Task, WorkerInfo
@@ -60,7 +61,7 @@ def chunks(make, monkeypatch):
 
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
-    pool = loader._group.pools[0]
+    (pool,) = inspect(loader).pools
     pack = pool.pack
 
     def recording(task: Task) -> Task:
@@ -327,9 +328,9 @@ def test_slow_batches_end_the_chunks_at_once(make):
     epoch = epoch_of(loader, 64)
     for n in range(60):
         assert next(epoch) == n
-        assert n < 10 or epoch._chunk <= 4
+        assert n < 10 or loader.stats.chunk_size <= 4
         # What a chunk left undone is not made all at once, which could take much memory.
-        assert sum(task.future is not None for task in epoch._pending) <= 16
+        assert len({ordinal for ordinal, _ in sent if ordinal > n}) <= 16
     assert max(size for _, size in sent) > 16  # cut short by the worker
     assert loader.stats.chunk_size == 1
 

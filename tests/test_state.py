@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import making, require
+from conftest import belongings, eventually, making, require
 from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -727,10 +727,10 @@ def test_the_workers_are_as_many_as_was_said():
     with Loader(Guarded(), range(4), num_workers=2) as loader:
         loader.num_workers = 3
         loader.start()
-        assert len(loader._group.pools[0]._executors[-1].workers) == 3
+        assert eventually(lambda: len(belongings()["children"]) == 3)
         loader.num_workers = 1
         loader.start()
-        assert len(loader._group.pools[0]._executors[-1].workers) == 1
+        assert eventually(lambda: len(belongings()["children"]) == 1)
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])
