@@ -207,7 +207,7 @@ class _Audit:
     def run(self, workers: set[int]) -> Report:
         """All of them, those first that have the fewest reasons to differ."""
         with self._make() as loader:
-            executor = loader._group._executor
+            executor = loader._group.executor
             counts = sorted(workers | {loader.num_workers})
             self._name = f"num_workers={counts[0]}"
             self._record(loader, counts[0])
@@ -386,8 +386,7 @@ def executors_of(loader: Loader) -> list[Any]:
 
 
 def _are_ready(executor: Any) -> bool:
-    lines = [executor.board.line(index) for index in range(len(executor.workers))]
-    return executor._broken or all(line.task for line in lines)
+    return bool(executor.broken or executor.is_ready)
 
 
 def _kill_worker(loader: Loader) -> None:

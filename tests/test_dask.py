@@ -286,7 +286,7 @@ def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
     for count in counts:
         assert 50_000_000 <= count < 50_100_000
     pool: Any = loader._group.pools[0]
-    message = pickle.dumps((foreign.run_attached, pool._attachment, Task(0, 0, [b""])))
+    message = pickle.dumps((foreign.run_task, pool._reference, Task(0, 0, [b""])))
     assert len(message) < 700
     assert set(elsewhere.run(loaded).values()) == {1}
     loader.close()

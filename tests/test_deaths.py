@@ -42,6 +42,7 @@ from trouble import (
 
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
+from minloader._pools import cpython
 from minloader._pools import processes as spawned
 
 AT_ONCE = 4.0
@@ -416,7 +417,9 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         loader.start()
         batches = iter(loader)
         (busy,) = map(int, eventually(lambda: written(tmp_path / "begun")))
-        assert eventually(lambda: loader._group.pools[0]._executors[-1].worked)  # batch 1 is there
+        assert eventually(
+            lambda: loader._group.pools[0]._executors[-1].tasks.any_done
+        )  # batch 1 is there
         (idle,) = [process.pid for process in workers(loader) if process.pid != busy]
         os.kill(idle, signal.SIGKILL)
         assert eventually(lambda: loader._group.pools[0].losses())
@@ -822,7 +825,7 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
 # --- races in the executor -----------------------------------------------------------------------
 
 
-class Between(spawned.CopyingDict):
+class Between(cpython._CopyingDict):
     """The tasks of an executor; the next one is added just when the executor breaks."""
 
     armed: Callable[[], None] | None = None
@@ -842,7 +845,7 @@ def broken(executor: Any) -> Any:
 
 def test_a_task_submitted_just_when_the_executor_breaks(monkeypatch):
     """After the check that it is sound, and after the tasks have had their error."""
-    monkeypatch.setattr(spawned, "CopyingDict", Between)
+    monkeypatch.setattr(cpython, "_CopyingDict", Between)
     with Loader(Squares(40), num_workers=2, prefetch_factor=4) as loader:
         batches = iter(loader)
         got = [next(batches)]
@@ -861,27 +864,26 @@ def test_a_task_submitted_just_when_the_executor_breaks(monkeypatch):
 def test_a_worker_started_just_when_the_executor_breaks(monkeypatch):
     """On CPython 3.11 the executor walks over its workers meanwhile."""
     started = threading.Event()
-    end = spawned._end_survivor
+    terminate, start = spawned.WorkerProcess.terminate, spawned.WorkerProcess.start
 
-    def end_late(*arguments: Any) -> None:
+    def terminate_late(process: Any) -> None:
         started.wait(1)
-        end(*arguments)
+        terminate(process)
 
-    monkeypatch.setattr(spawned, "_end_survivor", end_late)
-    spawn = spawned._Executor._spawn_process
-
-    def spawn_late(executor: Any) -> None:
+    def start_late(process: Any) -> None:
+        (executor,) = (each for pool in spawned._pools for each in pool._executors)
         if len(executor.workers) == 1:
             os.kill(executor.workers[0].pid, signal.SIGKILL)
             broken(executor)
-        spawn(executor)
+        start(process)
         if len(executor.workers) == 2:
             started.set()
 
-    monkeypatch.setattr(spawned._Executor, "_spawn_process", spawn_late)
+    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    monkeypatch.setattr(spawned.WorkerProcess, "start", start_late)
     with Loader(Squares(12), num_workers=2, retries=3) as loader:
         batches = iter(loader)
-        monkeypatch.setattr(spawned._Executor, "_spawn_process", spawn)
+        monkeypatch.setattr(spawned.WorkerProcess, "start", start)
         assert list(batches) == [n * n for n in range(12)]
 
 

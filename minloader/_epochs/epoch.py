@@ -25,7 +25,7 @@ from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, Worker
 from minloader._insight.counters import Counters
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._memory.slots import Slot, Slots
-from minloader._pools.base import Death, Held, Pool
+from minloader._pools.base import Death, HeldItem, Pool
 from minloader._worker.messages import Failure, Reply, Task
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -458,7 +458,7 @@ class Epoch(TimedIterator):
         if death is None:
             yield self._submit(task, mark)
             return
-        n = death.place
+        n = death.item
         ordinal = task.ordinal + n
         died = place | {"batch": self._ordinal(ordinal), "cause": death.cause}
         self._settings.counters.record(_track(death.worker, death.pid), "died", now, 0.0, died)
@@ -600,7 +600,7 @@ def _track(worker: int, pid: int) -> str:
 def _item(task: Task, n: int) -> Any:
     """What the sampler gave."""
     item = task.items[n]
-    return item.item if isinstance(item, Held) else item
+    return item.item if isinstance(item, HeldItem) else item
 
 
 def _part(task: Task, start: int, stop: int) -> Task:

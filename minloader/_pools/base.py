@@ -1,6 +1,8 @@
-"""Where batches are made: in the calling process, in threads, in processes of our own
-(``spawned.py``), or in an executor that the user brings (``foreign.py``). All are driven alike,
-through :class:`Pool`, from the parent.
+"""The protocol of all pools, and the one that makes batches in the calling process.
+
+A pool runs tasks: here, in threads (``threads.py``), in worker processes of our own
+(``processes.py``), or in an executor that the user brings (``foreign.py``). An epoch drives all of
+them alike, through :class:`Pool`, from the parent.
 """
 
 from __future__ import annotations
@@ -10,9 +12,8 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import (
-    Future,
-)
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from minloader._memory.pickling import pack
@@ -28,14 +29,14 @@ GRACE = 0.5
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
 
 
-class Terms(NamedTuple):
-    """What the workers of a pool are told.
+class PoolSettings(NamedTuple):
+    """The settings of a pool that may change while the loader lives.
 
     Attributes:
-        num_workers: how many there are.
+        num_workers: how many workers the pool has.
         seed: the loader's.
-        first_id: number of the first.
-        all_workers: how many the loader has in all its pools.
+        first_id: number of the first worker.
+        all_workers: how many workers the loader has in all its pools.
     """
 
     num_workers: int
@@ -44,19 +45,42 @@ class Terms(NamedTuple):
     all_workers: int
 
     def info(self, index: int) -> WorkerInfo:
-        """What the worker of this index in the pool is told in this process."""
+        """Return what the worker of this index in the pool is told in this process."""
         return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
+
+
+class Death(NamedTuple):
+    """How a worker ended that was running a task.
+
+    Attributes:
+        item: index of the item of the task that it was making.
+        worker: its id.
+        pid: its process.
+        exitcode: of the process; None if it is not known, or lives.
+        cause: the same in words.
+        stack: Python stack if it was killed because the batch took too long; else None.
+        final: whether there is no point in trying again.
+    """
+
+    item: int
+    worker: int
+    pid: int
+    exitcode: int | None
+    cause: str
+    stack: str | None
+    final: bool = False
 
 
 class Pool(ABC):
     """Runs tasks somewhere.
 
     Attributes:
-        terms: what the workers are told.
+        settings: what the workers are told; new ones are for :meth:`replace_workers` to bring in.
         pid: process the pool belongs to. A fork of it must make one of its own.
         slots: shared memory for the batches; None where they need or want none.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
-        deaths: what became of the worker, for each lost task that was being run by it.
+        task_ids: gives the next task its id.
+        deaths: how the worker ended, for each lost task that a worker was just running.
         replaced: how many workers were replaced so far.
         failed_starts: how workers ended that never got ready, since a batch was made last, or an
             epoch begun.
@@ -64,8 +88,8 @@ class Pool(ABC):
 
     replaces = False
 
-    def __init__(self, terms: Terms, slots: Slots | None = None) -> None:
-        self.terms = terms
+    def __init__(self, settings: PoolSettings, slots: Slots | None = None) -> None:
+        self.settings = settings
         self.pid = os.getpid()
         self.slots = slots
         self.task_ids = itertools.count(1)
@@ -76,19 +100,19 @@ class Pool(ABC):
     @property
     def num_workers(self) -> int:
         """How many tasks can run at once; 0 if submitting runs the task."""
-        return self.terms.num_workers
+        return self.settings.num_workers
 
     def hold(self, item: Any) -> Any:
-        """Takes an item as it is now; the sampler may change it when it is asked for the next."""
+        """Keep an item as it is now; the sampler may change it when it is asked for the next."""
         return item
 
     def pack(self, task: Task) -> Task:
-        """Makes a task fit to leave this process, where it has to."""
+        """Make a task fit to leave this process, where it has to."""
         return task
 
     @abstractmethod
     def submit(self, task: Task) -> Future[Reply]:
-        """Hands one packed task over.
+        """Hand one packed task over.
 
         Raises:
             BrokenExecutor: the workers are gone and cannot be replaced.
@@ -97,35 +121,19 @@ class Pool(ABC):
         """
 
     def start(self) -> None:
-        """Starts all workers now rather than with their first task. Does not wait for them."""
-        return
-
-    def close(self) -> None:
-        """Ends the workers, whatever they are doing. Harmless when repeated, or in a fork."""
-        deadline = time.monotonic() + GRACE
-        if self.retire():
-            self.end(deadline)
-
-    def retire(self) -> bool:
-        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
-        return os.getpid() == self.pid
-
-    def end(self, deadline: float) -> None:
-        """Waits until ``deadline`` (monotonic clock), then kills; second half of :meth:`close`."""
-        return
-
-    def release(self) -> None:
-        """Lets the workers leave when they have done what they were given. Others, by the terms
-        as they are then, take what is submitted later."""
+        """Start all workers now rather than with their first task. Does not wait for them."""
         return
 
     def watch(self) -> None:
-        """Looks after workers that are stuck. Called now and then while somebody waits."""
+        """Look for workers that are stuck. Called now and then while somebody waits."""
         return
 
     def losses(self) -> int:
-        """How often tasks have been lost so far. Those not done when this grows are to be sent
-        again; their futures have an error by now."""
+        """Return how often tasks have been lost so far.
+
+        When it has grown, the futures of all lost tasks have an error, and the tasks are to be
+        sent again.
+        """
         return 0
 
     def is_death(self, error: BaseException) -> bool:
@@ -133,34 +141,42 @@ class Pool(ABC):
         return False
 
     def renew(self, pid: int) -> None:
-        """Replaces a worker that takes too much memory, when it has done what it was given."""
+        """Replace a worker that takes too much memory, when it has done what it was given."""
         return
 
+    def replace_workers(self) -> None:
+        """Let the workers leave when they have done what they were given.
 
-class Death(NamedTuple):
-    """How a worker ended that was running a task.
+        Tasks that are submitted later go to others, which have the settings of that time.
+        """
+        return
 
-    Attributes:
-        place: which item of the task it was making.
-        worker: its id.
-        pid: its process.
-        exitcode: of the process; None if it is not known, or lives.
-        cause: the same in words.
-        stack: Python stack if it was killed because the batch took too long; else None.
-        final: whether there is no point in trying again.
-    """
+    def leave(self) -> None:
+        """Ask the workers to leave; the first half of closing. Does not wait."""
+        return
 
-    place: int
-    worker: int
-    pid: int
-    exitcode: int | None
-    cause: str
-    stack: str | None
-    final: bool = False
+    def end(self, deadline: float) -> None:
+        """Wait for them until ``deadline`` (monotonic clock), then kill; the second half."""
+        if self.slots is not None:
+            self.slots.close()
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing. Harmless when repeated, or in a fork."""
+        close_pools([self])
 
 
-class Held:
-    """An item, and what it was when the sampler gave it."""
+def close_pools(pools: Iterable[Pool]) -> None:
+    """Close those pools that belong to this process, all within one GRACE."""
+    deadline = time.monotonic() + GRACE
+    ours = [pool for pool in pools if pool.pid == os.getpid()]
+    for pool in ours:
+        pool.leave()
+    for pool in ours:
+        pool.end(deadline)
+
+
+class HeldItem:
+    """An item, and its pickle from when the sampler gave it."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -174,21 +190,27 @@ class Held:
         return pack(self.item, down=True) if self._packed is None else self._packed
 
 
-def packed(task: Task) -> Task:
-    return task._replace(items=[held.pack() for held in task.items])
+class RemotePool(Pool):
+    """A pool whose tasks leave this process, or may do so later: items are pickled."""
+
+    def hold(self, item: Any) -> HeldItem:
+        return HeldItem(item)
+
+    def pack(self, task: Task) -> Task:
+        return task._replace(items=[held.pack() for held in task.items])
 
 
 class InlinePool(Pool):
     """Makes each batch in the calling process, when it is submitted."""
 
-    def __init__(self, terms: Terms, job: Job) -> None:
-        super().__init__(terms)
+    def __init__(self, settings: PoolSettings, job: Job) -> None:
+        super().__init__(settings)
         self._job = job
         self._worker: Worker | None = None
 
     def submit(self, task: Task) -> Future[Reply]:
         if self._worker is None:
-            info = self.terms.info(0)
+            info = self.settings.info(0)
             self._worker = Worker(self._job, info, remote=False, borrow=True)
         future: Future[Reply] = Future()
         future.set_result(self._worker.run(task))

@@ -21,7 +21,7 @@ from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import pack, pack_batch, pack_out_of_band, size_in_band, unpack
 from minloader._memory.slot_writer import SlotWriter, use
-from minloader._worker.heartbeat import Mark
+from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, Timings, WorkerInfo
 from minloader._worker.seeds import batch_seed, borrow_globals, seeds
 from minloader._worker.stream_reader import Cursor, Cursors
@@ -59,7 +59,7 @@ class Worker:
         borrow: bool = False,
         packed: bool = False,
         beside: bool = False,
-        mark: Mark = lambda task, index, now: None,
+        mark: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
         self.info = info  # while a stream is read, its shard's

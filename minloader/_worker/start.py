@@ -8,11 +8,12 @@ import multiprocessing.util
 import os
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
-from minloader._worker.heartbeat import READY, attend
+from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker, _thread
@@ -42,7 +43,7 @@ class WorkerSetup(NamedTuple):
     Attributes:
         address: the job.
         folder: where slots have names; None if they have none.
-        board: path of the board.
+        heartbeats: path of their file.
         token: what everything is marked with that the worker starts.
         first_id: id of the first worker that is started from here.
         num_workers: of the loader.
@@ -51,7 +52,7 @@ class WorkerSetup(NamedTuple):
 
     address: JobAddress
     folder: str | None
-    board: str
+    heartbeats: str
     token: str
     first_id: int
     num_workers: int
@@ -66,9 +67,9 @@ class WorkerSetup(NamedTuple):
         self.address.unlink()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.board.startswith("/proc/"):
+        if not self.heartbeats.startswith("/proc/"):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.board)
+                os.unlink(self.heartbeats)
 
 
 TOKEN = "MINLOADER_TOKEN"
@@ -91,7 +92,7 @@ def start(setup: WorkerSetup, index: int) -> None:
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
     try:
         job = setup.address.load(forever=True)
-        mark = attend(setup.board, index)
+        mark = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         _process_worker = Worker(job, info, remote=True, mark=mark, reload=setup.load_dataset)
         mark(READY, 0, time.perf_counter())
@@ -103,6 +104,12 @@ def start(setup: WorkerSetup, index: int) -> None:
         _start_reply = Reply(worker_id, os.getpid(), True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def worker_main(setup: WorkerSetup, index: int, target: Callable[..., Any], args: Any) -> None:
+    """What a worker process runs: first :func:`start`, then what its executor has for it."""
+    start(setup, index)
+    target(*args)
 
 
 def _check_memory(limit: int | None) -> None:

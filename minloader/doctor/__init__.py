@@ -306,7 +306,7 @@ class _Trial:
         self._names = {os.getpid(): "this process"}
         self._series: dict[int, list[_Usage]] = defaultdict(list)  # by pid
         self._first_epoch: int | None = None  # its number of batches, when it is over
-        self.executor = loader._group._executor
+        self.executor = loader._group.executor
         self.shards = loader._shards
         self.once = False
         self.making = self.computing = 0.0
@@ -384,7 +384,7 @@ class _Trial:
         sizes = [size for size in map(_memory, pids) if size is not None]
         self.row = Row(
             num_workers=workers,
-            prefetch_factor=self._loader._group._prefetch_factor,
+            prefetch_factor=self._loader._group.prefetch_factor,
             batches=count,
             rate=count / window,
             noise=_noise(marks),
@@ -545,9 +545,9 @@ class _Examination:
         setting = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
         made = self._make_loader(**{name: setting[name] for name in self._takes})
         loader = new_loader(made, self._made)
-        if loader._group._prefetch_factor != prefetch_factor:
+        if loader._group.prefetch_factor != prefetch_factor:
             loader.num_workers = 0
-            loader._group._prefetch_factor = prefetch_factor  # pools that are made now have it
+            loader._group.prefetch_factor = prefetch_factor  # pools that are made now have it
         loader.num_workers = num_workers
         return loader
 

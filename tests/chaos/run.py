@@ -182,7 +182,7 @@ class Killer(threading.Thread):
         """Whether a batch was made since the last death; nobody is there to make one at times."""
         try:
             return self.loader is not None and any(
-                pool._executors[-1].worked for pool in self.loader._group.pools
+                pool._executors[-1].tasks.any_done for pool in self.loader._group.pools
             )
         except (AttributeError, IndexError):
             return False
