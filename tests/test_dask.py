@@ -263,7 +263,7 @@ def sent(client: socket.socket) -> int:
 
 def clients(loader: Loader) -> set[socket.socket]:
     pool: Any = loader._group.pools[0]
-    found: set[socket.socket] = pool._job_server._clients
+    found: set[socket.socket] = pool.job_server._clients
     return found
 
 
@@ -303,8 +303,8 @@ def test_a_worker_that_cannot_reach_the_loader_says_so(make, elsewhere, monkeypa
     monkeypatch.setattr(job_server, "_hosts", lambda: ("127.0.0.1", "no.such.host.invalid"))
     loader = make(Dice(), range(3), on_error="skip")
     pool: Any = loader._group.pools[0]
-    pool._job_server.open()
-    pool._job_server.close()
+    pool.job_server.open()
+    pool.job_server.close()
     with pytest.raises(ConnectionError, match="cannot fetch it from port") as caught:
         list(loader)
     assert "127.0.0.1: " in str(caught.value)
@@ -317,7 +317,7 @@ def test_a_stranger_gets_nothing(make, elsewhere):
     loader = make(Dice(0.01), range(20))
     batches = iter(loader)
     pool: Any = loader._group.pools[0]
-    port = pool._job_server.open()[1]
+    port = pool.job_server.open()[1]
     with socket.create_connection(("localhost", port)) as silent:
         with socket.create_connection(("localhost", port)) as liar:
             liar.sendall(bytes(64))

@@ -128,7 +128,7 @@ def test_executors_of_this_machine_need_no_port():
         Loader(Echo(), range(3), executor=executor) as loader,
     ):
         assert list(loader) == [0, 1, 2]
-        assert loader._group.pools[0]._job_server is None
+        assert loader._group.pools[0].job_server is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -166,7 +166,7 @@ class Dice:
 
     def __getitem__(self, index):
         draws = random.random(), np.random.random(), get_worker_info().rng.random()
-        loaded = [job._connection is not None for job in foreign._loaded_jobs.values()]
+        loaded = [job.connection is not None for job in foreign._loaded_jobs.values()]
         return Batch(draws, self.table[index : index + 10_000]), os.getpid(), loaded
 
 class Batch:
@@ -188,7 +188,7 @@ def check(executor):
         assert all(len(each) == 1 for each in loaded)
         fetched = {pid for pid, each in zip(pids, loaded) if each[0]}
         assert fetched in (set(), set(pids)), (fetched, pids)
-        job_server = loader._group.pools[0]._job_server
+        job_server = loader._group.pools[0].job_server
         assert len(fetched) == (len(job_server._clients) if job_server else 0)
     print("fetched" if fetched else "mapped")
 """

@@ -11,10 +11,10 @@ import itertools
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
@@ -71,13 +71,14 @@ class Death(NamedTuple):
     final: bool = False
 
 
-class Pool(ABC):
+@dataclass(eq=False, repr=False)
+class Pool:
     """Runs tasks somewhere.
 
     Attributes:
         settings: what the workers are told; new ones are for :meth:`replace_workers` to bring in.
-        pid: process the pool belongs to. A fork of it must make one of its own.
         slots: shared memory for the batches; None where they need or want none.
+        pid: process the pool belongs to. A fork of it must make one of its own.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
         task_ids: gives the next task its id.
         deaths: how the worker ended, for each lost task that a worker was just running.
@@ -86,12 +87,12 @@ class Pool(ABC):
             epoch begun.
     """
 
-    replaces = False
+    settings: PoolSettings
+    slots: Slots | None
+    replaces: ClassVar[bool] = False
 
-    def __init__(self, settings: PoolSettings, slots: Slots | None = None) -> None:
-        self.settings = settings
+    def __post_init__(self) -> None:
         self.pid = os.getpid()
-        self.slots = slots
         self.task_ids = itertools.count(1)
         self.deaths: dict[int, Death] = {}
         self.replaced = 0
@@ -110,7 +111,6 @@ class Pool(ABC):
         """Make a task fit to leave this process, where it has to."""
         return task
 
-    @abstractmethod
     def submit(self, task: Task) -> Future[Reply]:
         """Hand one packed task over.
 
@@ -119,14 +119,13 @@ class Pool(ABC):
             RuntimeError: the pool is closed.
             OSError: the system allows no more processes or descriptors.
         """
+        raise NotImplementedError
 
     def start(self) -> None:
         """Start all workers now rather than with their first task. Does not wait for them."""
-        return
 
     def watch(self) -> None:
         """Look for workers that are stuck. Called now and then while somebody waits."""
-        return
 
     def losses(self) -> int:
         """Return how often tasks have been lost so far.
@@ -142,18 +141,15 @@ class Pool(ABC):
 
     def renew(self, pid: int) -> None:
         """Replace a worker that takes too much memory, when it has done what it was given."""
-        return
 
     def replace_workers(self) -> None:
         """Let the workers leave when they have done what they were given.
 
         Tasks that are submitted later go to others, which have the settings of that time.
         """
-        return
 
     def leave(self) -> None:
         """Ask the workers to leave; the first half of closing. Does not wait."""
-        return
 
     def end(self, deadline: float) -> None:
         """Wait for them until ``deadline`` (monotonic clock), then kill; the second half."""
@@ -200,18 +196,21 @@ class RemotePool(Pool):
         return task._replace(items=[held.pack() for held in task.items])
 
 
+@dataclass(eq=False, repr=False)
 class InlinePool(Pool):
-    """Makes each batch in the calling process, when it is submitted."""
+    """Makes each batch in the calling process, when it is submitted.
 
-    def __init__(self, settings: PoolSettings, job: Job) -> None:
-        super().__init__(settings)
-        self._job = job
-        self._worker: Worker | None = None
+    Args:
+        job: what to make batches from.
+    """
+
+    job: Job
+    _worker: Worker | None = None
 
     def submit(self, task: Task) -> Future[Reply]:
         if self._worker is None:
             info = self.settings.info(0)
-            self._worker = Worker(self._job, info, remote=False, borrow=True)
+            self._worker = Worker(self.job, info, remote=False, borrow=True)
         future: Future[Reply] = Future()
         future.set_result(self._worker.run(task))
         return future

@@ -201,9 +201,11 @@ class Executor(ProcessPoolExecutor):
     # Versions: all.
     # Without this piece: every future of the executor waits for ever.
 
-    def end_messages(self) -> None:
-        """Close the parent's end of the reply pipe: the manager thread finds the executor broken.
+    def break_up(self, reason: str) -> None:
+        """Break the executor as its manager thread would, which finds it broken, too.
 
-        All workers must be dead, because they hold ends too.
+        This closes the parent's end of the pipe for replies. All workers must be dead, because
+        they hold ends as well.
         """
+        self._broken = reason  # type: ignore[assignment]  # a string or False
         self._results._writer.close()

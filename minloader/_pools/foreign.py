@@ -26,12 +26,12 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._memory.slots import Slots
-from minloader._pools.base import PoolSettings, RemotePool
+from minloader._pools.base import RemotePool
 from minloader._pools.job_server import JobServer, fetch, wait_for_end
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
@@ -79,55 +79,52 @@ def _versions() -> tuple[str, str]:
     return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
 
 
+@dataclass(eq=False, repr=False)
 class ForeignPool(RemotePool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
-        settings: how many tasks the executor runs at once, as the user says.
-        slots: shared memory for batches of workers on this machine.
-        executor: runs the tasks.
+        executor: runs the tasks; as many at once as the user says.
         owner: process that made the executor; in a fork of it nothing would ever run.
         job: what workers in this process use as it is.
         job_file: what others load; None if the executor has no others.
         job_server: gives the job to workers on other machines; None if there are none.
     """
 
-    def __init__(
-        self,
-        settings: PoolSettings,
-        slots: Slots | None,
-        executor: Executor,
-        owner: int,
-        job: Job,
-        job_file: JobFile | None,
-        job_server: JobServer | None,
-    ) -> None:
-        super().__init__(settings, slots)
-        self._executor = executor
-        self._owner = owner
-        self._job_file = job_file
-        self._job_server = job_server
-        self._token = secrets.token_bytes(16) if job_file is None else job_file.address.token
-        # For a cluster's workers too: one of Dask's may be a thread here.
-        self._job_here = _jobs_here[self._token] = _JobHere(job)
+    executor: Executor
+    owner: int
+    job: Job
+    job_file: JobFile | None
+    job_server: JobServer | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._reference: JobReference | None = None
+        self._token = secrets.token_bytes(16)
+        if self.job_file is not None:
+            self._token = self.job_file.address.token
+        # For a cluster's workers too: one of Dask's may be a thread here.
+        ids = itertools.count(-1, -1)
+        how = {"remote": False, "packed": True}
+        self._job = _Job(self.job, threading.local(), ids, nullcontext(), how)
+        _jobs_here[self._token] = self._job
         self._options: dict[str, Any] = {}
-        if _is_of(executor, "distributed"):
+        if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
     def submit(self, task: Task) -> Future[Reply]:
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             raise RuntimeError(
-                f"executor belongs to process {self._owner}, of which this one is a fork; make "
+                f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
         if self._reference is None:
-            address = self._job_file.address if self._job_file is not None else None
-            hosts, port = self._job_server.open() if self._job_server is not None else ((), 0)
+            address = self.job_file.address if self.job_file is not None else None
+            hosts, port = self.job_server.open() if self.job_server is not None else ((), 0)
             told = self.num_workers, self.settings.seed, _versions()
             self._reference = JobReference(self._token, *told, address, hosts, port)
-        return self._executor.submit(run_task, self._reference, task, **self._options)
+        return self.executor.submit(run_task, self._reference, task, **self._options)
 
     def replace_workers(self) -> None:
         self._reference = None  # the next one has other settings
@@ -154,118 +151,67 @@ def run_task(reference: JobReference, task: Task) -> Reply:
         return worker.run(task)
 
 
+@dataclass(eq=False)
 class _Job:
     """A loader's job in this process, and the worker that makes its batches.
 
-    Args:
+    In the process of its loader, each thread has a worker of its own. Elsewhere the process has
+    one, and a lock: a Dask worker has several threads, but the global generators, and a slot that
+    arrays are born in, are of the process.
+
+    Attributes:
         job: the job.
         store: an object whose attribute ``worker`` is the worker.
         ids: ids for workers, below 0.
         lock: held while a worker is made, and while it makes a batch.
-        options: of the worker.
+        how: keyword arguments of the worker.
+        address: where the job was loaded from; None in the process of its loader.
+        connection: what the job was fetched over; it ends when the loader does.
+        pid: this process.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        store: Any,
-        ids: Iterator[int],
-        lock: AbstractContextManager[Any],
-        **options: Any,
-    ) -> None:
-        self._job = job
-        self._store = store
-        self._ids = ids
-        self.lock = lock
-        self._options = options
+    job: Job
+    store: Any
+    ids: Iterator[int]
+    lock: AbstractContextManager[Any]
+    how: dict[str, Any]
+    address: JobAddress | None = None
+    connection: socket.socket | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def worker(self, reference: JobReference) -> Worker:
         """Return the worker, which is told what the loader says now."""
         with self.lock:
-            worker: Worker | None = getattr(self._store, "worker", None)
+            worker: Worker | None = getattr(self.store, "worker", None)
             if worker is None or worker.info.seed != reference.seed:
                 info = WorkerInfo(-1, reference.num_workers, os.getpid(), reference.seed)
-                worker = self._store.worker = Worker(self._job, info, **self._options)
-                worker.id = next(self._ids)
+                worker = self.store.worker = Worker(self.job, info, **self.how)
+                worker.id = next(self.ids)
             worker.info.num_workers = reference.num_workers
             return worker
 
-
-class _JobHere(_Job):
-    """A job in the process of its loader. Each thread of the executor has a worker of its own."""
-
-    def __init__(self, job: Job) -> None:
-        ids = itertools.count(-1, -1)
-        super().__init__(job, threading.local(), ids, nullcontext(), remote=False, packed=True)
-        self.pid = os.getpid()
-
-
-_jobs_here: weakref.WeakValueDictionary[bytes, _JobHere] = weakref.WeakValueDictionary()
-
-"""Jobs of the loaders of this process, by their token, as long as the loader lives."""
-
-
-_lock = threading.Lock()
-
-"""Held while a batch is made: a Dask worker has several threads, but the global generators, and a
-slot that arrays are born in, are of the process."""
-
-
-class _LoadedJob(_Job):
-    """A job in another process than its loader's, which has one worker.
-
-    Raises:
-        RuntimeError: the loader's versions are others.
-        OSError: the job is not on this machine, and cannot be fetched.
-    """
-
-    def __init__(self, reference: JobReference) -> None:
-        address = reference.address
-        if address is None:
-            raise RuntimeError("this is no thread of the loader's process, or the loader is closed")
-        if reference.versions != _versions():
-            ours, theirs = (" and Python ".join(each) for each in (_versions(), reference.versions))
-            raise RuntimeError(
-                f"a worker on {socket.gethostname()} has minloader {ours}, but the loader has "
-                f"{theirs}; install the same on all machines"
-            )
-        if "distributed" in sys.modules:
-            _give_dask_a_generator()
-        self._address = address
-        self._connection: socket.socket | None = None
-        try:
-            mapping = address.map()
-        except OSError:
-            if not reference.hosts:
-                raise
-            mapping, self._connection = fetch(address, reference.hosts, reference.port)
-        try:
-            job = address.unpickle(mapping, forever=False)
-        except BaseException:
-            if self._connection is not None:
-                self._connection.close()
-            raise
-        ids = itertools.repeat(-1)
-        super().__init__(job, SimpleNamespace(), ids, _lock, remote=True, beside=True)
-
     @property
     def may_be_needed(self) -> bool:
-        """Whether the loader is not known to be closed."""
-        return self._connection is not None or self._address.exists()
-
-    def forget_when_closed(self) -> None:
-        """Have the job forgotten when its loader is closed, if that can be waited for."""
-        if self._connection is not None:
-            args = self._address.token, self._connection
-            threading.Thread(target=_forget, args=args, name="minloader-job", daemon=True).start()
+        """Whether its loader is not known to be closed."""
+        return self.connection is not None or (self.address is not None and self.address.exists())
 
 
-_loaded_jobs: dict[bytes, _LoadedJob] = {}
+_jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
+
+"""Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
+
+
+_loaded_jobs: dict[bytes, _Job] = {}
 
 """Jobs of loaders of other processes, by their token."""
 
 
-def _find_job(reference: JobReference) -> _JobHere | _LoadedJob:
+_lock = threading.Lock()
+
+"""Held while a job of another process is loaded, and while its worker makes a batch."""
+
+
+def _find_job(reference: JobReference) -> _Job:
     """Return the job of a task, loaded if need be."""
     token = reference.token
     here = _jobs_here.get(token)
@@ -275,14 +221,53 @@ def _find_job(reference: JobReference) -> _JobHere | _LoadedJob:
         if token not in _loaded_jobs:
             for former in [each for each, job in _loaded_jobs.items() if not job.may_be_needed]:
                 _loaded_jobs.pop(former, None)
-            _loaded_jobs[token] = _LoadedJob(reference)
-            _loaded_jobs[token].forget_when_closed()
+            job = _loaded_jobs[token] = _load_job(reference)
+            if job.connection is not None:
+                args = token, job.connection
+                threading.Thread(
+                    target=_forget, args=args, name="minloader-job", daemon=True
+                ).start()
         return _loaded_jobs[token]
 
 
 def _forget(token: bytes, connection: socket.socket) -> None:
+    """Let a fetched job go when its loader is closed."""
     wait_for_end(connection)
     _loaded_jobs.pop(token, None)
+
+
+def _load_job(reference: JobReference) -> _Job:
+    """Load the job of a loader of another process.
+
+    Raises:
+        RuntimeError: the loader's versions are others.
+        OSError: the job is not on this machine, and cannot be fetched.
+    """
+    address, connection = reference.address, None
+    if address is None:
+        raise RuntimeError("this is no thread of the loader's process, or the loader is closed")
+    if reference.versions != _versions():
+        ours, theirs = (" and Python ".join(each) for each in (_versions(), reference.versions))
+        raise RuntimeError(
+            f"a worker on {socket.gethostname()} has minloader {ours}, but the loader has "
+            f"{theirs}; install the same on all machines"
+        )
+    if "distributed" in sys.modules:
+        _give_dask_a_generator()
+    try:
+        mapping = address.map()
+    except OSError:
+        if not reference.hosts:
+            raise
+        mapping, connection = fetch(address, reference.hosts, reference.port)
+    try:
+        job = address.unpickle(mapping, forever=False)
+    except BaseException:
+        if connection is not None:
+            connection.close()
+        raise
+    how, ids = {"remote": True, "beside": True}, itertools.repeat(-1)
+    return _Job(job, SimpleNamespace(), ids, _lock, how, address, connection)
 
 
 _DASK = ("dask", "distributed", "tornado")

@@ -39,7 +39,7 @@ class User(Protocol):
     def in_flight(self) -> int: ...
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class PoolGroup:
     """The workers of a loader. It knows nothing of the loader, which ends it when it goes.
 
@@ -184,9 +184,9 @@ class PoolGroup:
     def _make_pool(self, index: int) -> Pool:
         settings, executor = self._settings(index), self.executor
         if self.num_workers == 0:
-            return InlinePool(settings, self.job)
+            return InlinePool(settings, None, self.job)
         if executor == "thread":
-            return ThreadPool(settings, self.job, self.timeout)
+            return ThreadPool(settings, None, self.job, self.timeout)
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
         if not is_here:

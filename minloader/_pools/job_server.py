@@ -195,17 +195,6 @@ def wait_for_end(connection: socket.socket) -> None:
         connection.recv(1)
 
 
-def _read(connection: socket.socket, buffer: Any) -> Any:
-    """Fill a buffer with what comes next, and return it."""
-    view = memoryview(buffer)
-    while view:
-        count = connection.recv_into(view)
-        if count == 0:
-            raise ConnectionError("the other side closed the connection")
-        view = view[count:]
-    return buffer
-
-
 def _hash(token: bytes, role: bytes, challenge: bytes) -> bytes:
     return hmac.digest(token, role + challenge, "sha256")
 
@@ -214,7 +203,8 @@ def _check_client(client: socket.socket, token: bytes) -> bool:
     """Have the client prove that it knows the token; prove the same to it."""
     challenge = secrets.token_bytes(_HASH)
     client.sendall(challenge)
-    answer, theirs = (bytes(_read(client, bytearray(_HASH))) for _ in range(2))
+    with client.makefile("rb") as received:
+        answer, theirs = received.read(_HASH), received.read(_HASH)
     if not hmac.compare_digest(answer, _hash(token, b"worker", challenge)):
         return False
     client.sendall(_hash(token, b"loader", theirs))
@@ -223,13 +213,17 @@ def _check_client(client: socket.socket, token: bytes) -> bool:
 
 def _copy(connection: socket.socket, address: JobAddress) -> mmap.mmap:
     """Copy the job file from the other end, if that is the loader: it is unpickled here."""
-    theirs, challenge = bytes(_read(connection, bytearray(_HASH))), secrets.token_bytes(_HASH)
-    connection.sendall(_hash(address.token, b"worker", theirs) + challenge)
-    answer = bytes(_read(connection, bytearray(_HASH)))
-    if not hmac.compare_digest(answer, _hash(address.token, b"loader", challenge)):
-        raise ConnectionError("somebody else answers there")
-    connection.settimeout(STALL_SECONDS)
-    mapping: mmap.mmap = _read(connection, mmap.mmap(-1, address.size, access=mmap.ACCESS_COPY))
+    challenge = secrets.token_bytes(_HASH)
+    with connection.makefile("rb") as received:
+        answer = _hash(address.token, b"worker", received.read(_HASH))
+        connection.sendall(answer + challenge)
+        expected = _hash(address.token, b"loader", challenge)
+        if not hmac.compare_digest(received.read(_HASH), expected):
+            raise ConnectionError("somebody else answers there")
+        connection.settimeout(STALL_SECONDS)
+        mapping = mmap.mmap(-1, address.size, access=mmap.ACCESS_COPY)
+        if received.readinto(mapping) < address.size:
+            raise ConnectionError("the other side closed the connection")
     _keep(connection)
     return mapping
 

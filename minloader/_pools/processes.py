@@ -46,13 +46,12 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, ClassVar
 
 from minloader._errors import WorkerDied
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
-from minloader._memory.slots import Slots
-from minloader._pools.base import GRACE, Death, PoolSettings, RemotePool, close_pools
+from minloader._pools.base import GRACE, Death, RemotePool, close_pools
 from minloader._pools.cpython import Executor, main_module_left_out, register_exit
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
@@ -214,7 +213,6 @@ class _Executor(Executor):
         self._setup = setup
         self._oom_kills = oom_kills()
         self._dead_since: float | None = None
-        self._is_stuck = False
         self.heartbeats = heartbeats
         self.leaving = False
         self.tasks = _Tasks()
@@ -228,10 +226,6 @@ class _Executor(Executor):
     def is_ready(self) -> bool:
         """Whether each worker that was started has loaded the dataset."""
         return all(self.heartbeats.last(n).task for n in range(len(self.workers)))
-
-    @property
-    def broken(self) -> bool:
-        return self._is_stuck or super().broken
 
     @property
     def is_over(self) -> bool:
@@ -268,7 +262,7 @@ class _Executor(Executor):
         if self.manager is not None and self.manager is not threading.current_thread():
             self.manager.join(GRACE)
             if self.manager.is_alive():
-                self.end_messages()
+                self.break_up("the workers have ended")
                 self.manager.join(GRACE)
         self.tasks.fail("the workers have ended")
 
@@ -305,10 +299,9 @@ class _Executor(Executor):
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > STUCK:
-            self._is_stuck = True
             self._kill([worker for worker in self.workers if worker not in dead])
             self.tasks.fail("a worker died while it sent a reply")
-            self.end_messages()
+            self.break_up("a worker died while it sent a reply")
 
     def _kill_late(self, timeout: float) -> None:
         for n, worker in enumerate(self.workers):
@@ -351,31 +344,23 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     return f"{text}: the machine may be out of memory"
 
 
+@dataclass(eq=False, repr=False)
 class ProcessPool(RemotePool):
     """Makes batches in worker processes, started when there is work for them.
 
     Args:
-        settings: how many processes, at most, and what they are told.
-        slots: shared memory for their batches.
         job_file: the job, serialized once for all workers there will ever be.
         context: how to start them.
         timeout: seconds that a batch may take.
     """
 
-    replaces = True
+    job_file: JobFile
+    context: BaseContext
+    timeout: float | None
+    replaces: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        settings: PoolSettings,
-        slots: Slots | None,
-        job_file: JobFile,
-        context: BaseContext,
-        timeout: float | None,
-    ) -> None:
-        super().__init__(settings, slots)
-        self._job_file = job_file
-        self._context = context
-        self._timeout = timeout
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
         self._losses = 0
@@ -396,7 +381,7 @@ class ProcessPool(RemotePool):
         if not self._executors or self._executors[-1].leaving:
             heartbeats = Heartbeats(self.num_workers)
             setup = WorkerSetup(
-                address=self._job_file.address,
+                address=self.job_file.address,
                 folder=self.slots.folder if self.slots is not None else None,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
@@ -404,7 +389,7 @@ class ProcessPool(RemotePool):
                 num_workers=self.settings.all_workers,
                 seed=self.settings.seed,
             )
-            self._executors.append(_Executor(setup, heartbeats, self._context))
+            self._executors.append(_Executor(setup, heartbeats, self.context))
         return self._executors[-1]
 
     def _remove_ended_executors(self) -> None:
@@ -452,7 +437,7 @@ class ProcessPool(RemotePool):
     def watch(self) -> None:
         with self._lock:
             for executor in self._executors:
-                executor.watch(self._timeout)
+                executor.watch(self.timeout)
 
     def losses(self) -> int:
         with self._lock:

@@ -11,9 +11,10 @@ import time
 import traceback
 import weakref
 from concurrent.futures import BrokenExecutor, CancelledError, Future, InvalidStateError
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from minloader._pools.base import Death, Pool, PoolSettings
+from minloader._pools.base import Death, Pool
 from minloader._worker.heartbeat import Heartbeat
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
@@ -21,6 +22,7 @@ from minloader._worker.run import Worker
 logger = logging.getLogger("minloader")
 
 
+@dataclass(eq=False, repr=False)
 class ThreadPool(Pool):
     """Makes batches in daemon threads of the calling process.
 
@@ -28,17 +30,16 @@ class ThreadPool(Pool):
     however long their batches take.
 
     Args:
-        settings: how many threads, and what they are told.
-        job: what they make batches from.
+        job: what the threads make batches from.
         timeout: seconds that a batch may take.
     """
 
-    replaces = True
+    job: Job
+    timeout: float | None
+    replaces: ClassVar[bool] = True
 
-    def __init__(self, settings: PoolSettings, job: Job, timeout: float | None) -> None:
-        super().__init__(settings)
-        self._job = job
-        self._timeout = timeout
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._threads: list[_Thread] = []
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -54,7 +55,7 @@ class ThreadPool(Pool):
         if self._closed:
             raise RuntimeError("the pool is closed")
         for index in range(len(self._threads), self.num_workers):
-            self._threads.append(_Thread(self._job, self.settings.info(index), self._tasks))
+            self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
 
     def submit(self, task: Task) -> Future[Reply]:
         future: Future[Reply] = Future()
@@ -65,11 +66,11 @@ class ThreadPool(Pool):
         return future
 
     def watch(self) -> None:
-        if self._timeout is None:
+        if self.timeout is None:
             return
         with self._lock:
             for threads in (self._threads, self._leaving):
-                threads[:] = [self._replace_if_late(thread, self._timeout) for thread in threads]
+                threads[:] = [self._replace_if_late(thread, self.timeout) for thread in threads]
 
     def _replace_if_late(self, thread: _Thread, timeout: float) -> _Thread:
         entry, heartbeat = thread.entry, thread.heartbeat
@@ -88,7 +89,7 @@ class ThreadPool(Pool):
         _finish(future, BrokenExecutor(cause))
         logger.warning("%s with batch %d; another takes its place", cause, task.ordinal)
         info = WorkerInfo(thread.info.id, thread.info.num_workers, self.pid, self.settings.seed)
-        return _Thread(self._job, info, thread.tasks)
+        return _Thread(self.job, info, thread.tasks)
 
     def losses(self) -> int:
         return self.replaced

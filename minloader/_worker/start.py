@@ -87,7 +87,7 @@ def start(setup: WorkerSetup, index: int) -> None:
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
     lead_group()
-    follow_parent(last_act=setup.clean_up)
+    follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
     try:
