@@ -46,7 +46,7 @@ from minloader._errors import SKIP, WorkerDied
 from minloader._insight.counters import Counters
 from minloader._memory import pickling
 from minloader._memory.slots import Slot, Slots
-from minloader._pools.base import Held, Pool
+from minloader._pools.base import HeldItem, Pool
 from minloader._worker.messages import Failure, Reply, Task
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -526,7 +526,7 @@ class Epoch(TimedIterator):
         if death is None:
             yield self._submit(task)
             return
-        n = death.place
+        n = death.item
         ordinal = task.ordinal + n
         place |= {"batch": self._ordinal(ordinal), "cause": death.cause}
         counters.record(_track(death.worker, death.pid), "died", now, 0.0, place)
@@ -639,7 +639,7 @@ def _track(worker: int, pid: int) -> str:
 def _item(task: Task, n: int) -> Any:
     """Return what the sampler gave."""
     item = task.items[n]
-    return item.item if isinstance(item, Held) else item
+    return item.item if isinstance(item, HeldItem) else item
 
 
 def _part(task: Task, start: int, stop: int) -> Task:

@@ -34,7 +34,7 @@ from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, size_in_band, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker.batch_maker import BatchMaker
-from minloader._worker.heartbeat import Mark as Beat
+from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
 from minloader._worker.seeds import Seed, batch_seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders

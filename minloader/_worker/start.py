@@ -15,13 +15,14 @@ import multiprocessing.util
 import os
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minloader._memory.files import unlink
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
-from minloader._worker.heartbeat import READY, attend
+from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker, _thread
@@ -52,7 +53,7 @@ class WorkerSetup(NamedTuple):
     Attributes:
         address: where the job is.
         folder: where slots have names; None if they have none.
-        board: path of the board.
+        heartbeats: path of the file of heartbeats.
         token: value of the environment variable TOKEN for all that the worker starts.
         first_id: id of the first worker that is started from here.
         num_workers: of the loader.
@@ -61,7 +62,7 @@ class WorkerSetup(NamedTuple):
 
     address: JobAddress
     folder: str | None
-    board: str
+    heartbeats: str
     token: str
     first_id: int
     num_workers: int
@@ -76,8 +77,8 @@ class WorkerSetup(NamedTuple):
         self.address.unlink()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.board.startswith("/proc/"):
-            unlink(self.board)
+        if not self.heartbeats.startswith("/proc/"):
+            unlink(self.heartbeats)
 
 
 TOKEN = "MINLOADER_TOKEN"
@@ -95,18 +96,18 @@ def start(setup: WorkerSetup, index: int) -> None:
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
     lead_group()
-    follow_parent(last_act=setup.clean_up)
+    follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
     try:
         job = setup.address.load(forever=True)
-        mark = attend(setup.board, index)
+        beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         packer, reload = BatchPacker(), setup.load_dataset
         _process_worker = Worker(
-            job, info, packer=packer, seed=seed_globals, beat=mark, reload=reload
+            job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload
         )
-        mark(READY, 0, time.perf_counter())
+        beat(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
@@ -115,6 +116,12 @@ def start(setup: WorkerSetup, index: int) -> None:
         _start_reply = Reply(worker_id, os.getpid(), True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def worker_main(setup: WorkerSetup, index: int, target: Callable[..., Any], args: Any) -> None:
+    """Run a worker process: :func:`start` first, then what the executor has for it."""
+    start(setup, index)
+    target(*args)
 
 
 def _check_memory(limit: int | None) -> None:
