@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ memory of all."""
 CLOSED = "this Loader is closed; make a new one"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Settings:
     """What the epochs of a loader have in common.
 
@@ -109,15 +109,25 @@ class _Opened(NamedTuple):
     memory: Any
 
 
+@dataclass(eq=False, repr=False)
 class TimedIterator(ABC):
     """Iterator over batches that counts the consumer's time.
 
-    Attributes:
+    Args:
+        settings: what the loader's epochs have in common.
+        where: gives the pool that makes the batches, which may become another one.
+        coming: a ledger for each epoch, made when the epoch begins.
         progress: how far the consumer has come.
+        owner: the loader, which must live as long as this.
+        endless: whether epochs never cease to come.
     """
 
-    _settings: Settings
+    settings: Settings
+    where: Callable[..., Pool]
+    coming: Iterator[Any]
     progress: Progress
+    owner: Any
+    endless: bool = field(default=False, kw_only=True)
 
     @property
     def epoch(self) -> int:
@@ -153,7 +163,7 @@ class TimedIterator(ABC):
 
     def __next__(self) -> Any:
         # What counters.enter() and leave() do, in half the time: a tiny batch takes 15 µs in all.
-        counters = self._settings.counters
+        counters = self.settings.counters
         begin = time.perf_counter()
         if counters.left:
             counters.consumer += begin - counters.left
@@ -171,7 +181,7 @@ class TimedIterator(ABC):
         counters.wait += now - begin
         return batch
 
-    def _check_end(self, *, endless: bool) -> None:
+    def _check_end(self) -> None:
         """Refuse to go through endless epochs if the one that has just ended gave no batch.
 
         Raises:
@@ -180,7 +190,7 @@ class TimedIterator(ABC):
         ledger = self.progress.ledgers[0]
         if ledger.over:
             raise StopIteration
-        if endless and not ledger.fruitful:
+        if self.endless and not ledger.fruitful:
             ledger.over = True
             raise ValueError(
                 f"epoch {ledger.epoch} has no batches, and epochs() without a number would go "
@@ -189,35 +199,14 @@ class TimedIterator(ABC):
 
 
 class Epoch(TimedIterator):
-    """Iterator over the batches of one epoch, or of several without a gap. Goes on after an error.
+    """Iterator over the batches of one epoch, or of several without a gap.
 
-    Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool that makes the batches, which may become another one.
-        coming: a ledger for each epoch, made when the epoch begins.
-        progress: how far the consumer has come.
-        owner: the loader, which must live as long as this.
-        endless: whether epochs never cease to come.
+    It goes on after an error.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        where: Callable[[], Pool],
-        coming: Iterator[Ledger],
-        progress: Progress,
-        owner: Any,
-        *,
-        endless: bool = False,
-    ) -> None:
-        self._settings = settings
-        self._where = where
-        self._coming = coming
-        self._owner = owner
-        self._endless = endless
-        self.progress = progress
-        self._ledgers = progress.ledgers  # the consumer's, those begun ahead of it
-        self._in_order = settings.in_order
+    def __post_init__(self) -> None:
+        self._ledgers = self.progress.ledgers  # the consumer's, those begun ahead of it
+        self._in_order = self.settings.in_order
         self._chunk = 1  # items a task
         self._pending: deque[Pending] = deque()
         self._unsent = False  # whether there may be tasks among them that are not sent yet
@@ -225,7 +214,7 @@ class Epoch(TimedIterator):
         self._next = 0  # of its outcomes
         self._tries: dict[tuple[int, int], int] = {}  # by epoch and ordinal: workers that died
         self._look = 0.0  # when to look after the workers next
-        self._adopt(where())
+        self._adopt(self.where())
 
     def _adopt(self, pool: Pool) -> None:
         self._pool = pool
@@ -245,12 +234,12 @@ class Epoch(TimedIterator):
     @property
     def _depth(self) -> int:
         """Most tasks that may be under way now."""
-        return self._settings.depth
+        return self.settings.depth
 
     # --- epochs
 
     def begin(self) -> None:
-        ledger = next(self._coming)
+        ledger = next(self.coming)
         ledger.open()
         self._ledgers.append(ledger)
         self.fill()
@@ -258,21 +247,21 @@ class Epoch(TimedIterator):
     def _begin_ahead(self) -> bool:
         """Begin the next epoch while the consumer is still in another; False if there is none."""
         last = self._ledgers[-1]
-        if self._endless and not last.position and not last.fruitful:
+        if self.endless and not last.position and not last.fruitful:
             return False  # there could be endlessly many without an item: the consumer goes first
-        ledger = next(self._coming, None)
+        ledger = next(self.coming, None)
         if ledger is None:
             return False
         self._ledgers.append(ledger)
         return True
 
     def _next_epoch(self) -> None:
-        self._check_end(endless=self._endless)
+        self._check_end()
         if len(self._ledgers) == 1 and not self._begin_ahead():
             self._ledgers[0].over = True
             raise StopIteration
         self._ledgers.popleft().over = True
-        self._owner.epoch = self.epoch + 1
+        self.owner.epoch = self.epoch + 1
         self._pool.failed_starts.clear()
 
     @property
@@ -281,9 +270,9 @@ class Epoch(TimedIterator):
         return self._ledgers[-1].ended
 
     def _take(self) -> Any:
-        counters = self._settings.counters
+        counters = self.settings.counters
         while True:
-            if self._settings.closed:
+            if self.settings.closed:
                 raise RuntimeError(CLOSED)
             if self._opened is None:
                 begin = time.perf_counter()
@@ -331,10 +320,10 @@ class Epoch(TimedIterator):
             depth = 1
         if self._unsent:
             self._send_rest(depth)
-        if self._where() is not self._pool:
+        if self.where() is not self._pool:
             if self._pending:
                 return  # first they come from where they are
-            self._adopt(self._where())
+            self._adopt(self.where())
         while not self._unsent and len(self._pending) < depth:
             if not self._is_drawn:
                 self._draw_task()
@@ -346,7 +335,7 @@ class Epoch(TimedIterator):
         begin = time.perf_counter()
         ledger = self._ledgers[-1]
         items, error = self._draw(ledger, deadline=begin + CHUNK_SECONDS)
-        self._settings.counters.drew(begin, len(items))
+        self.settings.counters.drew(begin, len(items))
         if items:
             task = Task(ledger.position - len(items), ledger.epoch, items)
             self._pending.append(self._submit(task))
@@ -364,10 +353,6 @@ class Epoch(TimedIterator):
         items: list[Any] = []
         try:
             ledger.open()
-        except Exception as error:
-            ledger.ended = True
-            return items, error
-        try:
             ledger.begin_task()
             while not items or (
                 len(items) < self._chunk and time.perf_counter() < deadline and ledger.is_adjoining
@@ -440,7 +425,7 @@ class Epoch(TimedIterator):
                 self._grow()
                 waited = True
             futures = [pending.future for pending in waiting if pending.future is not None]
-            wait_for(futures, self._settings.patience, return_when=FIRST_COMPLETED)
+            wait_for(futures, self.settings.patience, return_when=FIRST_COMPLETED)
             self._watch()
 
     def _grow(self) -> None:
@@ -452,7 +437,7 @@ class Epoch(TimedIterator):
         """Look after the workers, now and then."""
         if time.monotonic() > self._look:
             self._pool.watch()
-            self._look = time.monotonic() + self._settings.patience
+            self._look = time.monotonic() + self.settings.patience
 
     def _open(self, pending: Pending) -> None:
         """Unfold the reply to a task; what it left undone is under way again."""
@@ -468,7 +453,7 @@ class Epoch(TimedIterator):
             reply = pending.future.result()
             memory = self._settle(pending, reply)
         except (CancelledError, BrokenExecutor) as error:
-            if self._settings.closed:
+            if self.settings.closed:
                 raise RuntimeError(CLOSED) from None
             if self._pool.replaces:  # it broke just now
                 self._pending.appendleft(pending)
@@ -497,7 +482,7 @@ class Epoch(TimedIterator):
         if not pending.alone:
             # Another that was under way too may be why. Sent alone, it has nobody else to blame.
             logger.warning("the executor lost batch %d, again: %s", task.ordinal, error)
-            self._settings.counters.retries += 1
+            self.settings.counters.retries += 1
             return _replied()
         if self._pool.is_death(error):
             what = f"batch {task.ordinal} of epoch {task.epoch}, item {shown(_item(task, 0))}"
@@ -518,7 +503,7 @@ class Epoch(TimedIterator):
     def _again(self, lost: Pending) -> Iterator[Pending]:
         """Send a lost task again. Only what its own worker was making counts as a try."""
         self._reclaim(lost)
-        task, counters = lost.task, self._settings.counters
+        task, counters = lost.task, self.settings.counters
         death = self._pool.deaths.pop(task.id, None)
         place: dict[str, Any] = {"batch": self._ordinal(task.ordinal), "epoch": task.epoch}
         now = time.perf_counter()
@@ -535,7 +520,7 @@ class Epoch(TimedIterator):
         key = task.epoch, ordinal
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         item = _part(task, n, n + 1)
-        if death.final or tries > self._settings.retries:
+        if death.final or tries > self.settings.retries:
             failed: Future[Reply] = Future()
             name = self._ordinal(ordinal)
             error = failures.lethal(death, name, task.epoch, _item(task, n), tries)
@@ -576,7 +561,7 @@ class Epoch(TimedIterator):
             # What was cut short was slow. Otherwise it may just have had no processor for a while.
             least = self._chunk // 2 if made == len(task.items) else 1
             self._chunk = min(self._chunk, max(1, least, int(min(quick, small))))
-        counters, slots = self._settings.counters, self._pool.slots
+        counters, slots = self.settings.counters, self._pool.slots
         counters.chunk_size = self._chunk
         if made and reply.pid >= 0:
             place = {"batch": self._ordinal(task.ordinal), "count": made, "epoch": task.epoch}
@@ -590,7 +575,7 @@ class Epoch(TimedIterator):
                 *(count, total, slots.budget),
             )
         counters.overflowed += reply.overflowed
-        limit = self._settings.memory_limit
+        limit = self.settings.memory_limit
         if limit is not None and reply.memory > limit:
             self._pool.renew(reply.pid)
 
@@ -618,9 +603,9 @@ class Epoch(TimedIterator):
         ordinal = self._ordinal(task.ordinal + n)
         where = _track(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
         told = {"batch": ordinal, "epoch": task.epoch, "error": failure.summary}
-        self._settings.counters.record(where, "failed", time.perf_counter(), 0.0, told)
+        self.settings.counters.record(where, "failed", time.perf_counter(), 0.0, told)
         item = _item(task, n)
-        return failures.handle(failure, reply, ordinal, task.epoch, item, self._settings.on_error)
+        return failures.handle(failure, reply, ordinal, task.epoch, item, self.settings.on_error)
 
 
 def _replied(*errors: Exception, stage: str = "", fatal: bool = False) -> Reply:

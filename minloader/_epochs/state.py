@@ -148,6 +148,7 @@ class Ledger:
         if self._unopened is None:
             return
         sampler, items, tell_epoch, state = self._unopened
+        ended, self.ended = self.ended, True  # what cannot be begun is over
         if tell_epoch is not None:
             tell_epoch(self.epoch)
         if state is not None and state["sampler"]:
@@ -155,6 +156,7 @@ class Ledger:
             self.position = self._state.at
             _put_back(sampler, self._state)
         self._items = iter(items)  # once: some samplers begin anew with each
+        self.ended = ended
         if self._state is not None:
             _check_put_back(sampler, self._items, self._state)
         if state is not None:

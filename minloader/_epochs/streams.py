@@ -19,13 +19,14 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minloader._epochs.epoch import Epoch, Pending, Settings, TimedIterator
+from minloader._epochs.epoch import Epoch, Pending, TimedIterator
 from minloader._epochs.state import Ledger, Note, Progress, State
 from minloader._errors import BatchTimeout, WorkerDied
 from minloader._memory import pickling
@@ -121,48 +122,36 @@ def _shard_ledger(shard: int, ledger: StreamLedger) -> ShardLedger:
     return ledger.shards[shard]
 
 
+@dataclass(eq=False, repr=False)
 class ShardEpoch(Epoch):
-    """Iterator over the batches of one shard.
+    """Iterator over the batches of one shard, with the pool of one worker that reads the shard.
 
     Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool of one worker that reads the shard.
-        coming: a ledger for each epoch.
-        owner: the loader.
         shard: number of the shard.
         total: number of shards.
         oldest: gives the oldest pass over the stream that somebody still makes.
     """
 
-    _ledgers: deque[ShardLedger]  # type: ignore[assignment]
+    shard: int
+    total: int
+    oldest: Callable[[], int]
 
-    def __init__(
-        self,
-        settings: Settings,
-        where: Callable[[], Pool],
-        coming: Iterator[ShardLedger],
-        owner: Any,
-        shard: int,
-        total: int,
-        oldest: Callable[[], int],
-    ) -> None:
-        super().__init__(settings, where, coming, Progress(), owner)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ledgers: deque[ShardLedger]  # type: ignore[assignment]
         self._in_order = True
-        self._shard = shard
-        self._total = total
-        self._oldest = oldest
 
     @property
     def _depth(self) -> int:
-        return -(-self._settings.depth // self._total)
+        return -(-self.settings.depth // self.total)
 
     def _address(self, task: Task) -> Task:
         ledger = next(each for each in self._ledgers if each.epoch == task.epoch)
-        shard = Shard(ledger.run, self._oldest(), self._shard, self._total, *ledger.ahead)
+        shard = Shard(ledger.run, self.oldest(), self.shard, self.total, *ledger.ahead)
         return super()._address(task)._replace(shard=shard)
 
     def _ordinal(self, ordinal: int) -> int:
-        return ordinal * self._total + self._shard
+        return ordinal * self.total + self.shard
 
     @property
     def _is_drawn(self) -> bool:
@@ -206,7 +195,7 @@ class ShardEpoch(Epoch):
             if index == ledger.lethal + 1:
                 logger.warning(
                     "shard %d of the stream ends: no worker gets past its batch %d",
-                    *(self._shard, ledger.lethal),
+                    *(self.shard, ledger.lethal),
                 )
                 ledger.finish(index + 1)
                 self._abandon_rest()
@@ -222,7 +211,7 @@ class ShardEpoch(Epoch):
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
                     "raised, as a generator does, cannot go on",
-                    *(self._shard, ledger.end - 1),
+                    *(self.shard, ledger.end - 1),
                 )
                 ledger.failed_reading = False
             raise
@@ -249,50 +238,36 @@ def _has_end(future: Future[Reply] | None) -> bool:
     return bool(outcomes) and outcomes[-1] is END
 
 
+@dataclass(eq=False, repr=False)
 class StreamEpoch(TimedIterator):
     """Iterator over the batches of an epoch of a stream, or several, of each shard one in turn.
 
+    ``where`` gives the pool of the worker that reads a shard, by the shard's number.
+
     Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool of the worker that reads a shard, by its number.
-        coming: a ledger for each epoch, made when the epoch begins.
-        progress: how far the consumer has come.
-        owner: the loader, which must live as long as this.
         total: number of shards.
         oldest: gives the oldest pass over the stream that somebody still makes.
-        endless: whether epochs never cease to come.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        where: Callable[[int], Pool],
-        coming: Iterator[StreamLedger],
-        progress: Progress,
-        owner: Any,
-        total: int,
-        oldest: Callable[[], int],
-        *,
-        endless: bool = False,
-    ) -> None:
-        self._settings = settings
-        self._owner = owner
-        self._endless = endless
-        self.progress = progress
-        self._ledgers: deque[StreamLedger] = progress.ledgers  # type: ignore[assignment]
+    total: int
+    oldest: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._ledgers: deque[Any] = self.progress.ledgers
         # A shard may begin with an epoch before the others, which then find the same ledgers.
-        self._coming, *each = itertools.tee(coming, total + 1)
+        self.coming, *each = itertools.tee(self.coming, self.total + 1)
         self._shards = []
         for shard, ledgers in enumerate(each):
             own = map(partial(_shard_ledger, shard), ledgers)
-            pool = partial(where, shard)
-            self._shards.append(ShardEpoch(settings, pool, own, owner, shard, total, oldest))
+            common = self.settings, partial(self.where, shard), own, Progress(), self.owner
+            self._shards.append(ShardEpoch(*common, shard, self.total, self.oldest))
         self._round: list[ShardEpoch] = []  # those that have not ended, the next one first
 
     @property
     def run(self) -> int:
         """Which pass over the stream it is."""
-        return self._ledgers[0].run
+        run: int = self._ledgers[0].run
+        return run
 
     @property
     def pools(self) -> list[Pool]:
@@ -303,7 +278,7 @@ class StreamEpoch(TimedIterator):
         return sum(shard.in_flight for shard in self._shards)
 
     def begin(self) -> None:
-        self._ledgers.append(next(self._coming))
+        self._ledgers.append(next(self.coming))
         self._begin_round()
         for shard in self._round:
             shard.begin()
@@ -314,7 +289,7 @@ class StreamEpoch(TimedIterator):
 
     def _take(self) -> Any:
         while self._round:
-            index = 0 if self._settings.in_order else self._first_ready()
+            index = 0 if self.settings.in_order else self._first_ready()
             shard = self._round[index]
             try:
                 batch = shard._take()
@@ -332,14 +307,14 @@ class StreamEpoch(TimedIterator):
     def _pass_on(self, index: int) -> None:
         """Give the next shard its turn."""
         self._round.append(self._round.pop(index))
-        self._ledgers[0].turn = self._round[0]._shard
+        self._ledgers[0].turn = self._round[0].shard
 
     def _next_epoch(self) -> None:
-        self._check_end(endless=self._endless)
+        self._check_end()
         self._ledgers[0].over = True
-        self._ledgers.append(next(self._coming))
+        self._ledgers.append(next(self.coming))
         self._ledgers.popleft()
-        self._owner.epoch = self.epoch + 1
+        self.owner.epoch = self.epoch + 1
         for shard in self._shards:
             shard.enter_next()
         self._begin_round()
@@ -352,9 +327,9 @@ class StreamEpoch(TimedIterator):
                     if shard.is_ready():
                         return index
                 futures = [future for shard in self._round for future in shard.waits_for()]
-                wait_for(futures, self._settings.patience, return_when=FIRST_COMPLETED)
+                wait_for(futures, self.settings.patience, return_when=FIRST_COMPLETED)
         finally:
-            self._settings.counters.opened(begin)
+            self.settings.counters.opened(begin)
 
     def __del__(self) -> None:
         if hasattr(self, "_round"):  # else it was not made
