@@ -390,6 +390,14 @@ def test_large_parts_of_all_kinds_are_in_the_slot(bench):
         assert type(parcel) is bytes or len(parcel.buffers) >= 1
 
 
+def test_the_packer_uses_the_slot_that_it_is_given(bench):
+    _, writer = bench.write()
+    slot_writer.use(None)
+    parcel = pack_batch(np.zeros(LARGE)[::2], writer)
+    assert [stop - start for start, stop in parcel.buffers] == [4 * LARGE]
+    assert writer.used == 4 * LARGE  # there from the beginning, not copied to there
+
+
 def test_large_tensors_are_in_the_slot(bench, monkeypatch):
     torch = require("torch")
     _, writer = bench.write()

@@ -124,6 +124,7 @@ class SlotWriter(NoSlot):
             return False
         if self._mapping is not None and size <= self._mapping.size:
             return True
+        # No descriptor is kept: a worker maps as many slots as tasks are under way.
         try:
             fd = open_shared(*self._place, os.O_RDWR)
         except OSError:  # the loader is closed, or is on another machine
@@ -149,6 +150,7 @@ class SlotWriter(NoSlot):
 
         The buffer is copied there unless it was made there for this very batch.
         """
+        # What is read-only was not made here, and ctypes cannot tell where it lies.
         if not data.readonly and self._leases:
             address = ctypes.addressof(ctypes.c_char.from_buffer(data))
             for lease in self._leases:
@@ -182,6 +184,7 @@ class SlotWriter(NoSlot):
         # A lease that is alive without us has an array over it.
         if not self._forked and all(watch() is None for watch in watches):
             return list(buffers)
+        # The parent will never lend this slot again; here it must not be found for the next task.
         self.retired = True
         _mappings.pop(self._place, None)  # the kept array holds the mapping
         return [self._copied(*span) for span in buffers]

@@ -41,7 +41,8 @@ def forget(name: str, action: Action) -> None:
     if action in _waiting.get(name, ()):
         _waiting[name].remove(action)
     if not any(_waiting.values()) and _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
+        # Another thread may be walking the list: one taken out of it would let it skip the next.
+        sys.meta_path = [each for each in sys.meta_path if each is not _finder]
 
 
 _waiting: dict[str, list[Action]] = {}

@@ -122,8 +122,8 @@ class Worker:
                     break
             if task.shard is not None:
                 state = self._end_stream_task(task.shard, outcomes)
-        except BaseException:
-            # Of a chunk in a thread, the rest is to be tried one by one.
+        except BaseException:  # sys.exit() in a thread, say
+            # The batches before it are good. The parent sends the rest again, one by one.
             if len(task.items) == 1:
                 raise
             now = time.perf_counter()
@@ -157,7 +157,7 @@ class Worker:
             return self._failure(error, READING if reader is not None and reader.reading else "")
         if self._packer is None or batch is END:
             return batch
-        self._exit_fork()
+        self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
             packed = self._packer.pack(batch, writer)
