@@ -77,7 +77,7 @@ class JobReference(NamedTuple):
 
 
 def _versions() -> tuple[str, str]:
-    """Of minloader and Python: functions that are sent along are that Python's code."""
+    """Return minloader's version and Python's, of which functions that are sent are the code."""
     return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
 
 

@@ -22,8 +22,8 @@ Guarantees:
    is closed. If ``losses()`` grew, ``deaths`` has the task that a dead worker was making.
 2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
    that went (another group, another session, another parent).
-3. Closing takes 2 * GRACE at most if no worker is stuck, whatever the batches do; and it happens
-   when the pool is closed, collected, or the interpreter exits.
+3. Closing waits GRACE for the workers, whatever their batches do, and 2 * GRACE at most for the
+   manager thread. It happens by itself when the loader is collected and when the interpreter exits.
 4. The parent's main module is never imported in a worker, so that scripts need no guard.
 5. In a fork of the parent nothing here touches the parent's workers.
 """
@@ -151,7 +151,7 @@ class _WorkerContext:
         return [process for process in self._processes if process.pid is not None]
 
     def Process(self, *, target: Callable[..., Any], args: Any) -> WorkerProcess:  # noqa: N802
-        """A process that is set up as the next worker before it runs ``target``."""
+        """Return a process that is set up as the next worker before it runs ``target``."""
         # One whose start failed gives its number back.
         self._processes = self.workers
         args = (self._setup, len(self._processes), target, args)
@@ -307,9 +307,8 @@ class _Executor(Executor):
         for n, worker in enumerate(self.workers):
             heartbeat = self.heartbeats.last(n)
             is_late = time.perf_counter() - heartbeat.began > timeout
-            if not is_late or worker.stack is not None:
-                continue
-            if heartbeat.task not in self.tasks.unfinished:
+            is_working = heartbeat.task in self.tasks.unfinished
+            if not is_late or not is_working or worker.stack is not None:
                 continue
             stack = self.heartbeats.stack(worker.pid, GRACE)
             if self.heartbeats.last(n) == heartbeat and heartbeat.task in self.tasks.unfinished:
