@@ -198,6 +198,7 @@ class TimedIterator(ABC):
             )
 
 
+@dataclass(eq=False, repr=False)
 class Epoch(TimedIterator):
     """Iterator over the batches of one epoch, or of several without a gap.
 
