@@ -90,7 +90,7 @@ class Worker:
         self._broken: Failure | None = None
         if job.worker_init_fn is not None:
             try:
-                self._call(job.worker_init_fn, info, batch_seed(info.seed, -1, info.id))
+                self._call(batch_seed(info.seed, -1, info.id), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._broken = self._failure(error, "in worker_init_fn", fatal=True)
 
@@ -146,13 +146,12 @@ class Worker:
         try:
             if task.shard is not None:
                 reader = self._find_reader(task, n, task.shard)
-                seed = self._batch_seed(task, reader.begin())
-                batch = self._call(reader.fetch, None, seed)
+                batch = self._call(self._batch_seed(task, reader.begin()), reader.fetch)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed else item
                 seed = self._batch_seed(task, task.ordinal + n)
-                batch = self._call(self._maker.fetch, item, seed)
+                batch = self._call(seed, self._maker.fetch, item)
         except BaseException as error:
             return self._failure(error, READING if reader is not None and reader.reading else "")
         if self._packer is None or batch is END:
@@ -171,7 +170,7 @@ class Worker:
             return packed
         return PackedBatch(packed.stream, writer.end(packed.buffers))
 
-    def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
+    def _call(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
 
         No context managers: contextlib sets attributes of an exception that passes, which a
@@ -183,7 +182,7 @@ class Worker:
         try:
             if self._seed is not None:
                 give_back = self._seed(seed)
-            return function(argument)
+            return function(*args)
         finally:
             _thread.info = before
             if give_back is not None:
@@ -217,7 +216,7 @@ class Worker:
         while reader.position < index and not reader.ended:
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
             try:
-                samples = self._call(reader.draw, None, self._batch_seed(task, reader.begin()))
+                samples = self._call(self._batch_seed(task, reader.begin()), reader.draw)
             except BaseException as error:
                 if reader.ended:
                     raise
