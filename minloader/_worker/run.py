@@ -47,6 +47,11 @@ CHUNK_SECONDS = 2e-3
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
+in_thread = threading.local()
+
+"""Its ``info`` is the WorkerInfo of the batch that this thread is making."""
+
+
 READING = "when the stream was read"
 
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
@@ -176,15 +181,15 @@ class Worker:
         No context managers: contextlib sets attributes of an exception that passes, which a
         frozen dataclass refuses with an error of its own.
         """
-        before = getattr(_thread, "info", None)  # of a batch that reads a loader of its own
-        _thread.info = self.info
+        before = getattr(in_thread, "info", None)  # of a batch that reads a loader of its own
+        in_thread.info = self.info
         give_back = None
         try:
             if self._seed is not None:
                 give_back = self._seed(seed)
             return function(*args)
         finally:
-            _thread.info = before
+            in_thread.info = before
             if give_back is not None:
                 give_back()
 
@@ -259,6 +264,3 @@ def _unpackable(batch: Any, error: BaseException) -> Failure:
     except BaseException as other:  # sys.exit() in __reduce__
         error = other
     return Failure.of(error, packed=True)
-
-
-_thread = threading.local()  # .info: set while this thread makes a batch
