@@ -357,13 +357,9 @@ class DynamicBatchSampler(Sampler):
         sizes = [0.0] * self._buckets
         for index, cost, bucket in samples:
             batch, size = batches[bucket], sizes[bucket]
-            if padded:
-                grown = max(size, cost)
-                over = grown * (len(batch) + 1) > budget
-            else:
-                grown = size + cost
-                over = grown > budget
-            if batch and (over or len(batch) == most):
+            grown = max(size, cost) if padded else size + cost
+            total = grown * (len(batch) + 1) if padded else grown
+            if batch and (total > budget or len(batch) == most):
                 yield bucket, size, batch
                 batch = batches[bucket] = []
                 grown = cost
