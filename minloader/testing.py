@@ -40,6 +40,8 @@ so that nothing can be seen of it. One that failed to load the dataset is never 
 comes with the first batch."""
 
 
+# Hints: where to look if a run of this kind differs from the reference.
+
 AGAIN = (
     "something is not seeded, or remembers: random.SystemRandom, os.urandom, default_rng() without "
     "a seed, the time; or the loaders share a dataset or a sampler that counts. Use "

@@ -1,4 +1,4 @@
-"""What settings should a loader of yours have, and is anything wrong with it?
+"""Which settings are best for a loader of yours, and is anything wrong with it?
 
 ::
 

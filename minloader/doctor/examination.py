@@ -191,7 +191,7 @@ class _Examination:
                 lambda: self._make(best.row.num_workers, best.row.prefetch_factor),
                 workers={counts[0], min(3, counts[-1])},
                 batches=min(20, max(3, int(best.row.rate * self.seconds / 4))),
-                epochs=1 if best.inside.sampler_used_up else 2,
+                epochs=1 if best.inspection.sampler_used_up else 2,
             )
         except IrreproducibleError as error:
             return Verdict("no", str(error))

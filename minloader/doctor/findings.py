@@ -1,4 +1,4 @@
-"""What follows from trials: what grows, what holds more workers up, which setting is best."""
+"""Conclusions from trials: what grows, what holds workers up, which setting is best."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
 def growth(trial: Trial) -> list[str] | None:
     """Return what the processes of a trial had more and more of; None if it was too short."""
     found, is_long = [], False
+    epoch = trial.first_epoch or math.inf
+    # Caches had an epoch to fill, if that was over before most of what is looked at.
+    over = bool(trial.samples) and epoch <= 0.6 * trial.samples[-1].batches
     for pid, name in trial.names.items():
         series = [sample for sample in trial.samples if pid in sample.usages]
-        # Caches had an epoch to fill, if that was over before most of what is looked at.
-        epoch = trial.first_epoch or math.inf
-        over = epoch <= 0.6 * trial.samples[-1].batches if trial.samples else False
         kept = [s for s in series[len(series) // 3 :] if not over or s.batches >= epoch]
         if len(kept) >= LEAST_SAMPLES:
             is_long = True
@@ -88,6 +88,7 @@ def growth(trial: Trial) -> list[str] | None:
 
 
 def _growth_of_process(pid: int, name: str, samples: list[Sample], doubt: str) -> list[str]:
+    """Return sentences about the process; ``doubt`` is why its memory may have grown for good."""
     found = []
     usages = [sample.usages[pid] for sample in samples]
     first, *_, last = map(statistics.median, _quarters([sample.batches for sample in samples]))
@@ -150,7 +151,7 @@ def serialized(trials: list[Trial], step: float) -> Verdict:
 
 def _cause(few: Row, trial: Trial) -> str:
     """Return why a trial with more workers was no faster than one with a few."""
-    count, cpus, shards = trial.row.num_workers, processors(), trial.inside.shards
+    count, cpus, shards = trial.row.num_workers, processors(), trial.inspection.shards
     gil = getattr(sys, "_is_gil_enabled", lambda: True)
     if few.num_workers >= cpus:
         return f"there are {cpus} processors" if cpus > 1 else "there is one processor"
@@ -179,7 +180,8 @@ def _cause(few: Row, trial: Trial) -> str:
 def pick(trials: list[Trial], step: float) -> Trial:
     """Return the trial with the fewest workers of those that are about as fast as the fastest.
 
-    Without a step, no workers look better than they are: nothing goes on at the same time.
+    Without a step, num_workers=0 looks better than it is: a real consumer would not work while a
+    batch is made. It is left out then, if there is anything else.
     """
     trials = [trial for trial in trials if trial.row.num_workers or step] or trials
     best = max((trial.row for trial in trials), key=lambda row: row.rate)
@@ -197,7 +199,7 @@ def recommend(best: Row, rows: list[Row], step: float) -> str:
     text = f"num_workers={best.num_workers}"
     if best.num_workers:
         text += f", prefetch_factor={best.prefetch_factor}"
-    text += f": {best.cells()[2]} batches/s"
+    text += f": {best.rate_text} batches/s"
     one = next((row for row in rows if row.num_workers), best)
     if one.num_workers < best.num_workers:
         text += f", {best.rate / one.rate:.1f} times as many as with {_workers(one)}"
@@ -213,7 +215,7 @@ def recommend(best: Row, rows: list[Row], step: float) -> str:
     inline = next((row for row in rows if not row.num_workers), best)
     if inline.rate > best.rate:
         text += (
-            f" num_workers=0 makes {inline.cells()[2]} batches/s, but your step stands still "
+            f" num_workers=0 makes {inline.rate_text} batches/s, but your step stands still "
             "meanwhile: --step tells what is better."
         )
     return text
@@ -224,11 +226,11 @@ def _workers(row: Row) -> str:
 
 
 def notes(trials: list[Trial]) -> list[str]:
-    """Return what makes the trials less telling than they look."""
-    inside, found = trials[0].inside, []
-    if inside.sampler_used_up:
+    """Return remarks on what the trials do not show, or show with less certainty."""
+    inspection, found = trials[0].inspection, []
+    if inspection.sampler_used_up:
         found.append("the sampler is an iterator: a run ends with its one epoch")
-    if not isinstance(inside.executor, str):
+    if not isinstance(inspection.executor, str):
         found.append(
             "the executor is your own: num_workers is how many tasks it is given, and its workers "
             "are not looked at"

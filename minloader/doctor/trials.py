@@ -55,12 +55,17 @@ class Row:
     memory: int | None
     first: float
 
+    @property
+    def rate_text(self) -> str:
+        """The rate in about three digits."""
+        return f"{self.rate:,.{2 if self.rate < 10 else 1 if self.rate < 100 else 0}f}"
+
     def cells(self) -> list[str]:
         """Return the cells of the row in the table."""
         return [
             str(self.num_workers),
             str(self.prefetch_factor) if self.num_workers else "-",
-            f"{self.rate:,.{2 if self.rate < 10 else 1 if self.rate < 100 else 0}f}",
+            self.rate_text,
             f"{self.noise:.0%}",
             f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
             f"{self.wait:.0%}",
@@ -98,6 +103,7 @@ def _usage(pid: int) -> Usage | None:
         return None
     resident, shared = map(int, _words(f"{proc}/statm")[1:3] or (0, 0))
     memory = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    # A kernel without CONFIG_PROC_CHILDREN has no such file: then no children are seen.
     children = sum(len(_words(f"{proc}/task/{each}/children")) for each in threads)
     # The second field is the program's name, which may have spaces and parentheses in it.
     ticks = " ".join(_words(f"{proc}/stat")).rpartition(")")[2].split()[11:13]
@@ -106,7 +112,10 @@ def _usage(pid: int) -> Usage | None:
 
 
 def _all_memory(pid: int) -> int | None:
-    """Return a process's memory in bytes, with its share of what others map too (PSS)."""
+    """Return a process's memory in bytes, with its share of what others map too (PSS).
+
+    The kernel goes through all pages for that, so it is read once a trial.
+    """
     words = _words(f"/proc/{pid}/smaps_rollup")
     return int(words[words.index("Pss:") + 1]) * 1024 if "Pss:" in words else None
 
@@ -120,7 +129,7 @@ def _words(path: str) -> list[str]:
 
 
 class Sample(NamedTuple):
-    """A look at a running trial.
+    """One observation of a running trial.
 
     Attributes:
         at: seconds of the clock.
@@ -145,9 +154,9 @@ class Trial:
         row: the rates.
         stats: the loader's, of the time that was counted.
         computing: how many processors the worker processes used, on average.
-        inside: the inspection of the loader.
+        inspection: the view into the loader.
         names: what to call each process, by its pid.
-        samples: all looks at the trial.
+        samples: all observations, in order.
         first_epoch: number of batches of the first epoch; 0 until that is over.
     """
 
@@ -161,7 +170,7 @@ class Trial:
         self._step = step
         self._before: Stats | None = None  # when counting began
         self._first = 0  # index of the sample then
-        self.inside = inspect(loader)
+        self.inspection = inspect(loader)
         self.names = {os.getpid(): "this process"}
         self.samples: list[Sample] = []
         self.first_epoch = 0
@@ -174,7 +183,7 @@ class Trial:
             Exception: the loader raised it.
         """
         count, due, end = 0, 0.0, 0.0
-        while not self.inside.sampler_used_up:
+        while not self.inspection.sampler_used_up:
             epoch_began = count
             for count, _ in enumerate(self._loader, epoch_began + 1):
                 now = time.perf_counter()
@@ -196,7 +205,7 @@ class Trial:
         self._look(time.perf_counter(), count, end)
 
     def _look(self, now: float, count: int, end: float) -> None:
-        self.names.update((each.pid, f"worker {each.number}") for each in self.inside.workers)
+        self.names.update((each.pid, f"worker {each.number}") for each in self.inspection.workers)
         usages = ((pid, _usage(pid)) for pid in self.names)
         self.samples.append(Sample(now, count, {pid: usage for pid, usage in usages if usage}))
         if self._before is None and now >= end - self._seconds * 2 / 3:
@@ -220,7 +229,7 @@ class Trial:
         work = stats.dataset + stats.transform + stats.collate + packing
         self.row = Row(
             num_workers=workers,
-            prefetch_factor=self.inside.prefetch_factor,
+            prefetch_factor=self.inspection.prefetch_factor,
             batches=count,
             rate=count / window,
             noise=_noise(samples),
