@@ -66,7 +66,7 @@ class Inspection:
         self._loader = loader
         self.settings = loader._settings
         self.group = loader._group
-        self.executor = loader._group._executor
+        self.executor = loader._group.executor
         self.shards = loader._shards
 
     @property
@@ -77,12 +77,12 @@ class Inspection:
     @property
     def prefetch_factor(self) -> int:
         """Tasks in flight for each worker. Setting it replaces all workers."""
-        return self.group._prefetch_factor
+        return self.group.prefetch_factor
 
     @prefetch_factor.setter
     def prefetch_factor(self, prefetch_factor: int) -> None:
         num_workers, self._loader.num_workers = self._loader.num_workers, 0
-        self.group._prefetch_factor = prefetch_factor
+        self.group.prefetch_factor = prefetch_factor
         self._loader.num_workers = num_workers  # the pools that this makes read the factor
 
     # --- the pools and their workers
@@ -106,7 +106,7 @@ class Inspection:
                 number=executor.setup.first_id + index,
                 pid=process.pid,
                 process=process,
-                is_ready=bool(executor._broken or executor.board.line(index).task),
+                is_ready=executor.broken or executor.is_ready(index),
             )
             for executor in self.executors
             for index, process in enumerate(executor.workers)
@@ -115,12 +115,12 @@ class Inspection:
     @property
     def has_worked(self) -> bool:
         """Whether a worker of an executor that is not broken has finished a task."""
-        return any(executor.worked and not executor._broken for executor in self.executors)
+        return any(executor.tasks.any_done and not executor.broken for executor in self.executors)
 
     @property
     def is_broken(self) -> bool:
         """Whether the workers of an executor died, and it is not removed yet."""
-        return any(executor._broken for executor in self.executors)
+        return any(executor.broken for executor in self.executors)
 
     @property
     def losses(self) -> int:

@@ -1,0 +1,215 @@
+"""The pages say what is true: their code runs, their links lead somewhere, and nothing is missing.
+
+Each page is one program: its blocks of Python run one after another, in one process. The line
+before a block may say ``<!-- not run: why -->``, or ``<!-- needs: torch -->`` for a block that runs
+only where that is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import require
+
+import minloader
+from minloader import BatchSampler, DynamicBatchSampler, Loader, empty, pad_collate, prefetch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(minloader.__file__).parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCE = "```"
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yields the number of the first line, the line before the fence, and the lines of code."""
+    lines = page.read_text().splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if line.startswith(FENCE) and start is not None:
+            if lines[start - 1] == FENCE + "python":
+                yield start, lines[start - 2], lines[start:number]
+            start = None
+        elif line.startswith(FENCE):
+            start = number + 1
+    assert start is None, "a block has no end"
+
+
+def needed(note: str) -> str | None:
+    match = re.fullmatch(r"<!-- needs: (\w+) -->", note)
+    return match.group(1) if match else None
+
+
+def is_run(note: str) -> bool:
+    if note.startswith("<!-- not run"):
+        assert re.fullmatch(r"<!-- not run: .+ -->", note), "say why"
+        return False
+    return needed(note) is None or importlib.util.find_spec(needed(note)) is not None
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(rf"^{FENCE}.*?^{FENCE}", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def named(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
+
+
+@named([page for page in PAGES if any(blocks(page))])
+def test_the_code_of_a_page_runs(page, tmp_path):
+    found = list(blocks(page))
+    optional = {needed(note) for _, note, _ in found} - {None}
+    if os.environ.get("MINLOADER_REQUIRE_ALL"):
+        assert all(map(importlib.util.find_spec, optional)), optional
+    program: list[str] = []
+    for start, note, code in found:
+        if is_run(note):
+            program += [""] * (start - len(program)) + code  # so that errors name the page's lines
+    if not program:
+        pytest.skip(f"all of it needs {', '.join(optional)}")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(program))
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@named(TEXTS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and MyST give to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@named(TEXTS)
+def test_files_that_are_named_exist(page):
+    places = [ROOT, PACKAGE, page.parent]
+    for name in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", prose(page)):
+        assert any((place / name).exists() for place in places), name
+
+
+@named(TEXTS)
+def test_lines_are_not_too_long(page):
+    for line in prose(page).splitlines():
+        assert len(line) <= 100 or line.startswith("|"), line
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = index[index.index("{toctree}") :].split()
+    assert {page.stem for page in DOCS} - {"index"} == set(listed) - {
+        "{toctree}",
+        ":hidden:",
+        FENCE,
+    }
+    for page in DOCS:
+        assert page.stem == "index" or f"]({page.name})" in index
+
+
+def test_the_signature_is_the_loaders():
+    text = (ROOT / "docs" / "loader.md").read_text()
+    shown = re.search(r"^Loader\(dataset, .*?\)$", text, re.DOTALL | re.MULTILINE).group()
+    parameters = [
+        f"{p.name}={p.default!r}".replace("'", '"') if p.default is not p.empty else p.name
+        for p in inspect.signature(Loader).parameters.values()
+    ]
+    parameters.insert(2, "*")
+    assert re.sub(r"\s+", " ", shown) == f"Loader({', '.join(parameters)})"
+
+
+@pytest.mark.parametrize(
+    ("thing", "page"),
+    [
+        (BatchSampler, "samplers"),
+        (DynamicBatchSampler, "samplers"),
+        (pad_collate, "samplers"),
+        (prefetch, "loader"),
+        (empty, "memory"),
+    ],
+)
+def test_other_signatures_name_every_parameter(thing, page):
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / f"{page}.md").read_text())
+    shown = re.search(rf"`(?:minloader\.)?{thing.__name__}\((.*?)\)`", text).group(1)
+    names = [re.match(r"\w+", part.strip())[0] for part in re.split(r"[,|]", shown)]
+    assert names == list(inspect.signature(thing).parameters)
+
+
+def test_every_argument_of_torchs_loader_has_a_line():
+    torch = require("torch")
+    ours = importlib.import_module("minloader.torch").DataLoader
+    text = prose(ROOT / "docs" / "torch.md")
+    table = text[text.index("## Coming from torch") :]
+    table = table[: table.index("\n## ", 1)]
+    lines = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert lines == list(inspect.signature(ours).parameters)
+    # In torch the first argument is self.
+    theirs = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
+    assert set(lines) == set(theirs)
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    parts = re.split(r"^\.\. currentmodule:: (\S+)$", text, flags=re.MULTILINE)
+    described = {
+        module: set(re.findall(r"^\.\. auto\w+:: (\w+)", part, re.MULTILINE))
+        for module, part in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    assert described.pop("minloader") == set(minloader.__all__)
+    assert set(described) == {f"minloader.{name}" for name in ("torch", "jax", "testing", "doctor")}
+    for module, names in described.items():
+        # It is read rather than imported: jax in this process would be in the way of later tests.
+        path = PACKAGE / module.split(".")[1]
+        source = (
+            path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        )
+        bound = set()
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                bound |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                bound.add(node.name)
+        assert names
+        assert names <= bound, module
+
+
+def test_the_rooms_are_all_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^\| `([\w/]+\.(?:py|html))` \|", text, re.MULTILINE)
+    files = [path for end in ("py", "html") for path in PACKAGE.rglob(f"*.{end}")]
+    there = {str(path.relative_to(PACKAGE)) for path in files if path.name != "__init__.py"}
+    assert sorted(rooms) == sorted(there)
+
+
+def test_the_glossary_is_short():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    entries = re.findall(r"^\| (?!word|-)", text[text.index("## Glossary") :], re.MULTILINE)
+    assert 10 <= len(entries) <= 25
