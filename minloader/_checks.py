@@ -1,8 +1,11 @@
-"""Arguments: how they are checked, and how messages show values."""
+"""Arguments: how they are checked, and how messages show values.
+
+Every message names the argument, what was given, and what to do. All of it runs in the process that
+makes the loader.
+"""
 
 from __future__ import annotations
 
-import logging
 import operator
 import reprlib
 import sys
@@ -12,12 +15,11 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol, TypeGuard
 
 shown = reprlib.repr
-
 """How messages show a value: never long, never failing."""
 
 
 def duration(seconds: float) -> str:
-    """A span of time in three digits: "20.3 ms"."""
+    """Return a span of time in three digits: "20.3 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= 0.9995 * scale:
             return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
@@ -25,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(count: float) -> str:
-    """An amount of memory in three digits: "24.3 MB"."""
+    """Return an amount of memory in three digits: "24.3 MB"."""
     for unit in ("bytes", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -34,7 +36,7 @@ def amount(count: float) -> str:
 
 
 def check_int(name: str, value: Any, least: int) -> int:
-    """An argument that must be an integer, numpy's included, of at least ``least``."""
+    """Return an argument that must be an integer, numpy's included, of at least ``least``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -47,31 +49,35 @@ def check_int(name: str, value: Any, least: int) -> int:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """An argument that must be a function, or None."""
+    """Refuse what is neither a function nor None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable or None, got {shown(value)}")
 
 
 def check_iterable(name: str, value: Any) -> None:
-    """An argument that must be iterable, or None. It is not begun: an iterator serves once."""
+    """Refuse what is neither iterable nor None. It is not begun: an iterator serves once."""
     kind = type(value)
     if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"{name} must be iterable or None, got {shown(value)}")
 
 
 class Stateful(Protocol):
-    """What can tell where it is, and be put there."""
+    """A sampler, stream or iterator that can say where it is, and be put there."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
-    """Whether something can tell where it is, and be put there."""
+    """Return whether something can say where it is, and be put there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
+# --- of the loader
+
+
 def is_stream(dataset: Any, sampler: Any) -> bool:
+    """Return whether a dataset is only iterable, so that its workers read on in it."""
     if sampler is not None or not hasattr(type(dataset), "__iter__"):
         return False
     if not hasattr(type(dataset), "__getitem__"):
@@ -81,7 +87,32 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
+def check_dataset(dataset: Any) -> None:
+    """Refuse a dataset that is neither indexable nor callable."""
+    if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
+        raise TypeError(
+            "dataset must have __getitem__ or __iter__, or be callable, got "
+            f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
+            "stream, which has __iter__ alone, takes no sampler"
+        )
+
+
+def check_sampler_alone(batch_size: Any, shuffle: Any, last_batch: Any) -> None:
+    """Refuse arguments that say what a batch is, where a sampler does."""
+    for name, value, default in (
+        ("batch_size", batch_size, None),
+        ("shuffle", shuffle, False),
+        ("last_batch", last_batch, "keep"),
+    ):
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} cannot be combined with a sampler, which decides what a "
+                f"batch is; drop {name}, or drop the sampler"
+            )
+
+
 def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any) -> None:
+    """Refuse arguments that a stream cannot have."""
     if batch_size is not None:
         check_int("batch_size", batch_size, 1)
     elif collate_fn is not None:
@@ -104,6 +135,7 @@ def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any
 
 
 def check_timeout(timeout: Any, executor: Any) -> float | None:
+    """Return a number of seconds, or None for no limit."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -118,10 +150,33 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
     return float(timeout)
 
 
-logger = logging.getLogger("minloader")
+def check_memory_limit(limit: Any, executor: Any) -> None:
+    """Refuse a limit for processes where there are none of our own."""
+    if limit is None:
+        return
+    check_int("worker_memory_limit", limit, 1)
+    if executor != "process":
+        raise ValueError(
+            "worker_memory_limit is for executor='process' alone, but executor is "
+            f"{shown(executor)}; drop worker_memory_limit"
+        )
+
+
+def check_shared_memory(shared_memory: Any) -> int | None:
+    """Return the most bytes of shared memory; None for a share of what is free."""
+    if isinstance(shared_memory, bool):
+        return None if shared_memory else 0
+    return check_int("shared_memory", shared_memory, 0)
+
+
+def check_on_error(on_error: Any) -> None:
+    """Refuse what is neither a known word nor a function."""
+    if on_error not in ("raise", "skip") and not callable(on_error):
+        raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:
+    """Refuse an executor that cannot make the batches."""
     if executor not in ("process", "thread") and not isinstance(executor, Executor):
         raise ValueError(
             "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
@@ -136,7 +191,7 @@ def check_executor(executor: Any, *, streams: bool) -> None:
 
 
 def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseContext:
-    """The context that was asked for."""
+    """Return the context that was asked for."""
     if mp_context is not None and executor != "process":
         raise ValueError(
             f"mp_context={mp_context!r} is for executor='process' alone, but executor is "

@@ -14,26 +14,23 @@
                   v
        batch --> the consumer; when its last view dies the slot is free again
 
-The *sampler* is read in the consumer's thread, as batches are taken, so that
-``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a chunk
-of several while batches are so quick that handing them over takes longer than making them.
+Who does what:
 
-The *epoch* (``epoch.py``, what ``iter(loader)`` returns) owns the deque of pending tasks. It
-waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply into
-batches or errors. Several epochs may be under way at once: they share nothing but the pool.
-
-A *stream* has an epoch for each of its shards, taken in turns (``streams.py``), and a pool for each
-worker, so that a shard stays where it is being read (``shards.py``).
-
-The *state* (``progress.py``) is what the consumer was given: the first batch that was not
-delivered, what was delivered beyond that, and how the sampler gets there again.
-
-The *slots* (``slots.py``) are shared memory that travels with the tasks, so that the parent never
-copies a batch.
-
-The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
-which pools there are now; the *worker* (``_worker/run.py``) what a task is. The job (dataset,
-transform, collate_fn) is written once to a file that workers map (``_memory/job_file.py``).
+* The *sampler* is read in the consumer's thread, as batches are taken, so that
+  ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a
+  chunk of several while batches are so quick that handing them over takes longer than making them.
+* The *epoch* (``_epochs/epoch.py``, what ``iter(loader)`` returns) owns the deque of pending
+  tasks. It waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply
+  into batches or errors. Several may be under way at once: they share nothing but the workers.
+* The *ledger* (``_epochs/state.py``) knows what of an epoch was delivered: a state follows from it.
+* A *stream* has an epoch for each of its shards, taken in turns (``_epochs/streams.py``), and a
+  pool for each worker, so that a shard stays where it is being read (``_worker/stream_reader.py``).
+* The *slots* (``_memory/slots.py``) are shared memory that travels with the tasks, so that the
+  parent never copies a batch.
+* The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
+  which pools there are now; the *worker* (``_worker/run.py``) makes the batches of a task.
+* The *job* (dataset, transform, collate_fn) is written once, when the first pool of processes is
+  made, to a file that workers map (``_memory/job_file.py``).
 """
 
 from __future__ import annotations
@@ -51,28 +48,29 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
-from minloader._checks import (
-    check_callable,
-    check_context,
-    check_executor,
-    check_int,
-    check_iterable,
-    check_stream,
-    check_timeout,
-    is_stateful,
-    is_stream,
-    shown,
+from minloader import _checks as checks
+from minloader._checks import check_int, shown
+from minloader._epochs.epoch import CLOSED, Epoch, Settings
+from minloader._epochs.failures import OnError
+from minloader._epochs.state import (
+    VERSION,
+    Ledger,
+    Note,
+    Progress,
+    beginning,
+    check_sampler,
+    check_state,
+    has_begun,
+    latest_note,
 )
-from minloader._epochs.epoch import CLOSED, Epoch, OnError, Settings
-from minloader._epochs.state import VERSION, Bookmark, Mark, Note, Place, Reader, check_state
-from minloader._epochs.streams import ShardEpoch, StreamEpoch
+from minloader._epochs.streams import StreamEpoch, StreamLedger
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Repeatable, Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
-from minloader._worker.messages import Job, Shard, WorkerInfo
+from minloader._worker.messages import Job, WorkerInfo
 
 PATIENCE = 0.5
 
@@ -170,39 +168,25 @@ class Loader:
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
-        timeout = check_timeout(timeout, executor)
+        timeout = checks.check_timeout(timeout, executor)
         retries = check_int("retries", retries, 0)
-        if worker_memory_limit is not None:
-            check_int("worker_memory_limit", worker_memory_limit, 1)
-            if executor != "process":
-                raise ValueError(
-                    "worker_memory_limit is for executor='process' alone, but executor is "
-                    f"{shown(executor)}; drop worker_memory_limit"
-                )
-        budget = None if shared_memory else 0
-        if not isinstance(shared_memory, bool):
-            budget = check_int("shared_memory", shared_memory, 0)
-        if on_error not in ("raise", "skip") and not callable(on_error):
-            raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
-        check_callable("transform", transform)
-        check_callable("collate_fn", collate_fn)
-        check_callable("worker_init_fn", worker_init_fn)
+        checks.check_memory_limit(worker_memory_limit, executor)
+        budget = checks.check_shared_memory(shared_memory)
+        checks.check_on_error(on_error)
+        checks.check_callable("transform", transform)
+        checks.check_callable("collate_fn", collate_fn)
+        checks.check_callable("worker_init_fn", worker_init_fn)
 
         self.dataset = dataset
         self._shards: int | None = None
         self._batch_size = None
-        if is_stream(dataset, sampler):
-            check_stream(batch_size, shuffle, last_batch, collate_fn)
+        if checks.is_stream(dataset, sampler):
+            checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
             self._shards = max(1, num_workers)
             self._batch_size = batch_size
             self.sampler: Iterable[Any] = ()
         else:
-            if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
-                raise TypeError(
-                    "dataset must have __getitem__ or __iter__, or be callable, got "
-                    f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
-                    "stream, which has __iter__ alone, takes no sampler"
-                )
+            checks.check_dataset(dataset)
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
             self.sampler = made
         self._own_sampler = self.sampler is not sampler
@@ -217,12 +201,11 @@ class Loader:
         self.epoch = 0
         self._told: int | None = None  # epoch that the sampler was told last
         self._runs = itertools.count()
-        self._bookmark: Bookmark | None = None  # where the consumer is
-        self._delivered: Note | None = None  # where it is if another thread reads ahead for it
+        self._progress: Progress | None = None  # of the consumer
         self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
         streams = self._shards is not None
-        check_executor(executor, streams=streams)
-        context = check_context(mp_context, executor)
+        checks.check_executor(executor, streams=streams)
+        context = checks.check_context(mp_context, executor)
         self._group = PoolGroup(
             *(job, executor, context, num_workers, prefetch_factor, self.seed, budget, timeout),
             streams=streams,
@@ -315,8 +298,8 @@ class Loader:
         """
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        current, told = self._bookmark, self._told
-        epoch = current.epoch if current and current.under_way else self.epoch
+        ledger, told = self._ledger, self._told
+        epoch = ledger.epoch if ledger is not None and ledger.under_way else self.epoch
         try:
             if not hasattr(type(self.sampler), "__len__") or epoch == told:
                 return len(self.sampler)  # type: ignore[arg-type]
@@ -330,8 +313,10 @@ class Loader:
             self._tell_epoch(told)
         return length
 
-    def __iter__(self) -> Epoch | StreamEpoch:
-        """Begins a new epoch; with workers, its first batches are under way on return.
+    # --- epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a new epoch; with workers, its first batches are under way on return.
 
         After :meth:`load_state_dict`: the rest of that state's epoch.
 
@@ -339,65 +324,10 @@ class Loader:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        epoch = self._begin()
-        self._bookmark, self._delivered = epoch.bookmark, None
-        return epoch
-
-    def _begin(self, before: Any = None) -> Epoch | StreamEpoch:
-        """Begins an epoch; ``before`` is one that is not over yet, and shares the workers."""
-        self._check_open()
-        begin = time.perf_counter()
-        self._group.tidy()
-        resume = self._resume
-        epoch: Epoch | StreamEpoch
-        if self._shards is not None:
-            epoch = self._begin_stream(self._shards, resume, before)
-        else:
-            reader = self._read_sampler(resume)
-            epoch = Epoch(self._settings, self._group.pool, self.epoch, reader, self, before)
-        self._group.users.add(epoch)
-        self._resume = None  # not before: a state that was refused is not forgotten
-        self.epoch += 1
-        self._settings.counters.began_epoch(begin, working=before is not None)
-        return epoch
-
-    def _read_sampler(self, resume: dict[str, Any] | None) -> Reader:
-        self._tell_epoch(self.epoch)
-        mark = Mark(**resume["sampler"]) if resume and resume["sampler"] else None
-        if mark is not None:
-            _put_back(self.sampler, mark)
-        items = iter(self._items)  # once: some samplers begin anew with each
-        if mark is not None:
-            _check_put_back(self.sampler, items, mark)
-        known = isinstance(self.sampler, Sampler)
-        reader = Reader(items, self.sampler, mark.at if mark else 0, known=known)
-        if resume is not None:
-            reader.resume(resume)
-        return reader
-
-    def _begin_stream(
-        self, count: int, resume: dict[str, Any] | None, before: StreamEpoch | None
-    ) -> StreamEpoch:
-        run = next(self._runs)
-        users = self._group.users
-
-        def oldest() -> int:
-            return min((user.run for user in users if isinstance(user, StreamEpoch)), default=run)
-
-        places = resume["stream"]["shards"] if resume else [None] * count
-        former = before.shards if before else [None] * count
-        shards = [
-            ShardEpoch(
-                *(self._settings, partial(self._group.pool, n), self.epoch, self),
-                *(Shard(run, run, n, count), oldest, places[n], former[n]),
-            )
-            for n in range(count)
-        ]
-        turn = resume["stream"]["turn"] if resume else 0
-        return StreamEpoch(self._settings, self.epoch, run, shards, turn)
+        return self._begin(1, Progress())
 
     def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
-        """Goes through the next epochs without a gap between them.
+        """Go through the next epochs without a gap between them.
 
         While the last batches of an epoch are made, workers that would be idle begin with the
         next, all within ``prefetch_factor * num_workers`` tasks. Otherwise it is as if each epoch
@@ -416,13 +346,49 @@ class Loader:
             check_int("n", n, 0)
         return Epochs(self, n)
 
+    def _begin(self, n: int | None, progress: Progress) -> Epoch | StreamEpoch:
+        """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
+        self._check_open()
+        begin = time.perf_counter()
+        common = self._settings, self._group.pool, self._next_ledgers(n), progress, self
+        run: Epoch | StreamEpoch
+        if self._shards is None:
+            run = Epoch(*common, endless=n is None)
+        else:
+            run = StreamEpoch(*common, self._shards, self._oldest_run, endless=n is None)
+        self._group.users.add(run)
+        run.begin()
+        self._resume = None  # not before: a state that was refused is not forgotten
+        self._progress = progress
+        self.epoch = run.epoch + 1
+        self._settings.counters.began_epoch(begin, working=False)
+        return run
+
+    def _next_ledgers(self, n: int | None) -> Iterator[Any]:
+        """Yield a ledger for each of the next epochs, when it begins."""
+        resume, numbers = self._resume, itertools.count(self.epoch)
+        for epoch in numbers if n is None else itertools.islice(numbers, n):
+            self._group.tidy()
+            if self._shards is None:
+                yield Ledger(epoch, self.sampler, self._items, self._tell_epoch, resume)
+            else:
+                shards = resume["stream"]["shards"] if resume else [None] * self._shards
+                turn = resume["stream"]["turn"] if resume else 0
+                yield StreamLedger(epoch, next(self._runs), shards, turn)
+            resume = None
+
+    def _oldest_run(self) -> int:
+        """Return the oldest pass over a stream that somebody still makes."""
+        streams = (user for user in self._group.users if isinstance(user, StreamEpoch))
+        return min(stream.run for stream in streams if stream.progress.ledgers)
+
     def _tell_epoch(self, epoch: int) -> None:
         self._told = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, which decides its order and its seeds.
+        """Set the number of the next epoch, which decides its order and its seeds.
 
         After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
         """
@@ -430,8 +396,15 @@ class Loader:
         if self._resume is not None and self._resume["epoch"] != self.epoch:
             self._resume = None
 
+    # --- state
+
+    @property
+    def _ledger(self) -> Ledger | None:
+        """That of the epoch that the consumer is in, also when its iterator is gone."""
+        return self._progress.ledgers[0] if self._progress is not None else None
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: what was delivered, whatever was read ahead.
+        """Return where the consumer is: what was delivered, whatever was read ahead.
 
         Of the epoch that was begun last, also when its iterator is gone; between epochs, the
         beginning of the next. Small, and fit for JSON where the state of the sampler is, or that
@@ -440,37 +413,28 @@ class Loader:
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return (self._delivered or self._note_state())()
+        return latest_note(self._progress, self._note_state)()
 
     def _note_state(self) -> Note:
-        """The state as of now, for whoever reads batches: see :func:`minloader.prefetch`."""
+        """Note the state as of what the iterator begun last has handed over, to whomever."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
-        note = self._bookmark.note() if self._bookmark is not None else None
-        if self._bookmark is None or note is None:
-            epoch, note = self.epoch, self._beginning()
+        ledger = self._ledger
+        if ledger is not None and not ledger.over:
+            epoch, note = ledger.epoch, ledger.note()
+        elif self._shards is not None:
+            epoch, note = self.epoch, StreamLedger(self.epoch, 0, [None] * self._shards).note()
         else:
-            epoch = self._bookmark.epoch
+            epoch = self.epoch
+            if isinstance(self.sampler, Sampler):
+                self._tell_epoch(epoch)
+            note = beginning(self.sampler)
         if self._shards is not None:
-            return partial(_state_of_stream, self.seed, epoch, note, self._batch_size)
-        return partial(_state, self.seed, epoch, note, self._length(epoch))
-
-    def _deliver(self, note: Note | None) -> None:
-        """Sets what :meth:`state_dict` says while another thread reads ahead; None: no longer."""
-        self._delivered = note
-
-    def _beginning(self) -> Note:
-        """The place where the next epoch begins."""
-        if self._shards is not None:
-            return partial(_beginning_of_stream, self._shards)
-        mark = None
-        if isinstance(self.sampler, Sampler):
-            self._tell_epoch(self.epoch)
-            mark = Mark(0, self.sampler.state_dict(begin=True))
-        return Reader(iter(())).note_before(0, mark, [], None)
+            return partial(_state, self.seed, epoch, note, "batch_size", self._batch_size)
+        return partial(_state, self.seed, epoch, note, "length", self._length(epoch))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next ``iter`` go on where :meth:`state_dict` was called.
+        """Make the next ``iter`` go on where :meth:`state_dict` was called.
 
         Nothing that was delivered is loaded again. Number of workers, executor and the like may
         be others; the dataset, the sampler and what makes batches of samples must not.
@@ -484,7 +448,8 @@ class Loader:
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        known = check_state(state, None if self._any_seed else self.seed, self._shards)
+        seed = None if self._any_seed else self.seed
+        known = check_state(state, seed, stream=self._shards is not None)
         if self._any_seed:
             self.seed = known["seed"]
             self._group.reseed(self.seed)
@@ -500,13 +465,13 @@ class Loader:
             self._shards = len(known["stream"]["shards"])
         else:
             self._tell_epoch(known["epoch"])
-            _check_fit(known, self.sampler, partial(self._length, known["epoch"]))
+            check_sampler(known, self.sampler, self._length(known["epoch"]))
         self.epoch = known["epoch"]
         self._resume = known
-        self._bookmark = self._delivered = None
+        self._progress = None
 
     def _length(self, epoch: int) -> int | None:
-        """Number of batches of an epoch; None where it is not known now."""
+        """Return the number of batches of an epoch; None where it is not known now."""
         if self._told != epoch and hasattr(self.sampler, "set_epoch"):
             return None  # to tell the sampler might disturb the epoch that it is in
         try:
@@ -514,17 +479,14 @@ class Loader:
         except (TypeError, NotImplementedError):
             return None
 
-    def _unbegin(self, epoch: int) -> None:
-        """Gives back the number of an epoch that was begun ahead and not wanted."""
-        if self.epoch == epoch + 1:
-            self.epoch = epoch
+    # --- workers
 
     def _check_open(self) -> None:
         if self._settings.closed:
             raise RuntimeError(CLOSED)
 
     def start(self) -> None:
-        """Starts all workers now, without waiting for them, so that the first batch comes sooner.
+        """Start all workers now, without waiting for them, so that the first batch comes sooner.
 
         Raises:
             RuntimeError: the loader is closed.
@@ -533,7 +495,7 @@ class Loader:
         self._group.start()
 
     def close(self) -> None:
-        """Ends the workers and all they started, at once, and lets the dataset's copy go.
+        """End the workers and all they started, at once, and let the dataset's copy go.
 
         Runs by itself when the loader is garbage-collected and when the interpreter exits. An
         iterator still in use raises RuntimeError from then on.
@@ -551,149 +513,50 @@ class Loader:
 class Epochs:
     """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. Goes on after an
     error.
+
+    Args:
+        loader: whose.
+        n: how many epochs; None: endlessly many.
     """
 
     def __init__(self, loader: Loader, n: int | None) -> None:
         self._loader = loader
-        self._left = n
-        self._current: Epoch | StreamEpoch | None = None
-        self._following: Epoch | StreamEpoch | None = None
-        self._failure: Exception | None = None  # of beginning the following one
-        self._read_ahead = False  # whether another thread does, and _deliver says what was given
-        self._given = False  # whether anything was, then
-        self._barren = False  # whether the current one has given no batch, and is a whole one
+        self._n = n
+        self._run: Epoch | StreamEpoch | None = None
+        self.progress = Progress()
 
     def __iter__(self) -> Epochs:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        while True:
-            current = self._current or self._advance()
-            try:
-                batch = next(current)
-            except StopIteration:
-                self._current = None
-                if self._barren and self._left is None:
-                    self._left = 0
-                    raise ValueError(
-                        f"epoch {current.epoch} has no batches, and epochs() without a number "
-                        "would go through such for ever; look at the sampler, or give a number"
-                    ) from None
-                continue
-            self._barren = False
-            self._look_ahead(current)
-            return current.epoch, batch
-
-    def _advance(self) -> Epoch | StreamEpoch:
-        """The next epoch becomes the current one."""
-        failure, self._failure = self._failure, None
-        if self._left == 0:
-            raise StopIteration
-        if self._left is not None:
-            self._left -= 1
-        if failure is not None:
-            raise failure
-        self._barren = self._loader._resume is None
-        self._current = self._following or self._loader._begin()
-        self._following = None
-        self._loader._bookmark = self._current.bookmark
-        if not self._read_ahead:
-            self._loader._delivered = None
-        return self._current
+        if self._run is None:
+            self._run = self._loader._begin(self._n, self.progress)
+        batch = next(self._run)
+        return self._run.epoch, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, see :meth:`Loader.state_dict`."""
+        """Return the loader's, see :meth:`Loader.state_dict`."""
         return self._loader.state_dict()
 
     def _note_state(self) -> Note:
         return self._loader._note_state()
 
-    def _deliver(self, note: Note | None) -> None:
-        self._given = self._read_ahead  # the first time it is where the consumer begins
-        self._read_ahead = True
-        self._loader._deliver(note)
-
-    def _look_ahead(self, current: Epoch | StreamEpoch) -> None:
-        """Has idle workers begin with the next epoch."""
-        if self._following is not None:
-            counters = self._loader._settings.counters
-            begin = counters.enter()
-            self._following.fill()
-            counters.leave(begin)
-        elif self._left != 0 and self._failure is None and current.drawn:
-            try:
-                self._following = self._loader._begin(current)
-            except Exception as error:  # in its turn
-                self._failure = error
-
     def __del__(self) -> None:
-        # Nobody has seen them: the next iteration is theirs.
-        if self._following is not None:
-            self._loader._unbegin(self._following.epoch)
-        if self._current is not None and self._read_ahead:
-            delivered = self._loader._delivered
-            if delivered is not None:
-                first = delivered()["epoch"] + self._given
-                for epoch in range(self._current.epoch, first - 1, -1):
-                    self._loader._unbegin(epoch)
+        # What a thread has read ahead nobody has seen: the next iteration begins there.
+        if self.progress.nearest is not None and self._loader._progress is self.progress:
+            state = self._loader.state_dict()
+            self._loader.epoch = state["epoch"] + has_begun(state)
 
 
-def _state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
-    return {"version": VERSION, "seed": seed, "epoch": epoch} | note() | {"length": length}
-
-
-def _state_of_stream(seed: int, epoch: int, note: Note, batch_size: int | None) -> dict[str, Any]:
+def _state(seed: int, epoch: int, note: Note, name: str, value: int | None) -> dict[str, Any]:
     place = note()
-    place["stream"]["batch_size"] = batch_size
+    place.get("stream", place)[name] = value
     return {"version": VERSION, "seed": seed, "epoch": epoch} | place
-
-
-def _beginning_of_stream(shards: int) -> Place:
-    place = {"batches": 0, "ended": False, "at": 0, "state": None}
-    return {"stream": {"turn": 0, "shards": [dict(place) for _ in range(shards)]}}
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:
     group.close()
     counters.end_trace()
-
-
-def _put_back(sampler: Any, mark: Mark) -> None:
-    try:
-        sampler.load_state_dict(copy.deepcopy(mark.state))  # some empty what they are given
-    except StopIteration as error:
-        raise ValueError(
-            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
-            "the state was taken"
-        ) from error
-
-
-def _check_put_back(sampler: Any, items: Any, mark: Mark) -> None:
-    """A sampler that is its own iterator must now say again what it said then."""
-    if items is sampler and sampler.state_dict() != mark.state:
-        raise ValueError(
-            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
-            f"{shown(sampler.state_dict())}, not {shown(mark.state)}; its load_state_dict is at "
-            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
-        )
-
-
-def _check_fit(state: Mapping[str, Any], sampler: Any, length: Callable[[], int | None]) -> None:
-    """Refuses a state whose sampler was another one, as far as that can be told."""
-    if state["sampler"] is not None and not is_stateful(sampler):
-        raise ValueError(
-            f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
-            "load_state_dict; give the loader the sampler that the state was taken with"
-        )
-    if state["sampler"] is not None and isinstance(sampler, Sampler):
-        sampler.load_state_dict(state["sampler"]["state"])  # says itself what differs
-        return
-    ours, theirs = length(), state["length"]
-    if None not in (ours, theirs) and ours != theirs:
-        raise ValueError(
-            f"the sampler has {ours} batches in epoch {state['epoch']}, but the state is of one "
-            f"with {theirs}; give the loader the sampler that the state was taken with"
-        )
 
 
 def _make_sampler(
@@ -704,19 +567,10 @@ def _make_sampler(
     last_batch: Any,
     seed: int,
 ) -> Iterable[Any]:
-    """The sampler itself, or one for the dataset's length."""
+    """Return the sampler itself, or one for the dataset's length."""
     if sampler is not None:
-        for name, value, default in (
-            ("batch_size", batch_size, None),
-            ("shuffle", shuffle, False),
-            ("last_batch", last_batch, "keep"),
-        ):
-            if value != default:
-                raise ValueError(
-                    f"{name}={value!r} cannot be combined with a sampler, which decides what a "
-                    f"batch is; drop {name}, or drop the sampler"
-                )
-        check_iterable("sampler", sampler)
+        checks.check_sampler_alone(batch_size, shuffle, last_batch)
+        checks.check_iterable("sampler", sampler)
         return sampler
     try:
         size = len(dataset)

@@ -1,4 +1,4 @@
-"""The last hop: what is done to each batch before it is used, done ahead, in a thread.
+"""The last hop: a function is called on each batch ahead of the consumer, in a thread.
 
 ::
 
@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from minloader._checks import check_int, shown
+from minloader._epochs.state import Note, Progress
 
 GRACE = 0.5
 
@@ -41,16 +42,12 @@ A = TypeVar("A")
 
 B = TypeVar("B")
 
-Note = Callable[[], Any]
-
-"""A state, worked out when it is called."""
-
 
 def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Prefetch[B]:
-    """Calls ``fn`` on each batch, ahead of the consumer, in a thread of this process.
+    """Call ``fn`` on each batch, ahead of the consumer, in a thread of this process.
 
-    For what is left to do when a batch has arrived here, and waits more than it computes: to
-    copy it to a device, to pin its memory. ::
+    It is meant for work that is left to do when a batch has arrived here, and that waits more than
+    it computes: copying the batch to a device, pinning its memory. ::
 
         for batch in prefetch(loader, to_gpu):
             train(batch)
@@ -96,37 +93,36 @@ class Prefetch(Generic[B]):
             raise TypeError(f"batches must be iterable, got {shown(batches)}")
         source = iter(batches)
         take = _note_taker(batches)
-        self._at = take()
-        self._tell = getattr(batches, "_deliver", _tell_nobody)
-        self._tell(self._at)
-        self._read_ahead = False  # whether somebody else says what was delivered
+        self._note = take()  # as of the batch that was given last
+        self.progress = Progress(self._note)
+        if hasattr(batches, "_note_state"):
+            source.progress.nearest = self.progress  # type: ignore[attr-defined]
         self._over = False
         self._pid = os.getpid()
-        self._line = _Line(source, fn, take, depth)
+        self._exchange = _Exchange(source, fn, take, depth)
         # At exit it runs before the loader's, which was made earlier.
-        self._end = weakref.finalize(self, self._line.close)
-        self._line.thread.start()
+        self._end = weakref.finalize(self, self._exchange.close)
+        self._exchange.thread.start()
 
     def __iter__(self) -> Prefetch[B]:
         return self
 
     def __next__(self) -> B:
-        line = self._line
+        exchange = self._exchange
         if self._over:
             raise StopIteration
         if self._pid != os.getpid():
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        entry = None if line.closed else line.ready.get()
-        if entry is None or line.closed:  # by another thread, meanwhile
+        entry = None if exchange.closed else exchange.ready.get()
+        if entry is None or exchange.closed:  # by another thread, meanwhile
             raise RuntimeError(CLOSED)
-        self._at = entry.note
-        if not self._read_ahead:
-            self._tell(None if entry.end else entry.note)
+        self._note = entry.note
+        self.progress.note = None if entry.end else entry.note
         if entry.end:
             self._over = True
             self.close()
             raise StopIteration
-        line.room.put(None)
+        exchange.room.put(None)
         if entry.error is None:
             value: B = entry.value
             return value
@@ -136,17 +132,19 @@ class Prefetch(Generic[B]):
             del entry  # the error's traceback holds this frame
 
     def state_dict(self) -> Any:
-        """The state of ``batches`` as of the batch that the consumer was given last.
+        """Return the state of ``batches`` as of the batch that the consumer was given last.
 
         Raises:
             TypeError: ``batches`` has no ``state_dict``.
             Exception: what that raised.
         """
-        return self._at()
+        return self._note()
 
     def close(self) -> None:
-        """Ends the thread, waiting for it for a moment, and drops what is ready. Harmless when
-        repeated."""
+        """End the thread, waiting for it for a moment, and drop what is ready.
+
+        Harmless when repeated.
+        """
         self._end()
 
     def __enter__(self) -> Prefetch[B]:
@@ -156,15 +154,11 @@ class Prefetch(Generic[B]):
         self.close()
 
     def _note_state(self) -> Note:
-        return self._at
-
-    def _deliver(self, note: Note | None) -> None:
-        self._read_ahead = True
-        self._tell(note)
+        return self._note
 
 
 class _Entry(NamedTuple):
-    """What the thread hands over: a batch, or the error in its place, or the end."""
+    """A batch, or the error in its place, or the end, from the thread to the consumer."""
 
     value: Any
     error: BaseException | None
@@ -172,8 +166,8 @@ class _Entry(NamedTuple):
     end: bool = False
 
 
-class _Line:
-    """What the consumer and the thread share.
+class _Exchange:
+    """The queues between the consumer and the thread, and what the thread works on.
 
     Attributes:
         ready: entries for the consumer; None wakes it up.
@@ -200,7 +194,7 @@ class _Line:
         self.thread = threading.Thread(target=self._run, name="minloader-prefetch", daemon=True)
 
     def close(self) -> None:
-        """Ends the thread, from any thread."""
+        """End the thread. Called from any thread."""
         self.closed = True
         self.room.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
@@ -210,7 +204,7 @@ class _Line:
         self._drop()
 
     def _drop(self) -> None:
-        """Lets go of what was ready when it was closed, or became so since."""
+        """Let go of what was ready when it was closed, or became so since."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.ready.get_nowait()
@@ -224,7 +218,7 @@ class _Line:
             self.room.get()
 
     def _hand_over(self) -> bool:
-        """Makes one entry ready. Returns whether there may be more."""
+        """Make one entry ready. Return whether there may be more."""
         entry = self._make()
         try:
             self.ready.put(entry)
@@ -264,22 +258,18 @@ def _apply(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def _note_taker(batches: Any) -> Callable[[], Note]:
-    """What notes the state of the batches, in the thread that draws them."""
+    """Return a function that notes the state of the batches, in the thread that draws them."""
     if hasattr(batches, "_note_state"):  # a Loader's, or what stands for one
         take: Callable[[], Note] = batches._note_state
         return take
     if hasattr(batches, "state_dict"):
         return partial(_keep_state, batches.state_dict)
-    return _note_nothing
+    return lambda: _no_state
 
 
 def _keep_state(state_dict: Callable[[], Any]) -> Note:
     state = copy.deepcopy(state_dict())  # it may show what goes on changing
     return lambda: state
-
-
-def _note_nothing() -> Note:
-    return _no_state
 
 
 def _no_state() -> Any:
@@ -291,7 +281,3 @@ def _no_state() -> Any:
 
 def _fail(error: BaseException) -> Any:
     raise error
-
-
-def _tell_nobody(note: Note | None) -> None:
-    """Stands for a source that need not know."""

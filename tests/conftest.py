@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from minloader import Loader
+from minloader._inspect import inspect
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +50,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def _belongings() -> dict[str, set[Any]]:
+def belongings() -> dict[str, set[Any]]:
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     children = psutil.Process().children(recursive=True)
     fds = {fd: _target(fd) for fd in os.listdir("/proc/self/fd")}
@@ -59,6 +60,17 @@ def _belongings() -> dict[str, set[Any]]:
         "descriptors": {(fd, target) for fd, target in fds.items() if target},
         "files": {str(path) for path in Path(tempfile.gettempdir()).glob("minloader-*")},
     }
+
+
+def workers(loader: Any) -> list[Any]:
+    """The worker processes that a loader has now, in the order of their numbers."""
+    return [worker.process for worker in inspect(loader).workers]
+
+
+def made_and_room(batches: Any) -> tuple[int, int]:
+    """How many batches a prefetch has ready, and how many more its thread may make by now."""
+    line = batches._line
+    return line.ready.qsize(), line.room.qsize()
 
 
 def _target(fd: str) -> str:
@@ -78,15 +90,15 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 def nothing_left() -> Iterator[None]:
     """After each test: no process, thread, descriptor or file more than before."""
     resource_tracker.ensure_running()  # once started, it stays, by the standard library's design
-    before = _belongings()
+    before = belongings()
     yield
 
     def left() -> dict[str, set[Any]]:
-        now = _belongings()
+        now = belongings()
         if all(now[kind] <= before[kind] for kind in now):
             return {}
         gc.collect()  # some 0.1 s, which most tests need not take
-        now = _belongings()
+        now = belongings()
         return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
 
     eventually(lambda: not left())

@@ -401,8 +401,10 @@ class Guarded:
     @staticmethod
     def forbid(loader: Any, items: Any) -> None:
         """From now on, none of these may be loaded: told by whatever submits tasks."""
+        from minloader._inspect import inspect  # here: workers import this module
+
         forbidden = list(items)
-        pool = loader._group.pools[0]
+        (pool,) = inspect(loader).pools
         pack = type(pool).pack.__get__(pool)
 
         def checked(task: Any) -> Any:

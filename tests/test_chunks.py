@@ -27,7 +27,8 @@ from helpers import (
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.epoch import CHUNK_BYTES, CHUNK_MOST
-from minloader._memory.pickling import pack
+from minloader._inspect import inspect
+from minloader._memory.pickling import BatchPacker, pack
 from minloader._worker import run as worker
 from minloader._worker.messages import Job, Task, WorkerInfo
 from minloader._worker.run import CHUNK_SECONDS, Worker
@@ -60,7 +61,7 @@ def chunks(make, monkeypatch):
 
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
-    pool = loader._group.pools[0]
+    (pool,) = inspect(loader).pools
     pack = pool.pack
 
     def recording(task: Task) -> Task:
@@ -303,9 +304,9 @@ def test_a_worker_cuts_a_slow_chunk_short(monkeypatch):
     maker = Worker(
         Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None),
         WorkerInfo(0, 1, os.getpid(), 0),
-        remote=True,
+        packer=BatchPacker(),
     )
-    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)])
+    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)], packed=True)
     made = len(maker.run(task).outcomes)
     assert 1 <= made <= 4
     monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
@@ -327,9 +328,9 @@ def test_slow_batches_end_the_chunks_at_once(make):
     epoch = epoch_of(loader, 64)
     for n in range(60):
         assert next(epoch) == n
-        assert n < 10 or epoch._chunk <= 4
+        assert n < 10 or loader.stats.chunk_size <= 4
         # What a chunk left undone is not made all at once, which could take much memory.
-        assert sum(task.future is not None for task in epoch._pending) <= 16
+        assert len({ordinal for ordinal, _ in sent if ordinal > n}) <= 16
     assert max(size for _, size in sent) > 16  # cut short by the worker
     assert loader.stats.chunk_size == 1
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import _belongings, eventually, require
+from conftest import belongings, eventually, require
 
 from minloader import Loader, WorkerDied, get_worker_info
+from minloader._inspect import inspect
 from minloader._memory.job_file import JobAddress
 from minloader._pools import foreign, job_server
-from minloader._worker.messages import Task
-from minloader._worker.seeds import seeds
 
 dask = require("dask")
 distributed = require("distributed")
@@ -41,7 +40,7 @@ def nothing_left() -> Iterator[None]:
     yield
 
     def left() -> list[Any]:
-        now = _belongings()
+        now = belongings()
         threads = [thread for thread in now["threads"] if thread.name.startswith("minloader")]
         return threads + [each for each in now["descriptors"] if "minloader" in each[1]]
 
@@ -251,7 +250,8 @@ def elsewhere(cluster: Any) -> Iterator[Any]:
 
 
 def loaded() -> int:
-    return len(foreign._loaded_jobs)
+    """Jobs that this worker has fetched and not let go of: for each, a thread waits for the end."""
+    return sum(thread.name == "minloader-job" for thread in threading.enumerate())
 
 
 def sent(client: socket.socket) -> int:
@@ -259,12 +259,6 @@ def sent(client: socket.socket) -> int:
     info = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     (count,) = struct.unpack_from("Q", info, 120)
     return int(count)
-
-
-def clients(loader: Loader) -> set[socket.socket]:
-    pool: Any = loader._group.pools[0]
-    found: set[socket.socket] = pool._job_server._clients
-    return found
 
 
 class Heavy(Dice):
@@ -275,19 +269,25 @@ class Heavy(Dice):
 
 def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
     expected = inline(Heavy(), range(60))
-    loader = make(Heavy(), range(60))
+    executor, sizes = elsewhere.get_executor(pure=False), []
+    submit = executor.submit
+
+    def weighing(*args: Any, **options: Any) -> Any:
+        sizes.append(len(pickle.dumps(args)))
+        return submit(*args, **options)
+
+    executor.submit = weighing
+    loader = make(Heavy(), range(60), executor=executor)
     assert_same(loader, expected)
     for workers in (4, 0, 2):
         loader.num_workers = workers
         loader.set_epoch(0)
         assert_same(loader, expected)
-    counts = [sent(client) for client in clients(loader)]
+    counts = [sent(client) for client in inspect(loader).job_clients]
     assert len(counts) == 2
     for count in counts:
         assert 50_000_000 <= count < 50_100_000
-    pool: Any = loader._group.pools[0]
-    message = pickle.dumps((foreign.run_attached, pool._attachment, Task(0, 0, [b""])))
-    assert len(message) < 700
+    assert 0 < max(sizes) < 700
     assert set(elsewhere.run(loaded).values()) == {1}
     loader.close()
     assert eventually(lambda: set(elsewhere.run(loaded).values()) == {0})
@@ -296,18 +296,19 @@ def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
 def test_on_the_loaders_machine_it_does_not_cross_at_all(make):
     loader = make(Heavy(), range(20))
     assert_same(loader, inline(Heavy(), range(20)))
-    assert clients(loader) == set()
+    assert inspect(loader).job_clients == []
 
 
 def test_a_worker_that_cannot_reach_the_loader_says_so(make, elsewhere, monkeypatch):
-    monkeypatch.setattr(job_server, "_hosts", lambda: ("127.0.0.1", "no.such.host.invalid"))
     loader = make(Dice(), range(3), on_error="skip")
-    pool: Any = loader._group.pools[0]
-    pool._job_server.open()
-    pool._job_server.close()
+    server: Any = inspect(loader).job_server
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+        server.open()
+    server.close()
     with pytest.raises(ConnectionError, match="cannot fetch it from port") as caught:
         list(loader)
-    assert "127.0.0.1: " in str(caught.value)
+    assert "localhost: " in str(caught.value)
     assert "no.such.host.invalid: " in str(caught.value)
     assert "while the worker loaded the dataset" in caught.value.__notes__[0]
 
@@ -316,8 +317,8 @@ def test_a_stranger_gets_nothing(make, elsewhere):
     """Nor does it keep a worker from fetching."""
     loader = make(Dice(0.01), range(20))
     batches = iter(loader)
-    pool: Any = loader._group.pools[0]
-    port = pool._job_server.open()[1]
+    server: Any = inspect(loader).job_server
+    port = server.open()[1]
     with socket.create_connection(("localhost", port)) as silent:
         with socket.create_connection(("localhost", port)) as liar:
             liar.sendall(bytes(64))
@@ -438,7 +439,7 @@ def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
 
     expected = inline(Mine(), range(20))
     # The generators of this process are the program's: Dask itself draws from them.
-    monkeypatch.setattr(type(seeds), "seed", None)
+    monkeypatch.setattr("minloader._worker.seeds._SEEDERS", None)
     with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
         loader = make(Mine(), range(20))
         assert list(loader) == expected

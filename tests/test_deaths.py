@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import inspect
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from inspect import getsourcelines
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import pytest
 import trouble
-from conftest import alive, eventually
+from conftest import alive, eventually, workers
 from helpers import Echo, Squares
 from trouble import (
     Noisy,
@@ -42,6 +42,7 @@ from trouble import (
 
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
+from minloader._inspect import inspect
 from minloader._pools import processes as spawned
 
 AT_ONCE = 4.0
@@ -59,11 +60,6 @@ def outcomes(batches: Iterator[Any]) -> list[Any]:
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, CancelledError) as error:
             results.append(error)
     raise AssertionError("no end")
-
-
-def workers(loader: Loader) -> list[Any]:
-    """The processes that the loader has now, in the order of their numbers."""
-    return list(loader._group.pools[0]._executors[-1].workers)
 
 
 def lines(path: Path) -> list[str]:
@@ -207,9 +203,9 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
             for text in texts:
                 assert text is None or re.search(text, str(results[2]), re.DOTALL)
         assert loader.stats.replaced == (expected is WorkerDied)
-        slots = loader._group.pools[0].slots
         del results
-        assert sum(slot.size for slot in slots._all) == slots._committed  # none is lent for ever
+        loader.close()
+        assert (loader.stats.slots, loader.stats.slot_bytes) == (0, 0)  # none is lent for ever
 
 
 @pytest.mark.parametrize(
@@ -384,7 +380,7 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
     }
     with Loader(Scripted(script), range(4), num_workers=2, retries=0) as loader:
         batches = iter(loader)
-        assert eventually(lambda: calls.exists() and loader._group.pools[0].losses())
+        assert eventually(lambda: calls.exists() and inspect(loader).losses)
         (tmp_path / "go").touch()
         first, error, *rest = outcomes(batches)
         assert (first, rest) == (0, [2, 3])
@@ -416,10 +412,10 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         loader.start()
         batches = iter(loader)
         (busy,) = map(int, eventually(lambda: written(tmp_path / "begun")))
-        assert eventually(lambda: loader._group.pools[0]._executors[-1].worked)  # batch 1 is there
+        assert eventually(lambda: inspect(loader).has_worked)  # batch 1 is there
         (idle,) = [process.pid for process in workers(loader) if process.pid != busy]
         os.kill(idle, signal.SIGKILL)
-        assert eventually(lambda: loader._group.pools[0].losses())
+        assert eventually(lambda: inspect(loader).losses)
         (tmp_path / "go").touch()
         assert list(batches) == list(range(6))
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
@@ -566,7 +562,7 @@ def test_a_foreign_executor_whose_threads_fail_to_start(caplog):
 
 def line_of(function: Any, mark: str) -> int:
     """Number of the line that holds the mark, in a function."""
-    source, start = inspect.getsourcelines(function)
+    source, start = getsourcelines(function)
     return next(start + n for n, line in enumerate(source) if mark in line)
 
 
@@ -813,7 +809,7 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
     with Loader(dataset, range(8), worker_memory_limit=base() + 20_000_000, **options) as loader:
         batches = iter(loader)
         first = next(batches)
-        assert eventually(lambda: loader._group.pools[0]._executors[0].leaving)
+        assert eventually(lambda: loader.stats.replaced == 2)
         (tmp_path / "go").touch()
         assert [len(batch) for batch in [first, *batches]] == [3] * 3 + [4_000_000] + [3] * 4
         assert (tmp_path / "did").exists()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually
+from conftest import eventually, made_and_room
 from helpers import (
     Echo,
     Faulty,
@@ -32,6 +32,7 @@ from helpers import (
 )
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader, collate, prefetch
+from minloader._inspect import inspect
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,8 +106,7 @@ def test_reads_no_further_ahead_than_depth(depth):
         for n in range(depth):  # before the consumer asks for anything
             assert gate.called.get(timeout=10) == n
             gate.may.release()
-        assert eventually(lambda: batches._line.ready.qsize() == depth)
-        assert batches._line.room.qsize() == 0  # so that the thread waits
+        assert eventually(lambda: made_and_room(batches) == (depth, 0))  # so that the thread waits
         assert drawn == list(range(depth))
         assert next(batches) == 0
         # While the consumer has batch 0, one more is being made.
@@ -519,7 +519,7 @@ def test_the_idle_thread_keeps_no_batch():
     try:
         batches = prefetch(map(make, range(3)), lambda batch: len(made))
         assert next(batches) == 1
-        assert eventually(lambda: batches._line.ready.qsize() == 1)
+        assert eventually(lambda: made_and_room(batches) == (1, 0))
         assert [ref() for ref in made] == [None, None]
         assert list(batches) == [2, 3]
         assert [ref() for ref in made] == [None] * 3
@@ -533,15 +533,14 @@ def test_slots_are_free_again():
         kept = []
         for batch in prefetch(loader, lambda array: array[::2], 2):
             kept.append(batch)
-        slots = loader._group.pool().slots
-        assert slots is not None
-        assert len(slots._leased) == 12
+        inside = inspect(loader)
+        assert len(inside.leased_slots) == 12
         del batch
         kept.clear()
-        assert not slots._leased
+        assert not inside.leased_slots
         for _batch in prefetch(loader, lambda array: array.sum(), 2):
-            assert len(slots._leased) <= 2
-        assert not slots._leased
+            assert len(inside.leased_slots) <= 2
+        assert not inside.leased_slots
 
 
 # --- state

@@ -24,6 +24,7 @@ import pytest
 from conftest import eventually
 
 from minloader import Loader
+from minloader._inspect import inspect
 from minloader.doctor import Report, examine, main, steady_growth
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +245,7 @@ def test_settings_are_handed_on_and_set():
         return loaders[-1]
 
     report = quick(make, workers=[2], prefetch=[3], seconds=0.1)
-    assert {loader._settings.depth for loader in loaders} >= {6}
+    assert {inspect(loader).settings.depth for loader in loaders} >= {6}
     assert [(row.num_workers, row.prefetch_factor) for row in report.rows] == [(2, 3)]
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually
+from conftest import alive, eventually, workers
 from helpers import Squares, TwoArguments
 
 from minloader import BatchError, Loader, TransportError, WorkerDied, WorkerInfo
 from minloader._checks import amount, duration
+from minloader._inspect import inspect
 
 
 def loader_of(function: Any, items: Any = range(3), **options: Any) -> Loader:
@@ -297,10 +298,10 @@ def test_a_batch_that_always_kills_its_worker(num_workers, retries):
 def test_workers_killed_between_epochs_are_replaced():
     with Loader(Squares(6), num_workers=2) as loader:
         assert len(list(loader)) == 6
-        victims = [process.pid for process in loader._group.pools[0]._executors[-1].workers]
+        victims = [process.pid for process in workers(loader)]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: loader._group.pools[0]._executors[-1]._broken)
+        assert eventually(lambda: inspect(loader).is_broken)
         assert list(loader) == [i * i for i in range(6)]
 
 
@@ -309,7 +310,7 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
     with Loader(Squares(1000, delay=0.2), num_workers=1, prefetch_factor=16) as loader:
         batches = iter(loader)
         next(batches)
-        (process,) = loader._group.pools[0]._executors[-1].workers
+        (process,) = workers(loader)
         os.kill(process.pid, signal.SIGSTOP)  # nothing is taken from the queue meanwhile
         del batches  # cancels what is queued
         os.kill(process.pid, signal.SIGKILL)
@@ -330,14 +331,14 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
     options = {"num_workers": 2, "worker_init_fn": ignore_sigterm}
     with Loader(Squares(200, delay=0.01), **options) as loader:
         loader.start()
-        victim, other = loader._group.pools[0]._executors[-1].workers
+        victim, other = workers(loader)
         (orphan,) = eventually(psutil.Process(victim.pid).children)
         (child,) = eventually(psutil.Process(other.pid).children)
         batches = iter(loader)
         got = [next(batches) for _ in range(20)]
         os.kill(victim.pid, signal.SIGKILL)
         if end == "close":
-            assert eventually(lambda: loader._group.pools[0]._executors[-1]._broken)
+            assert eventually(lambda: inspect(loader).is_broken)
             loader.close()
         else:
             assert got + list(batches) == [i * i for i in range(200)]

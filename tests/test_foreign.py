@@ -17,6 +17,7 @@ from conftest import require
 from helpers import Echo
 
 from minloader import Loader
+from minloader._inspect import inspect
 from minloader._memory.job_file import JobFile
 from minloader._pools.job_server import JobServer, fetch, wait_for_end
 from minloader._worker.run import CHUNK_SECONDS
@@ -128,7 +129,7 @@ def test_executors_of_this_machine_need_no_port():
         Loader(Echo(), range(3), executor=executor) as loader,
     ):
         assert list(loader) == [0, 1, 2]
-        assert loader._group.pools[0]._job_server is None
+        assert inspect(loader).job_server is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

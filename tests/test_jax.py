@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import eventually, require
+from conftest import eventually, made_and_room, require
 from helpers import Echo, Faulty
 
 from minloader import BatchSampler, Loader, collate, pad_collate
+from minloader._inspect import inspect
 
 jax = require("jax")
 
@@ -120,20 +121,18 @@ def test_contents_never_change_though_slots_are_used_again():
     """JAX uses the memory of an aligned numpy array as it is, and slots are aligned."""
     sampler = BatchSampler(160, 4)
     with Loader(Images(), sampler, collate_fn=collate, num_workers=2) as loader:
-        slots = loader._group.pool().slots
-        assert slots is not None
         kept = []
         for n, batch in enumerate(to_device(loader)):
             if n % 8 == 0:
                 kept.append(batch["image"])
-        assert len(kept) == 5 <= len(slots._leased)  # nothing was copied
-        assert len(slots._all) < 30  # so that many batches lay where others had
+        assert len(kept) == 5 <= len(inspect(loader).leased_slots)  # nothing was copied
+        assert loader.stats.slots < 30  # so that many batches lay where others had
         for n, images in enumerate(kept):
             assert (images[:, 1, 1] == np.arange(32 * n, 32 * n + 4)).all()
         del batch, images
         kept.clear()
         jax.device_put(0)  # JAX lets go of memory when it is called next
-        assert eventually(lambda: not slots._leased)
+        assert eventually(lambda: not inspect(loader).leased_slots)
 
 
 def test_contents_never_change_though_the_dataset_writes_to_its_arrays():
@@ -181,8 +180,8 @@ def test_reads_no_further_ahead_than_depth():
         drawn.clear()
         with to_device(source(), **options) as batches:
             assert next(batches).tolist() == [0, 0, 0]
-            ready = batches._line.ready
-            assert eventually(lambda ready=ready, depth=depth: ready.qsize() == depth)
+            full = (depth, 0)
+            assert eventually(lambda given=batches, full=full: made_and_room(given) == full)
             assert drawn == list(range(depth + 1))
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         to_device([], depth=0)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import minloader
@@ -15,7 +16,7 @@ PACKAGE = Path(minloader.__file__).parent
 # Which wing may import which: each only those before it, and itself.
 ORDER = [
     *("_errors", "_checks", "_memory", "_sampling", "_worker", "_insight", "_pools", "_epochs"),
-    *("_loader", "_prefetch", "torch", "jax", "testing", "doctor"),
+    *("_loader", "_inspect", "_prefetch", "torch", "jax", "testing", "doctor"),
 ]
 ADAPTORS = ("jax", "torch")  # what is for a library, and imports it
 
@@ -27,6 +28,51 @@ def test_wings_import_one_way():
         wing = room.relative_to(PACKAGE).parts[0].removesuffix(".py")
         found = re.findall(r"from minloader\.(\w+)", room.read_text())
         assert set(found) <= set(ORDER[: ORDER.index(wing) + 1]), room
+
+
+MOST_ROOT_MODULES = 10
+
+
+def test_few_modules_lie_at_the_root():
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
+
+
+MOST_PRIVATE_NAMES = 10
+"""Private names of the package that the tests may use. Everything else goes through what users
+can see, or through ``minloader._inspect``."""
+
+NOT_OURS = [
+    *("_exit", "_forkserver", "_pid", "_recv", "_replace", "_resource_tracker", "_send", "_stop")
+]
+"""Names of the standard library that are private, or are spelled so."""
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the private names of other objects and modules that a test module uses.
+
+    Those are attributes, imported names, and strings given to ``setattr`` and its like. A private
+    module is allowed where its own name for the thing is public.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+        for name in names:
+            if re.match("_[^_]", name) and name not in NOT_OURS:
+                yield f"{path.name}:{node.lineno}: {name}"
+
+
+def test_tests_use_few_private_names():
+    paths = set(Path(__file__).parent.rglob("*.py"))
+    paths -= {Path(__file__).with_name("test_cpython.py")}  # its subject is what CPython hides
+    found = [name for path in sorted(paths) for name in private_names(path)]
+    assert len(found) <= MOST_PRIVATE_NAMES, "\n".join(found)
 
 
 def test_only_numpy_and_cloudpickle_are_needed():

@@ -15,15 +15,19 @@ from collections import deque
 from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from minloader import Loader
-from minloader._insight.page import Bar, Part, page, table_html
+from minloader._checks import duration
+from minloader._insight.counters import Stats
+from minloader._insight.page import data as page_data
+from minloader._insight.page import fragment, render
 from minloader._insight.trace import Event
+from tests.helpers import Squares
 
 STAGES = ("dataset", "transform", "collate", "transport")
 
@@ -41,11 +45,11 @@ def simulate(
     own: float = 0.005,
     chunk: int = 1,
     dies: int = -1,
-) -> tuple[list[Event], list[Bar]]:
+) -> tuple[list[Event], list[dict[str, Any]]]:
     """A run as the loader would record it: two tasks in flight for each worker, first in first
     out; seconds for each batch, give or take. The worker of task ``dies`` dies with it."""
     rng = random.Random(0)
-    now, events, took = 1000.0, [], dict.fromkeys(("wait", "own", "draw", *STAGES), 0.0)
+    now, events, took = 0.0, [], dict.fromkeys(("wait", "own", "draw", *STAGES), 0.0)
     free = [now + 0.15 + 0.01 * worker for worker in range(workers)]
     pending: deque[float] = deque()
 
@@ -90,14 +94,15 @@ def simulate(
             now += spent
     wall = took["wait"] + took["own"]
     idle = workers * wall - sum(took[stage] for stage in STAGES)
+    working = {stage: took[stage] for stage in STAGES} | {"idle": idle}
     bars = [
-        Bar("consumer", [Part("wait", took["wait"]), Part("own", took["own"])]),
-        Bar("sampler", [Part("draw", took["draw"]), Part("idle", wall - took["draw"])]),
-        Bar(
-            "workers",
-            [*(Part(stage, took[stage]) for stage in STAGES), Part("idle", idle)],
-            f"{workers} processes",
-        ),
+        {"label": "consumer", "seconds": {"wait": took["wait"], "own": took["own"]}, "remark": ""},
+        {
+            "label": "sampler",
+            "seconds": {"draw": took["draw"], "idle": wall - took["draw"]},
+            "remark": "",
+        },
+        {"label": "workers", "seconds": working, "remark": f"{workers} processes"},
     ]
     rng.shuffle(events)
     return events, bars
@@ -117,39 +122,39 @@ ROWS = [
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dataset": (
         "The dataset is the limit, with 71 % of the work: both workers were busy 90 %, the "
-        "consumer waited 69 % of the time; more workers would help (num_workers).",
+        "consumer waited 69 % of the time; more workers would help (num_workers)",
         "dataset",
         {},
     ),
     "sampler": (
         "The sampler is the limit: it takes 12 ms a batch; the consumer waited 93 % of the time, "
-        "the workers were idle 76 %.",
+        "the workers were idle 76 %",
         "draw",
         {"draw": 0.012, "stages": (0.004, 0.001, 0.001, 0.0005), "own": 0.001},
     ),
     "consumer": (
         "The consumer is the limit: it waited 6 % of the time, the workers were idle 70 %: "
-        "num_workers=1 would do.",
+        "num_workers=1 would do",
         "own",
         {"stages": (0.01, 0.003, 0.004, 0.001), "own": 0.03},
     ),
     "death": (
-        "The dataset is the limit, with 71 % of the work.",
+        "The dataset is the limit, with 71 % of the work",
         "dataset",
         {"batches": 60, "dies": 50},
     ),
-    "short": ("It is too early to say.", "", {"batches": 6}),
+    "short": ("It is too early to say", "", {"batches": 6}),
     "eight": (
         "collate_fn is the limit, with 62 % of the work: all 8 workers were busy 94 %, the "
         "consumer waited 86 % of the time; make it cheaper, or set num_workers past the 8 "
-        "processors there are if it waits for files or the network.",
+        "processors there are if it waits for files or the network",
         "collate",
         {"workers": 8, "stages": (0.01, 0.005, 0.03, 0.004), "own": 0.001, "batches": 500},
     ),
     "chunks": (
         "The consumer waited 96 % of the time, but the workers were idle 75 %: a batch takes "
         "105 µs, most of it to hand it over, so larger batches would help (batch_size, or the "
-        "sampler).",
+        "sampler)",
         "",
         {"batches": 64 * 30, "chunk": 64, "stages": (2e-5, 1e-6, 1e-6, 3e-5), "draw": 1e-6,
          "own": 5e-6},
@@ -157,11 +162,24 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def run_page(name: str) -> str:
-    verdict, kind, how = RUNS[name]
+def run_data(name: str) -> dict[str, Any]:
+    verdict, bottleneck, how = RUNS[name]
     events, bars = simulate(**how)
-    subtitle = "120 batches in 2.70 s"
-    return page(verdict, bars, ROWS, events, bottleneck=kind, subtitle=subtitle)
+    return {
+        "subtitle": "120 batches in 2.70 s",
+        "verdict": verdict,
+        "bottleneck": bottleneck,
+        "bars": bars,
+        "rows": ROWS,
+        "events": events,
+    }
+
+
+def bare(*events: Event) -> dict[str, Any]:
+    """The data of a page with nothing but a timeline, and a row to see that it was drawn."""
+    rows = [("the last", "thing", "drawn")]
+    texts = {"subtitle": "", "verdict": "A verdict", "bottleneck": ""}
+    return texts | {"bars": [], "rows": rows, "events": events}
 
 
 VOID = {"meta", "br", "link", "img"}
@@ -202,153 +220,114 @@ class Reader(HTMLParser):
     def said(self, tag: str) -> list[str]:
         return [text for name, text in self.texts if name == tag]
 
+    def spans(self, kind: str) -> list[tuple[float, float]]:
+        """Where the spans of a kind begin and how wide they are, as shares of the drawing."""
+        found = [s for s in self.all("rect") if kind in (s["class"] or "").split()]
+        return [(float(s["x"] or "") / self.width, float(s["width"] or "") / self.width)
+                for s in found]  # fmt: skip
 
-def bare(*events: Event, **how: Any) -> Reader:
-    return Reader(page("A verdict.", [], [], events, **how))
+    @property
+    def width(self) -> float:
+        """Pixels of the drawing."""
+        (svg,) = self.all("svg")
+        return float((svg["style"] or "").removeprefix("width: ").removesuffix("px;"))
 
-
-@pytest.mark.parametrize("name", RUNS)
-def test_page_is_sound_and_self_contained(name):
-    text = run_page(name)
-    read = Reader(text)
-    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
-    assert read.all("meta", name="viewport")
-    verdict, kind, _ = RUNS[name]
-    headline, _, advice = verdict.partition(": ")
-    headline = headline[0].upper() + headline[1:]
-    assert read.said("title")[0] == f"minloader: {headline}"
-    assert headline in read.said("span")
-    assert not advice or advice[0].upper() + advice[1:] in read.said("p")
-    assert len(read.all("div", **{"class": "row guilty"})) == bool(kind)
-    for tag, attrs in read.tags:
-        assert tag not in {"link", "img", "iframe"}
-        assert not {"src", "srcset", "xlink:href"} & set(attrs)
-        assert (attrs.get("href") or "#").startswith("#")
-        assert not [key for key in attrs if key.startswith("on")]
-    assert not re.search(r"//|@import|url\((?!#)", text)
-    ids = [attrs["id"] for _, attrs in read.tags if "id" in attrs]
-    assert len(ids) == len(set(ids))
-    links = {attrs["href"] for attrs in read.all("a")}
-    assert links <= {f"#{name}" for name in ids}
-    assert (len(links) == 2) == (name == "death")
+    def is_self_contained(self) -> None:
+        """Nothing in it asks for another file or acts on its own."""
+        for tag, attrs in self.tags:
+            assert tag not in {"link", "img", "iframe"}
+            assert not {"src", "srcset", "xlink:href"} & set(attrs)
+            assert (attrs.get("href") or "#").startswith("#")
+            assert not [key for key in attrs if key.startswith("on")]
 
 
-HOSTILE = """<script>alert("'&amp;'")</script>\udc80"""
+# --- the file
+
+
+HOSTILE = """<!--<script></script><img src=x onerror=alert(1)>{{data}}{{fragment}}"'&amp;'\udc80"""
 READ = HOSTILE.replace("\udc80", "?")
 
 
-def test_everything_is_escaped():
-    events = [
-        event(HOSTILE, "task", 0.0, 1.0, batch=HOSTILE, count=1, **{HOSTILE: HOSTILE}),
-        event(HOSTILE, HOSTILE, 0.1, 0.2),
-        event(HOSTILE, HOSTILE, 0.1, 0.0, cause=HOSTILE),
-        event(HOSTILE, "died", 0.1, 0.0, cause=HOSTILE),
-    ]
-    bars = [Bar(HOSTILE, [Part(HOSTILE, 1.0)], HOSTILE)]
-    rows = [(HOSTILE, HOSTILE, HOSTILE)]
-    text = page(HOSTILE, bars, rows, events, bottleneck=HOSTILE, subtitle=HOSTILE)
+def hostile() -> dict[str, Any]:
+    """Data whose every text is hostile."""
+    return {
+        "subtitle": HOSTILE,
+        "verdict": HOSTILE,
+        "bottleneck": HOSTILE,
+        "bars": [{"label": HOSTILE, "seconds": {HOSTILE: 1.0}, "remark": HOSTILE}],
+        "rows": [(HOSTILE, HOSTILE, HOSTILE)],
+        "events": [
+            event(HOSTILE, "task", 0.0, 1.0, batch=HOSTILE, count=1, **{HOSTILE: HOSTILE}),
+            event(HOSTILE, HOSTILE, 0.1, 0.2),
+            event(HOSTILE, HOSTILE, 0.1, 0.0, cause=HOSTILE),
+            event(HOSTILE, "died", 0.1, 0.0, cause=HOSTILE),
+        ],
+    }
+
+
+def test_file_is_sound_and_self_contained():
+    text = render(bare())
+    read = Reader(text)
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+    assert read.all("meta", name="viewport")
+    read.is_self_contained()
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+
+
+def test_data_stays_data():
+    text = render(hostile())
     text.encode()
     read = Reader(text)
-    assert len(read.all("script")) == 1
-    assert sum(READ in data for _, data in read.texts) >= 10
-    fragment = Reader(table_html(HOSTILE, HOSTILE, rows))
-    assert not fragment.all("script")
-    assert [data for _, data in fragment.texts if data.strip()] == [READ] * 5
+    read.is_self_contained()
+    encoded, script = read.said("script")
+    assert "<" not in encoded
+    assert json.loads(encoded) == json.loads(json.dumps(hostile()))
+    assert [script] == Reader(render(bare())).said("script")[1:]
+    shown = [data for _, data in read.texts if READ in data]  # without scripts
+    assert [data.removeprefix("minloader: ") for data in shown] == [READ] * 5
+
+
+def test_fragment_escapes_everything():
+    read = Reader(fragment(HOSTILE, HOSTILE, [(HOSTILE, HOSTILE, HOSTILE)]))
+    assert not read.all("script")
+    said = [data for _, data in read.texts if data.strip()]
+    assert said == [f"minloader: {READ}", *[READ] * 4]
 
 
 def test_fragment_leaves_colours_to_the_notebook():
-    text = table_html("minloader", "A verdict.", ROWS)
+    text = fragment("", "A verdict.", ROWS)
     assert Reader(text).said("strong") == [value for _, value, _ in ROWS]
     assert not re.search(r"#[0-9a-f]{3}|rgb|background", text)
 
 
-def test_page_without_events():
-    read = bare()
-    assert "No events were recorded." in read.said("p")
-    assert not read.all("svg")
+def test_page_says_what_the_stats_say():
+    with Loader(Squares(30), num_workers=2) as loader:
+        list(loader)
+        stats = loader.stats
+    shown = page_data(stats)
+    assert shown["verdict"] == stats.verdict
+    assert shown["subtitle"].startswith("30 batches in ")
+    assert str(stats).split("\n")[2:] == ["  ".join(row).rstrip() for row in padded(shown["rows"])]
+    assert [bar["label"] for bar in shown["bars"]] == ["consumer", "sampler", "workers"]
+    consumer, sampler, workers = (sum(bar["seconds"].values()) for bar in shown["bars"])
+    assert consumer == pytest.approx(sampler) == pytest.approx(workers / 2)
+    assert consumer <= stats.seconds
+    assert len(shown["events"]) == len(stats.events)
+    assert min(event.start for event in shown["events"]) == pytest.approx(0, abs=1e-3)
+    read = Reader(stats._repr_html_())
+    assert stats.verdict in read.said("div")
+    assert read.said("strong") == [value for _, value, _ in shown["rows"]]
 
 
-def test_page_of_one_event():
-    read = bare(event("consumer", "wait", 12.0, 0.25))
-    spans = read.all("rect", **{"class": "wait wide"})
-    assert [(span["x"], span["width"]) for span in spans] == [("0.0000%", "100.0000%")]
+def padded(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    names, values = (max(len(row[n]) for row in rows) for n in (0, 1))
+    return [(name.ljust(names), value.rjust(values), remark) for name, value, remark in rows]
 
 
-def test_page_of_one_instant():
-    read = bare(event("worker 0", "died", 12.0, 0.0, cause="SIGKILL"), origin=10.5)
-    assert len(read.all("g", **{"class": "mark", "id": "mark0"})) == 1
-    assert " at 1.500 s: SIGKILL" in read.said("li")
-
-
-def test_own_time_of_the_consumer_is_what_lies_between_its_waits():
-    waits = [event("consumer", "wait", start, 1.0) for start in (4.0, 0.0, 2.0)]
-    read = bare(*waits)
-    assert [span["x"] for span in read.all("rect", **{"class": "own wide"})] == [
-        "20.0000%",
-        "60.0000%",
-    ]
-
-
-def test_stages_say_which_batches_they_are_of():
-    read = bare(
-        event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
-        event("worker 3", "dataset", 5.0, 0.008),
-    )
-    said = "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 0 µs"
-    assert said in read.said("title")
-    assert "64" in read.said("text")
-
-
-def test_lanes_are_in_order():
-    tracks = ["worker 10", "sampler", "worker 9", "other", "consumer"]
-    read = bare(*(event(track, "task", 0.0, 1.0) for track in tracks))
-    names = [attrs["title"] for attrs in read.all("div") if "title" in attrs]
-    assert names == ["consumer", "sampler", "other", "worker 9", "worker 10"]
-
-
-def test_many_tiny_spans_are_drawn_as_few():
-    crowd = [event("worker 0", "task", n * 1e-6, 9e-7) for n in range(100_000)]
-    rare = [event("worker 1", "task", n * 0.01, 0.009) for n in range(10)]
-    short = [event("worker 2", "task", n * 0.01, 0.009) for n in range(10)]
-    text = page("", [], [], [*crowd[::-1], *rare, *short])
-    drawn = Reader(text).all("rect")
-    assert sum((attrs["class"] or "").startswith("task") for attrs in drawn) > 20
-    assert len(text) < 5_000_000
-
-
-def test_of_a_long_run_the_end_is_drawn():
-    events = [event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)]
-    read = bare(*events, event("worker 0", "died", 1.0, 0.0))
-    assert "4999" in read.said("text")
-    assert 100 < len(read.all("rect")) < 400
-    assert not read.all("a")  # what has been left out cannot be gone to, but is told
-    assert any("at 1.000 s" in text for text in read.said("li"))
-
-
-def test_deaths_too_many_to_tell_are_counted():
-    read = bare(*(event("worker 0", "died", n, 0.0) for n in range(100)))
-    assert "88 more before" in read.said("li")
-
-
-EVENTS = st.builds(
-    Event,
-    st.sampled_from(["consumer", "sampler", "worker 0", "worker 1", "x"]),
-    st.sampled_from(["wait", "draw", "task", "dataset", "died", "again", "y"]),
-    st.floats(0, 1e6) | st.floats(1000, 1000.001),
-    st.just(0.0) | st.floats(0, 1e-3) | st.floats(0, 1e4),
-    st.sampled_from([{}, {"batch": 3}, {"batch": 3, "count": 4}]),
-)
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.lists(EVENTS, max_size=12), st.none() | st.floats(0, 1e6))
-def test_any_events_can_be_drawn(events, origin):
-    read = bare(*events, origin=origin)
-    for tag in ("rect", "line", "text"):
-        for attrs in read.all(tag):
-            for key in ("x", "x1", "width"):
-                if str(attrs.get(key, "")).endswith("%"):
-                    assert -1e-3 <= float(attrs[key][:-1]) <= 100.001
+def test_the_clock_counts_from_the_first_epoch():
+    died = event("worker 0", "died", 12.0, 0.0, cause="SIGKILL")
+    stats = Stats(_records=(died,), _began=10.5)
+    assert page_data(stats)["events"] == [died._replace(start=1.5)]
 
 
 # --- in a browser
@@ -403,7 +382,226 @@ def dump(url: str, folder: Path, *, dark: bool) -> str:
         browser.communicate()
 
 
-MEASURE = r"""
+class Frame(NamedTuple):
+    """A page to show in a browser.
+
+    Attributes:
+        name: what the page, at this width, is called.
+        text: the page.
+        width: pixels.
+        scripts: whether its scripts run.
+    """
+
+    name: str
+    text: str
+    width: int = 1400
+    scripts: bool = True
+
+
+def in_frames(
+    frames: list[Frame], measure: str, folder: Path, *, dark: bool = False
+) -> dict[str, Any]:
+    """What the JavaScript function ``measure`` returns of each frame, in one run of the browser."""
+    lines = [
+        f'<iframe id="{frame.name}" width="{frame.width}" height="800" style="border: 0"'
+        f"{'' if frame.scripts else ' sandbox=allow-same-origin'}"
+        f' srcdoc="{html.escape(frame.text)}"></iframe>'
+        for frame in frames
+    ]
+    script = """
+    addEventListener("load", () => {
+      const found = {};
+      for (const frame of document.querySelectorAll("iframe")) {
+        try { found[frame.id] = measure(frame); }
+        catch (error) { found[frame.id] = {error: String(error.stack)}; }
+      }
+      document.documentElement.textContent = JSON.stringify(found);
+    });"""
+    file = folder / "frames.html"
+    head = f"<!DOCTYPE html><meta charset=utf-8><script>{measure}{script}</script>"
+    file.write_text(head + "".join(lines), encoding="utf-8")
+    text = dump(file.as_uri(), folder / "profile", dark=dark)
+    found: dict[str, Any] = json.loads(html.unescape(re.sub("<[^>]*>", "", text)))
+    return found
+
+
+# --- what a browser draws
+
+
+SPANS = (0.0, 5e-8, 1.234e-5, 0.0009994, 0.0009996, 0.0203, 0.9994, 0.9996, 1.0, 99.96, 999.4)
+SPANS += (999.6, 12345.6)
+
+CASES = {
+    "hostile": hostile(),
+    "nothing": bare(),
+    "one event": bare(event("consumer", "wait", 12.0, 0.25)),
+    "one instant": bare(event("worker 0", "died", 1.5, 0.0, cause="SIGKILL")),
+    "waits": bare(*(event("consumer", "wait", start, 1.0) for start in (4.0, 0.0, 2.0))),
+    "stages": bare(
+        event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
+        event("worker 3", "dataset", 5.0, 0.008),
+    ),
+    "tracks": bare(
+        *(
+            event(track, "task", 0.0, 1.0)
+            for track in ("worker 10", "sampler", "worker 9", "other", "consumer")
+        )
+    ),
+    "crowd": bare(
+        *[event("worker 0", "task", n * 1e-6, 9e-7) for n in range(100_000)][::-1],
+        *(event("worker 1", "task", n * 0.01, 0.009) for n in range(10)),
+        *(event("worker 2", "task", n * 0.01, 0.009) for n in range(10)),
+    ),
+    "joined": bare(
+        *(event("worker 0", "task", n * 1e-6, 5e-7) for n in range(50)),
+        *(event("worker 1", "task", n * 0.01, 0.009) for n in range(100)),
+    ),
+    "long": bare(
+        *(event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)),
+        event("worker 0", "died", 1.0, 0.0),
+    ),
+    "deaths": bare(*(event("worker 0", "died", n, 0.0) for n in range(100))),
+    "durations": bare()
+    | {"bars": [{"label": "", "seconds": {"own": s}, "remark": ""} for s in SPANS]},
+}
+
+
+def draw(pages: dict[str, dict[str, Any]], folder: Path) -> dict[str, Reader]:
+    """Each page as it stands when its scripts have run in a browser."""
+    folder.mkdir(exist_ok=True)
+    collect = """function measure(frame) {
+      frame.contentDocument.querySelector("noscript").remove();
+      return frame.contentDocument.documentElement.outerHTML;
+    }"""
+    frames = [Frame(name, render(data)) for name, data in pages.items()]
+    drawn = {name: Reader(text) for name, text in in_frames(frames, collect, folder).items()}
+    assert drawn.keys() == pages.keys()
+    for name, read in drawn.items():
+        assert pages[name]["rows"][-1][0] in read.said("th"), f"{name}: its script failed"
+        assert not read.all("main", hidden="")
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
+    pages = {name: run_data(name) for name in RUNS}
+    return draw(pages | CASES, tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_is_drawn(name, drawn):
+    read = drawn[name]
+    verdict, kind, _ = RUNS[name]
+    headline, _, advice = f"{verdict}.".partition(": ")
+    headline = headline[0].upper() + headline[1:]
+    assert read.said("title")[0] == f"minloader: {headline}"
+    assert headline in read.said("span")
+    assert not advice or advice[0].upper() + advice[1:] in read.said("p")
+    assert len(read.all("div", **{"class": "row bottleneck"})) == bool(kind)
+    read.is_self_contained()
+    ids = [attrs["id"] for _, attrs in read.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    links = {attrs["href"] for attrs in read.all("a")}
+    assert links <= {f"#{name}" for name in ids}
+    assert (len(links) == 2) == (name == "death")
+    assert read.said("strong")[-len(ROWS) :] == [value for _, value, _ in ROWS]
+
+
+def test_hostile_text_is_shown_and_does_nothing(drawn):
+    read = drawn["hostile"]
+    read.is_self_contained()
+    assert len(read.all("script")) == 2
+    assert sum(HOSTILE in data for tag, data in read.texts if tag != "script") >= 10
+
+
+def test_page_without_events(drawn):
+    read = drawn["nothing"]
+    assert "No events were recorded." in read.said("p")
+    assert read.all("div", **{"class": "drawn", "hidden": ""})
+
+
+def test_page_of_one_event(drawn):
+    assert drawn["one event"].spans("wait") == [(0, 1)]
+
+
+def test_page_of_one_instant(drawn):
+    read = drawn["one instant"]
+    assert len(read.all("g", **{"class": "mark", "id": "mark0"})) == 1
+    assert " at 1.500 s: SIGKILL" in read.said("li")
+
+
+def test_own_time_of_the_consumer_is_what_lies_between_its_waits(drawn):
+    (first, _), (second, _) = drawn["waits"].spans("own")
+    assert (first, second) == (pytest.approx(0.2), pytest.approx(0.6))
+
+
+def test_stages_say_which_batches_they_are_of(drawn):
+    read = drawn["stages"]
+    assert "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 5 s" in read.said("title")
+    assert "64" in read.said("text")
+
+
+def test_tracks_are_in_order(drawn):
+    names = [attrs["title"] for attrs in drawn["tracks"].all("div") if "title" in attrs]
+    assert names == ["consumer", "sampler", "other", "worker 9", "worker 10"]
+
+
+def test_many_tiny_spans_are_drawn_as_few(drawn):
+    read = drawn["crowd"]
+    assert 20 < len(read.spans("task")) < 40_000
+
+
+def test_neighbours_too_narrow_to_see_are_joined(drawn):
+    read = drawn["joined"]
+    assert "50 spans:\nother 25 µs" in read.said("title")
+    assert len(read.spans("task")) == 101
+
+
+def test_of_a_long_run_the_end_is_drawn(drawn):
+    read = drawn["long"]
+    assert "4999" in read.said("text")
+    assert 100 < len(read.all("rect")) < 400
+    assert not read.all("a")  # what has been left out cannot be gone to, but is told
+    assert any("at 1.000 s" in text for text in read.said("li"))
+
+
+def test_deaths_too_many_to_tell_are_counted(drawn):
+    assert "88 more before" in drawn["deaths"].said("li")
+
+
+def test_spans_of_time_are_told_as_everywhere(drawn):
+    told = [text for text in drawn["durations"].said("span") if text.strip()]
+    assert told[1:] == [duration(span) for span in SPANS if span]  # behind the headline
+
+
+EVENTS = st.builds(
+    Event,
+    st.sampled_from(["consumer", "sampler", "worker 0", "worker 1", "x"]),
+    st.sampled_from(["wait", "draw", "task", "dataset", "died", "again", "y"]),
+    st.floats(-1e6, 1e6) | st.floats(1000, 1000.001),
+    st.just(0.0) | st.floats(0, 1e-3) | st.floats(0, 1e4),
+    st.sampled_from([{}, {"batch": 3}, {"batch": 3, "count": 4}]),
+)
+
+
+@settings(deadline=None, max_examples=3, phases=[Phase.generate])
+@given(st.lists(st.lists(EVENTS, max_size=12), min_size=50, max_size=50))
+def test_any_events_can_be_drawn(tmp_path_factory, pages):
+    """Fifty timelines in each start of the browser."""
+    data = {f"page {n}": bare(*events) for n, events in enumerate(pages)}
+    for name, read in draw(data, tmp_path_factory.mktemp("any")).items():
+        if not data[name]["events"]:
+            continue
+        for tag in ("rect", "line", "text"):
+            for attrs in read.all(tag):
+                for key in ("x", "x1", "width"):
+                    assert -1e-3 <= float(attrs.get(key) or 0) <= read.width + 0.02, attrs
+
+
+# --- how it looks
+
+
+RULER = r"""
 const rect = e => e.getBoundingClientRect();
 function light(colour) {  // relative luminance, of WCAG
   const [r, g, b] = colour.map(c => c / 255)
@@ -432,22 +630,26 @@ function overlaps(elements) {
   }));
   return found;
 }
+"""
+
+MEASURE = r"""
 function measure(frame) {
   const page = frame.contentDocument, all = s => [...page.querySelectorAll(s)];
   const window = frame.contentWindow, html = page.documentElement;
   const scroll = page.querySelector(".scroll"), svg = page.querySelector("svg");
   const texts = all("p:not(.zoom), h1 span, h2, .head > *, li, th, td, .names div, button");
   const visible = all("svg text").filter(e => e.textContent && rect(e).width);
-  const guilty = page.querySelector(".guilty"), kind = page.querySelector(".edge").classList[1];
+  const bottleneck = page.querySelector(".bottleneck");
+  const kind = page.querySelector(".edge").classList[1];
   const numbers = all(".number");
   const facts = {
     overflow: html.scrollWidth - window.innerWidth,
     verdict_bottom: rect(page.querySelector("h1")).bottom,
-    guilty_bottom: guilty ? rect(guilty).bottom : 0,
+    bottleneck_bottom: bottleneck ? rect(bottleneck).bottom : 0,
     height: window.innerHeight,
     background: window.getComputedStyle(page.body).backgroundColor,
     contrasts: Object.fromEntries(
-      ["h1 span", "th", "td:last-child", ".dim", ".guilty .dim", ".guilty em", ".tick text",
+      ["h1 span", "th", "td:last-child", ".dim", ".bottleneck .dim", ".bottleneck em", ".tick text",
        ".number", ".mark text", ".marks"]
       .filter(s => page.querySelector(s)).map(s => [s, contrast(page.querySelector(s))])),
     overlaps: [...overlaps(texts), ...overlaps(visible)],
@@ -459,14 +661,14 @@ function measure(frame) {
     untitled: all("svg > rect").filter(e => !e.querySelector("title").textContent).length,
     bars: all(".bar").map(bar => Math.round(
       [...bar.children].reduce((sum, e) => sum + rect(e).width, 0) - rect(bar).width)),
-    solid: guilty ? window.getComputedStyle(page.querySelector(".guilty .bar ." + kind))
+    solid: bottleneck ? window.getComputedStyle(page.querySelector(".bottleneck .bar ." + kind))
       .backgroundColor : "",
     edge: window.getComputedStyle(page.querySelector(".edge")).backgroundColor,
     last: Math.max(...all("svg > rect").map(e => rect(e).right)) - rect(scroll).right,
     empty: scroll.clientWidth - rect(svg).width,
     buttons: rect(page.querySelector(".zoom")).height,
   };
-  if (facts.buttons) {
+  {
     const [less, more, whole] = all(".zoom button");
     whole.click();
     facts.whole = svg.clientWidth - scroll.clientWidth;
@@ -481,32 +683,19 @@ function measure(frame) {
 """
 
 
-def facts(pages: dict[str, str], folder: Path, *, dark: bool) -> dict[str, dict[str, Any]]:
-    """What a browser makes of each page: wide, narrow, and narrow without scripts."""
-    folder.mkdir()
-    frames = []
-    for name, text in pages.items():
-        for width, without in ((1400, False), (400, False), (400, True)):
-            frames.append(
-                f'<iframe id="{name} {width}{" without scripts" * without}" width="{width}"'
-                f'{" sandbox=allow-same-origin" * without} height="800" style="border: 0"'
-                f' srcdoc="{html.escape(text)}"></iframe>'
-            )
-    script = """
-    addEventListener("load", () => {
-      const found = {};
-      for (const frame of document.querySelectorAll("iframe")) {
-        try { found[frame.id] = measure(frame); }
-        catch (error) { found[frame.id] = {error: String(error.stack)}; }
-      }
-      document.documentElement.textContent = JSON.stringify(found);
-    });"""
-    file = folder / "frames.html"
-    head = f"<!DOCTYPE html><meta charset=utf-8><script>{MEASURE}{script}</script>"
-    file.write_text(head + "".join(frames), encoding="utf-8")
-    text = dump(file.as_uri(), folder / "profile", dark=dark)
-    found: dict[str, dict[str, Any]] = json.loads(html.unescape(re.sub("<[^>]*>", "", text)))
-    return found
+MEASURE_FRAGMENT = r"""
+function measure(frame) {
+  const page = frame.contentDocument, all = s => [...page.querySelectorAll(s)];
+  const shown = all("noscript div div, noscript th, noscript td").filter(e => e.textContent);
+  return {
+    overflow: page.documentElement.scrollWidth - frame.contentWindow.innerWidth,
+    contrasts: Object.fromEntries(shown.map(e => [e.textContent, contrast(e)])),
+    overlaps: overlaps(shown),
+    said: shown.filter(e => rect(e).height).map(e => e.textContent),
+    hidden: rect(page.querySelector("main")).height == 0,
+  };
+}
+"""
 
 
 class Slow:
@@ -516,21 +705,28 @@ class Slow:
 
 
 def test_pages_look_right_in_a_browser(tmp_path):
-    pages = {name: run_page(name) for name in RUNS}
+    pages = {name: render(run_data(name)) for name in RUNS}
     with Loader(Slow(), range(80), num_workers=2) as loader:
         assert len(list(loader)) == 80
         loader.stats.to_html(tmp_path / "real.html")
     pages["real"] = (tmp_path / "real.html").read_text(encoding="utf-8")
+    frames = [
+        Frame(f"{name} {width}", text, width)
+        for name, text in pages.items()
+        for width in (1400, 400)
+    ]
     backgrounds: dict[bool, set[str]] = {}
     for dark in (False, True):
-        found = facts(pages, tmp_path / str(dark), dark=dark)
-        assert len(found) == 3 * len(pages)
+        folder = tmp_path / str(dark)
+        folder.mkdir()
+        found = in_frames(frames, RULER + MEASURE, folder, dark=dark)
+        assert len(found) == len(frames)
         for key, is_so in found.items():
             assert "error" not in is_so, (key, is_so)
             what = (key, dark, is_so)
             assert is_so["overflow"] <= 0, what
             assert is_so["verdict_bottom"] < 300, what
-            assert is_so["guilty_bottom"] < is_so["height"], what
+            assert is_so["bottleneck_bottom"] < is_so["height"], what
             assert min(is_so["contrasts"].values()) >= 4.5, what
             assert is_so["overlaps"] == is_so["clipped"] == is_so["outside"] == [], what
             assert is_so["seen"] >= 10, what
@@ -539,10 +735,31 @@ def test_pages_look_right_in_a_browser(tmp_path):
             assert is_so["solid"] in {is_so["edge"], ""}, what
             assert is_so["empty"] <= 4, what
             assert -60 < is_so["last"] < 5, what  # scrolled to the end
-            assert (is_so["buttons"] == 0) == ("without" in key), what
-            if is_so["buttons"]:
-                assert abs(is_so["whole"]) <= 4, what
-                assert 3.5 < is_so["larger"] < 4.5, what
-                assert is_so["overlaps_whole"] == is_so["overlaps_larger"] == [], what
+            assert is_so["buttons"] > 0, what
+            assert abs(is_so["whole"]) <= 4, what
+            assert 3.5 < is_so["larger"] < 4.5, what
+            assert is_so["overlaps_whole"] == is_so["overlaps_larger"] == [], what
             backgrounds.setdefault(dark, set()).add(is_so["background"])
     assert backgrounds == {False: {"rgb(255, 255, 255)"}, True: {"rgb(21, 23, 27)"}}
+
+
+def test_without_scripts_the_verdict_and_the_table_are_there(tmp_path):
+    data = {name: run_data(name) for name in RUNS}
+    frames = [
+        Frame(f"{name} {width}", render(data[name]), width, scripts=False)
+        for name in RUNS
+        for width in (1400, 400)
+    ]
+    for dark in (False, True):
+        folder = tmp_path / str(dark)
+        folder.mkdir()
+        for key, is_so in in_frames(frames, RULER + MEASURE_FRAGMENT, folder, dark=dark).items():
+            what = (key, dark, is_so)
+            shown = data[key.split()[0]]
+            assert is_so["hidden"], what
+            assert is_so["overflow"] <= 0, what
+            assert is_so["overlaps"] == [], what
+            assert min(is_so["contrasts"].values()) >= 4.5, what
+            assert is_so["said"][1] == shown["verdict"], what
+            cells = [text for row in shown["rows"] for text in row if text]
+            assert is_so["said"][2:] == cells, what

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import helpers
 import numpy as np
 import psutil
 import pytest
-from conftest import eventually, require
+from conftest import eventually, require, workers
 from helpers import (
     Forker,
     Keeper,
@@ -38,10 +39,10 @@ from numpy.testing import assert_array_equal
 
 import minloader
 from minloader import Loader, TransportError, collate, pad_collate
+from minloader._inspect import inspect
 from minloader._memory import files, slot_writer, slots
-from minloader._memory import pickling as transport
 from minloader._memory.files import ALIGN, LARGE
-from minloader._memory.pickling import pack, pack_batch, unpack_batch
+from minloader._memory.pickling import BatchPacker, pack, unpack_batch
 from minloader._memory.slot_writer import SlotWriter, empty
 from minloader._memory.slots import Slots
 from minloader._pools import foreign
@@ -50,6 +51,7 @@ from minloader._worker import start
 from minloader._worker.messages import Failure, Job, Task, WorkerInfo
 from minloader._worker.run import Worker
 
+pack_batch = BatchPacker().pack
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
 
@@ -223,7 +225,7 @@ def test_a_slot_lives_as_long_as_any_view(kind, size):
         assert_unchanged()
         assert 0 < loader.stats.slots <= len(kept) + 4 + 2
     assert_unchanged()
-    pool = loader._group.pools[0].slots
+    pool = inspect(loader).slots
     del loader, batches, batch
     gc.collect()
     assert_unchanged()
@@ -256,14 +258,16 @@ def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     for end in (bench.pool.retire_leased, bench.pool.close):
         gc.disable()
         try:
+            batches = []
             for n in range(5):
                 ring = [bench.trip(numbered, [n])]
                 ring.append(ring)
+                batches.append(weakref.ref(ring[0][0]))
             del ring
             end()
         finally:
             gc.enable()
-        assert not bench.pool._leased
+        assert [batch() for batch in batches] == [None] * 5
     assert bench.pool.used == (0, 0)
 
 
@@ -284,13 +288,13 @@ def test_nothing_accumulates():
             moments.append(held(loader))
             assert len(moments) < 6, moments  # the workers have long started
         assert loader.stats.slots <= 4 + 2
-        workers = [process.pid for process in loader._group.pools[0]._executors[-1].workers]
+        pids = [process.pid for process in workers(loader)]
         hoard = list(loader)
         assert loader.stats.slots > 50
         del hoard  # most slots are closed now, and the workers are to notice
         assert sum(1 for _ in loader) == 150
         assert loader.stats.slots <= 4 + 2
-        for pid in workers:
+        for pid in pids:
             assert len(mapped_files(pid)) <= 20
 
 
@@ -300,12 +304,11 @@ def test_nothing_accumulates():
 @pytest.fixture
 def bench(monkeypatch):
     """Both sides of slots in this process."""
-    for name, value in (("_mappings", {}), ("_closed", 0), ("_current", None)):
-        monkeypatch.setattr(slot_writer, name, value)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
     pool = Slots(100_000_000, 4)
     workers: dict[Any, Worker] = {}
+    lent: list[Any] = []
 
     def write() -> tuple[Any, SlotWriter]:
         slot = pool.lend()
@@ -317,17 +320,19 @@ def bench(monkeypatch):
         """The batches of one task."""
         if dataset not in workers:
             job = Job(dataset, None, None, None)
-            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True)
+            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker())
         slot = pool.lend()
+        lent.append(slot)
         packed = [pack(item, down=True) for item in items]
-        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot)))
+        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot), packed=True))
         pool.settle(slot, reply.slot_size, reply.size)
         memory = pool.lease(slot, retire=reply.slot_retired)
         return [unpack_batch(outcome, memory) for outcome in reply.outcomes]
 
-    yield SimpleNamespace(pool=pool, write=write, trip=trip)
+    yield SimpleNamespace(pool=pool, write=write, trip=trip, lent=lent)
     slot_writer.use(None)
     pool.close()
+    SlotWriter(pool.address(None))  # forgets what the pool has closed
 
 
 def test_empty_is_numpys_outside_a_worker():
@@ -385,12 +390,19 @@ def test_large_parts_of_all_kinds_are_in_the_slot(bench):
         assert type(parcel) is bytes or len(parcel.buffers) >= 1
 
 
+def test_the_packer_uses_the_slot_that_it_is_given(bench):
+    _, writer = bench.write()
+    slot_writer.use(None)
+    parcel = pack_batch(np.zeros(LARGE)[::2], writer)
+    assert [stop - start for start, stop in parcel.buffers] == [4 * LARGE]
+    assert writer.used == 4 * LARGE  # there from the beginning, not copied to there
+
+
 def test_large_tensors_are_in_the_slot(bench, monkeypatch):
     torch = require("torch")
     _, writer = bench.write()
     with monkeypatch.context() as before:
         before.delitem(sys.modules, "torch")
-        monkeypatch.setattr(transport, "_known", (None, {}))
         pack_batch([], writer)  # as in a worker that imports it later
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         parcel = pack_batch([torch.zeros(LARGE, dtype=dtype), lambda: 0], writer)
@@ -436,7 +448,7 @@ def test_what_a_dataset_keeps_is_its_own(bench, size):
     batches = [*bench.trip(dataset, [0, 1, 2])]
     kept = dataset.kept
     assert not kept.flags.owndata  # it was born in the slot, which is retired now
-    (retired,) = bench.pool._leased
+    (retired,) = bench.lent
     assert retired.fd == -1
     for n in range(3, 60, 3):
         batches += bench.trip(dataset, [n, n + 1, n + 2])
@@ -468,8 +480,8 @@ def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
     dataset = Failing()
     job = Job(dataset, None, None, None)
     slot = bench.pool.lend()
-    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot))
-    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run(task)
+    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True)
+    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run(task)
     assert reply.slot_retired
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot, retire=reply.slot_retired)
@@ -548,10 +560,13 @@ assert all((batch == n).all() for n, batch in enumerate(kept)) and len(kept) == 
     python(code)
 
 
-def test_no_more_slots_than_descriptors(bench):
-    bench.pool._most_open = 3
-    assert [bench.pool.lend() is not None for _ in range(5)] == [True] * 3 + [False] * 2
-    assert bench.pool.address(None).limit == 0
+def test_no_more_slots_than_descriptors(monkeypatch):
+    """Of which they may take a quarter."""
+    monkeypatch.setattr(slots, "most_files", lambda: 15)
+    pool = Slots(100_000_000, 4)
+    assert [pool.lend() is not None for _ in range(5)] == [True] * 3 + [False] * 2
+    assert pool.address(None).limit == 0
+    pool.close()
 
 
 def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
@@ -614,14 +629,15 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""
     assert set(bench.trip(numbered, [1])[0]) == {1}
     job = Job(numbered, None, None, refuse)
-    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), remote=True).run
+    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run
     if stage == "load":
         monkeypatch.setattr(start, "_start_reply", run(Task(0, 0, [0])))
         run = start.run
     elif stage == "attach":
-        run = partial(foreign.run_attached, partial(refuse, None))
+        monkeypatch.setattr(foreign, "_find_job", refuse)
+        run = partial(foreign.run_task, None)
     slot = bench.pool.lend()
-    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
+    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True))
     assert [type(outcome) for outcome in reply.outcomes] == [Failure]
     bench.pool.settle(slot, reply.slot_size, reply.size)
     bench.pool.free(slot)
@@ -633,8 +649,9 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
 def test_files_with_names():
     code = """
 import helpers, minloader
+from minloader._inspect import inspect
 with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
-    folder = loader._group.pools[0].slots.folder
+    folder = inspect(loader).slots.folder
     kept = list(loader)
     assert loader.stats.slots > 0 and loader.stats.overflowed == 0
     del kept[:20]
@@ -652,10 +669,12 @@ print(folder)
 def test_files_with_names_are_gone_when_the_parent_is_killed():
     code = """
 import helpers, minloader
+from minloader._inspect import inspect
 loader = minloader.Loader(helpers.numbered, range(40), num_workers=2)
 batches = iter(loader)
 kept = [next(batches), next(batches)]
-print(loader._group.pools[0].slots.folder, len(os.listdir(loader._group.pools[0].slots.folder)))
+folder = inspect(loader).slots.folder
+print(folder, len(os.listdir(folder)))
 os.sys.stdout.flush()
 os.kill(os.getpid(), 9)
 """
@@ -686,7 +705,7 @@ def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(files.tempfile, "mkdtemp", refused)
     monkeypatch.delattr(os, "memfd_create")
     with Loader(numbered, range(10)) as loader:
-        assert os.path.dirname(loader._group.pools[0].slots.folder) == str(tmp_path)
+        assert os.path.dirname(inspect(loader).slots.folder) == str(tmp_path)
         for n, batch in enumerate(loader):
             assert (batch == n).all()
         assert loader.stats.slots > 0
@@ -744,7 +763,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode}" for slot in loader._group.pools[0].slots._leased}
+        files = {f"{slot.inode}" for slot in inspect(loader).leased_slots}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()

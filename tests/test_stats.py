@@ -18,6 +18,7 @@ import pytest
 from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
+from minloader._inspect import inspect
 from minloader._memory.limits import processors
 from tests.conftest import eventually
 from tests.helpers import Squares
@@ -224,7 +225,7 @@ def test_tasks_in_flight():
 def test_stats_are_for_any_thread_to_ask():
     """Another one may begin an epoch while the epochs are looked through."""
 
-    class Disturbed(type(Loader(Squares(), num_workers=0)._group.users)):
+    class Disturbed(type(inspect(Loader(Squares(), num_workers=0)).group.users)):
         times = 0
 
         def __iter__(self):
@@ -237,7 +238,7 @@ def test_stats_are_for_any_thread_to_ask():
 
     with Loader(Sleepy(), range(40), num_workers=2) as loader:
         epochs = [iter(loader)]
-        loader._group.users = Disturbed(epochs)
+        inspect(loader).group.users = Disturbed(epochs)
         assert loader.stats.in_flight == 8
         assert Disturbed.times > 1
         epochs.clear()

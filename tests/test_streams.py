@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trouble
-from conftest import eventually, require
+from conftest import eventually, require, workers
 from helpers import (
     BrokenStream,
     Numbers,
@@ -210,11 +210,11 @@ def test_torch_streams():
             for n in range(info.id, 10, info.num_workers):
                 yield torch.full((3,), n)
 
-    for workers in (0, 1, 2):
-        with Loader(Stream(), num_workers=workers) as loader:
+    for num_workers in (0, 1, 2):
+        with Loader(Stream(), num_workers=num_workers) as loader:
             batches = list(loader)
         assert all(isinstance(batch, torch.Tensor) for batch in batches)
-        expected = in_turns(10, max(1, workers), 1)
+        expected = in_turns(10, max(1, num_workers), 1)
         assert [batch.tolist() for batch in batches] == [number * 3 for number in expected]
 
 
@@ -540,7 +540,7 @@ def test_passing_over_takes_its_time():
     with Loader(stream, num_workers=1, timeout=1.0) as loader:
         batches = iter(loader)
         first = [next(batches) for _ in range(30)]
-        (process,) = loader._group.pools[0]._executors[-1].workers
+        (process,) = workers(loader)
         process.kill()
         assert first + list(batches) == list(range(60))
         assert loader.stats.retries <= 1

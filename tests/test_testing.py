@@ -44,8 +44,8 @@ from minloader import (
     Loader,
     get_worker_info,
     pad_collate,
-    testing,
 )
+from minloader._insight.leaves import MOST_LEAVES, leaves
 from minloader.testing import IrreproducibleError, check_reproducible
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -517,8 +517,8 @@ def parts() -> list[Any]:
     ]
 
 
-def digests(batch: Any) -> Any:
-    return testing._digests(testing._leaves(batch))
+def digests(batch: Any) -> dict[str, bytes]:
+    return {path: leaf.digest for path, leaf in leaves(batch).items()}
 
 
 def test_leaves_tell_everything_apart():
@@ -581,10 +581,10 @@ def test_views_are_what_they_show():
 
 
 def test_large_batches_take_little_memory():
-    leaves = testing._leaves(list(range(5000)))
-    assert len(leaves) == testing.MOST_LEAVES + 1
-    other = testing._leaves([*range(4999), -1])
-    assert [path for path in leaves if leaves[path].digest != other[path].digest] == [
+    found = leaves(list(range(5000)))
+    assert len(found) == MOST_LEAVES + 1
+    other = leaves([*range(4999), -1])
+    assert [path for path in found if found[path] != other[path]] == [
         "what comes after the first 1,000 parts of it"
     ]
 

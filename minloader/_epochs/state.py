@@ -1,9 +1,28 @@
-"""How far a run has come: what ``state_dict`` says of an epoch, and how it is gone on with.
+"""How far a run has come: what a state says of an epoch, and how another run goes on from it.
 
-A state counts what the consumer was given, not what was read ahead. For a sampler that can be
-put back (``state_dict`` and ``load_state_dict``) it has the sampler's own state from a little
-before the first batch that was not delivered, and how many items to draw from there; any other
-sampler is read from its beginning, without loading what its items stand for.
+::
+
+                 draw()                          delivered
+     sampler ----------> undelivered batches ---------------> known by their absence
+                 |       {ordinal: (sampler state, item)}
+                 |
+      position: ordinal of the next item
+
+Every epoch has a *ledger*, in which the epoch's iterator (``epoch.py``) notes each item that it
+draws, and from which it removes each batch that it hands over. A state follows from the ledger
+alone, so a loader keeps the ledger of the epoch that was begun last, not the iterator.
+
+Guarantees:
+
+* A state counts what the consumer was given, not what was read ahead.
+* A note of a state takes a few µs, in the thread that iterates. The state itself is worked out
+  when the note is called, any number of times, in any thread.
+* Of a sampler that can be put back (``state_dict`` and ``load_state_dict``) a state has the
+  sampler's own state from a little before the first batch that was not delivered, and how many
+  items to draw from there. Any other sampler is read from its beginning, without loading what its
+  items stand for.
+* If a thread reads ahead of the consumer (:func:`minloader.prefetch`), the thread's iterator
+  stands nearest to the consumer. :class:`Progress` points to it, and it says what was delivered.
 """
 
 from __future__ import annotations
@@ -12,123 +31,201 @@ import copy
 import hashlib
 import json
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from minloader._checks import check_int, is_stateful, shown
+from minloader._sampling.base import Sampler
 
 VERSION = 1
 
-Place = dict[str, Any]
+State = dict[str, Any]
+Note = Callable[[], State]
 
-"""The part of a state that says where in the epoch it is."""
-
-
-Note = Callable[[], Place]
-
-"""A place noted in passing, which takes a few µs; worked out when it is called, any number of
-times, in any thread."""
-
-
-MARK_COST = 100
-
+STATE_COST = 100
 """A sampler is asked for its state only if it last took less than this fraction of the time since
-then; drawing a few items more mends what is missed."""
+then. A run that goes on draws a few items more instead."""
 
 
-class Mark(NamedTuple):
-    """What a sampler said of itself after some of its items."""
+class SamplerState(NamedTuple):
+    """A state of a sampler.
+
+    Attributes:
+        at: how many items had been drawn when it was taken.
+        state: as the sampler gave it.
+    """
 
     at: int
     state: Any
 
 
-class Reader:
-    """Reads a sampler for one epoch.
+class Progress:
+    """How far the consumer of an iterator has come. It outlives the iterator.
+
+    Attributes:
+        ledgers: of an iterator of a loader: those of the epochs that were begun, the consumer's
+            first.
+        note: of an iterator that reads ahead of the consumer: the state as of the batch that the
+            consumer was given last.
+        nearest: the progress of an iterator that reads this one ahead of the consumer.
+    """
+
+    def __init__(self, note: Note | None = None) -> None:
+        self.ledgers: deque[Ledger] = deque()
+        self.note = note
+        self.nearest: Progress | None = None
+
+
+def latest_note(progress: Progress | None, own: Callable[[], Note]) -> Note:
+    """Return the state as of what the consumer was given.
 
     Args:
-        items: from the sampler.
-        sampler: what they are from.
-        position: ordinal of the first of the items.
-        known: whether the sampler is of a kind that tells the truth before its first item and
-            behind its last. Others may still be, or already be, in another epoch.
+        progress: of the iterator that was begun last.
+        own: notes the state as of what that iterator handed over, to whomever.
+    """
+    nearest = progress
+    while nearest is not None and nearest.nearest is not None:
+        nearest = nearest.nearest
+    return own() if nearest is None or nearest.note is None else nearest.note
+
+
+class Ledger:
+    """Reads the sampler for one epoch, and knows what of it was not delivered yet.
+
+    Args:
+        epoch: number of the epoch.
+        sampler: what to read.
+        items: the same, made to refuse a second pass where that would be empty.
+        tell_epoch: tells the sampler the number of the epoch.
+        state: where to begin, if not at the beginning.
 
     Attributes:
         position: ordinal of the next item.
-        ended: whether there are no more.
+        ended: whether there are no more items.
+        undelivered: for each batch that was drawn and not delivered, in their order, a state of
+            the sampler from there or before, and the item.
+        fruitful: whether any batch was delivered, by this run or an earlier one.
+        over: whether the consumer was told that there are no more batches.
+        left: whether the iterator is gone.
     """
 
     def __init__(
-        self, items: Iterator[Any], sampler: Any = None, position: int = 0, *, known: bool = False
+        self,
+        epoch: int,
+        sampler: Any,
+        items: Iterable[Any],
+        tell_epoch: Callable[[int], None] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._items = items
-        self._sampler = sampler if is_stateful(sampler) else None
-        self._known = known
-        self._drawn = False
-        self.position = position
+        self.epoch = epoch
+        self.position = 0
         self.ended = False
-        self._done: list[tuple[int, int]] = []  # from, to: delivered in an earlier life
-        self._ahead: list[Any] = []  # drawn by resume()
-        self._last: Any = None
-        self._mark: Mark | None = None
-        self._mark_due = 0.0
+        self.undelivered: dict[int, tuple[SamplerState | None, Any]] = {}
+        self.fruitful = state is not None
+        self.over = False
+        self.left = False
+        self._sampler = sampler if is_stateful(sampler) else None
+        # Our samplers tell the truth before their first item and behind their last. Others may
+        # still be, or already be, in another epoch.
+        self._is_exact = isinstance(sampler, Sampler)
+        self._unopened: Any = sampler, items, tell_epoch, state
+        self._items: Iterator[Any] = iter(())
+        self._done: list[tuple[int, int]] = []  # from, to: delivered by an earlier run
+        self._peeked: list[Any] = []  # drawn while going on, and still to be given
+        self._last: tuple[int, Any] | None = None
+        self._state: SamplerState | None = None
+        self._state_due = 0.0
+
+    def open(self) -> None:
+        """Begin to read, where the state was taken if there is one. Harmless when repeated.
+
+        Raises:
+            RuntimeError: the sampler is an iterator that is used up.
+            ValueError: the sampler does not give what it gave when the state was taken.
+        """
+        if self._unopened is None:
+            return
+        sampler, items, tell_epoch, state = self._unopened
+        ended, self.ended = self.ended, True  # what cannot be begun is over
+        if tell_epoch is not None:
+            tell_epoch(self.epoch)
+        if state is not None and state["sampler"]:
+            self._state = SamplerState(**state["sampler"])
+            self.position = self._state.at
+            _put_back(sampler, self._state)
+        self._items = iter(items)  # once: some samplers begin anew with each
+        self.ended = ended
+        if self._state is not None:
+            _check_put_back(sampler, self._items, self._state)
+        if state is not None:
+            self._go_on(state)
+        self._unopened = None  # it knows the loader, which knows this ledger
+
+    def close(self) -> None:
+        """Let go of what is read. The state can still be noted."""
+        self.left = True
+        self._items = iter(())
 
     @property
-    def adjoins(self) -> bool:
+    def under_way(self) -> bool:
+        """Whether there may be batches to come."""
+        return not self.left and not self.over and not (self.ended and not self.undelivered)
+
+    @property
+    def is_adjoining(self) -> bool:
         """Whether the next item follows on the last one, with nothing to leave out between."""
         return not self._done or self._done[0][0] > self.position
 
-    def mark(self) -> Mark | None:
-        """A state of the sampler, here or not far back; None if it has none to give."""
+    def begin_task(self) -> None:
+        """Ask the sampler for its state, here, unless that was done not long ago."""
         now = time.perf_counter()
-        sure = self._known or (self._drawn and not self.ended)
-        if self._sampler is not None and sure and now >= self._mark_due and not self._ahead:
+        sure = self._is_exact or (self._last is not None and not self.ended)
+        if self._sampler is not None and sure and now >= self._state_due and not self._peeked:
             try:
-                self._mark = Mark(self.position, copy.deepcopy(self._sampler.state_dict()))
+                self._state = SamplerState(self.position, copy.deepcopy(self._sampler.state_dict()))
             except NotImplementedError:  # inherited, but not meant
                 self._sampler = None
-            self._mark_due = now + MARK_COST * (time.perf_counter() - now)
-        return self._mark
+            self._state_due = now + STATE_COST * (time.perf_counter() - now)
 
     def draw(self) -> Any:
-        """The next item.
+        """Return the next item.
 
         Raises:
             StopIteration: there are no more.
         """
-        while not self.adjoins:
+        while not self.is_adjoining:
             self._next()
             if self.position == self._done[0][1]:
                 del self._done[0]
-        return self._next()
+        item = self._next()
+        self.undelivered[self.position - 1] = self._state, item
+        return item
 
     def _next(self) -> Any:
-        if self._ahead:
-            item = self._ahead.pop()
+        if self._peeked:
+            item = self._peeked.pop()
         else:
             try:
                 item = next(self._items)
             except StopIteration:
                 self.ended = True
                 raise
+        self._last = self.position, item
         self.position += 1
-        self._last, self._drawn = item, True
         return item
 
-    def resume(self, place: Mapping[str, Any]) -> None:
-        """Draws up to where a state was taken, and looks whether the items are still the same."""
-        batches = place["batches"]
-        if self._sampler is not None and place["sampler"] is not None:
-            self._mark = Mark(**place["sampler"])
-        self._done = [(start, stop) for start, stop in place["beyond"]]
-        if place["ended"]:
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Draw up to where the state was taken, and check that the items are still the same."""
+        batches = state["batches"]
+        self._done = [(start, stop) for start, stop in state["beyond"]]
+        if state["ended"]:
             self.position, self.ended = batches, True
             return
-        ordinal, expected = place["check"] or (-1, None)
+        ordinal, expected = state["check"] or (-1, None)
         last = max(batches - 1, ordinal)
-        if self._mark is not None and not self._known:
+        if self._state is not None and not self._is_exact:
             # The generator of a sampler must begin, or what was put back would hold for the next.
             last = max(last, batches)
         try:
@@ -148,67 +245,70 @@ class Reader:
                 f"the state does not fit: it is at batch {batches}, but the sampler has ended "
                 f"after {self.position}"
             ) from None
-        if self.position > batches:  # one looked at, not delivered
-            self.position, self._ahead = batches, [item]
+        if self.position > batches:  # one was looked at, and not delivered
+            self.position, self._peeked = batches, [item]
 
     def note(self) -> Note:
-        """Where it is when all that was drawn has been delivered."""
-        check = None
-        if self._ahead:
-            check = self.position, self._ahead[0]
-        elif self._drawn:
-            check = self.position - 1, self._last
-        mark = self.mark() if self._known or not self.ended else None
-        return self.note_before(self.position, mark, [], check, ended=self.ended)
-
-    def note_before(
-        self,
-        ordinal: int,
-        mark: Mark | None,
-        undone: list[tuple[int, int]],
-        check: tuple[int, Any] | None,
-        *,
-        ended: bool = False,
-    ) -> Note:
-        """Where it is when ``ordinal`` is the first batch that was not delivered.
-
-        Args:
-            ordinal: of that batch.
-            mark: of the sampler, there or before.
-            undone: first ordinal, and the one after the last, of all that was not delivered.
-            check: an ordinal and its item.
-            ended: whether there are no more items.
-        """
-        done = tuple(self._done)  # which goes on changing
-        return partial(_place, ordinal, mark, undone, check, ended, self.position, done)
+        """Note what has been delivered so far."""
+        undelivered = self.undelivered.copy()  # in one step: another thread may ask for a state
+        ended = self.ended and not undelivered
+        if undelivered:
+            first = next(iter(undelivered))
+            state, item = undelivered[first]
+            check: tuple[int, Any] | None = first, item
+        else:
+            first, state = self.position, None
+            check = (first, self._peeked[0]) if self._peeked else self._last
+            if self._is_exact or not ended:
+                self.begin_task()
+                state = self._state
+        reached = undelivered, self.position, tuple(self._done)  # which goes on changing
+        return partial(_place, first, reached, ended, state, check)
 
 
-def _place(
-    ordinal: int,
-    mark: Mark | None,
-    undone: list[tuple[int, int]],
-    check: tuple[int, Any] | None,
-    ended: bool,
-    position: int,
-    done: tuple[tuple[int, int], ...],
-) -> Place:
-    beyond, reached = [], ordinal
-    for start, stop in [*sorted(undone), (position, position)]:
-        if start > reached:
-            beyond.append([reached, start])
-        reached = max(reached, stop)
-    beyond += [[max(a, position), b] for a, b in done if b > position]
+def _place(first: int, reached: Any, ended: bool, state: SamplerState | None, check: Any) -> State:
+    """Work out the part of a state that says where in the epoch it is.
+
+    Args:
+        first: ordinal of the first batch that was not delivered.
+        reached: ordinals of all batches that were drawn and not delivered, ascending; the ordinal
+            of the next item; ranges of ordinals that an earlier run delivered.
+        ended: whether there are no more items.
+        state: of the sampler, at the first batch or before.
+        check: an ordinal and its item, to recognize the order by.
+    """
+    undelivered, position, done = reached
+    beyond, stop = [], first
+    for ordinal in (*undelivered, position):
+        if ordinal > stop:
+            beyond.append([stop, ordinal])
+        stop = max(stop, ordinal + 1)
+    beyond += [[max(start, position), stop] for start, stop in done if stop > position]
     return {
-        "batches": ordinal,
+        "batches": first,
         "beyond": beyond,
         "ended": ended,
-        "sampler": mark and {"at": mark.at, "state": copy.deepcopy(mark.state)},
+        "sampler": state and {"at": state.at, "state": copy.deepcopy(state.state)},
         "check": [check[0], digest(check[1])] if check else None,
     }
 
 
+def beginning(sampler: Any) -> Note:
+    """Note the place where an epoch of a sampler begins that has been told its number."""
+    state = None
+    if isinstance(sampler, Sampler):
+        state = SamplerState(0, sampler.state_dict(begin=True))
+    return partial(_place, 0, ((), 0, ()), False, state, None)
+
+
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Return whether anything of the state's epoch was delivered."""
+    places = state["stream"]["shards"] if "stream" in state else [state]
+    return any(place["batches"] or place["ended"] for place in places)
+
+
 def digest(item: Any) -> str | None:
-    """What tells plain items (numbers, strings, lists of them) apart; None of any other."""
+    """Return what tells plain items (numbers, strings, lists of them) apart; None of others."""
     try:
         text = json.dumps(item, default=_plain)
     except (TypeError, ValueError, RecursionError):
@@ -222,46 +322,59 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-class _Epoch(Protocol):
-    epoch: int
-
-    @property
-    def under_way(self) -> bool: ...
-    def note(self) -> Note | None: ...
+# --- a state that is loaded
 
 
-class Bookmark:
-    """Where the consumer is in an epoch. It outlives the iterator, which leaves its last place.
+def _put_back(sampler: Any, known: SamplerState) -> None:
+    try:
+        sampler.load_state_dict(copy.deepcopy(known.state))  # some empty what they are given
+    except StopIteration as error:
+        raise ValueError(
+            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
+            "the state was taken"
+        ) from error
 
-    Attributes:
-        epoch: number of the epoch.
-        last: where the iterator was left; None if the epoch was over.
+
+def _check_put_back(sampler: Any, items: Any, known: SamplerState) -> None:
+    """Check that a sampler that is its own iterator says again what it said then."""
+    if items is sampler and sampler.state_dict() != known.state:
+        raise ValueError(
+            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"{shown(sampler.state_dict())}, not {shown(known.state)}; its load_state_dict is at "
+            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
+        )
+
+
+def check_sampler(state: Mapping[str, Any], sampler: Any, length: int | None) -> None:
+    """Refuse a state whose sampler was another one, as far as that can be told.
+
+    Args:
+        state: a checked one.
+        sampler: the loader's, which has been told the state's epoch.
+        length: number of its batches in that epoch; None if that is not known.
     """
-
-    def __init__(self, iterator: _Epoch) -> None:
-        self.epoch = iterator.epoch
-        self.last: Note | None = None
-        self._iterator = weakref.ref(iterator)
-
-    def note(self) -> Note | None:
-        """Where the consumer is now; None when the epoch is over."""
-        iterator = self._iterator()
-        return self.last if iterator is None else iterator.note()
-
-    @property
-    def under_way(self) -> bool:
-        """Whether there may be batches to come."""
-        iterator = self._iterator()
-        return iterator is not None and iterator.under_way
+    if state["sampler"] is not None and not is_stateful(sampler):
+        raise ValueError(
+            f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
+            "load_state_dict; give the loader the sampler that the state was taken with"
+        )
+    if state["sampler"] is not None and isinstance(sampler, Sampler):
+        sampler.load_state_dict(state["sampler"]["state"])  # says itself what differs
+        return
+    if None not in (length, state["length"]) and length != state["length"]:
+        raise ValueError(
+            f"the sampler has {length} batches in epoch {state['epoch']}, but the state is of one "
+            f"with {state['length']}; give the loader the sampler that the state was taken with"
+        )
 
 
-def check_state(state: Any, seed: int | None, shards: int | None) -> dict[str, Any]:
-    """Refuses a state that cannot be one, or is not for this loader.
+def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
+    """Refuse a state that cannot be one, or is not for this loader; return a copy of it.
 
     Args:
         state: what was given as one.
         seed: the loader's; None if it takes any.
-        shards: of the loader's stream; None if it has a sampler.
+        stream: whether the loader's dataset is a stream.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
@@ -276,30 +389,29 @@ def check_state(state: Any, seed: int | None, shards: int | None) -> dict[str, A
             f"seed={seed}; make it with that seed, or with seed=None, which takes the state's"
         )
     kinds = "a sampler", "a stream (an iterable dataset)"
-    if ("stream" in state) != (shards is not None):
+    if ("stream" in state) != stream:
         raise ValueError(
             f"the state is of a loader with {kinds['stream' in state]}, but this one has "
-            f"{kinds[shards is not None]}"
+            f"{kinds[stream]}"
         )
     try:
-        return _checked(state)
+        return _copied(state)
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
 
 
-def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, with all that will be needed."""
-    known = {"version": VERSION, "seed": check_int("seed", state["seed"], 0)}
-    known["epoch"] = check_int("epoch", state["epoch"], 0)
+def _copied(state: Mapping[str, Any]) -> State:
+    """Copy a state, with all that will be needed."""
+
+    def numbers(source: Mapping[str, Any], *names: str) -> State:
+        return {name: check_int(name, source[name], 0) for name in names}
+
+    known = {"version": VERSION, **numbers(state, "seed", "epoch")}
     if "stream" in state:
         stream = state["stream"]
         places = [
-            {
-                "batches": check_int("batches", place["batches"], 0),
-                "ended": bool(place["ended"]),
-                "at": check_int("at", place["at"], 0),
-                "state": copy.deepcopy(place["state"]),
-            }
+            numbers(place, "batches", "at")
+            | {"ended": bool(place["ended"]), "state": copy.deepcopy(place["state"])}
             for place in stream["shards"]
         ]
         turn = check_int("turn", stream["turn"], 0)
@@ -309,10 +421,9 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
         }
     sampler, check = state["sampler"], state["check"]
     if sampler is not None:
-        at = check_int("at", sampler["at"], 0)
-        sampler = {"at": at, "state": copy.deepcopy(sampler["state"])}
+        sampler = numbers(sampler, "at") | {"state": copy.deepcopy(sampler["state"])}
     return known | {
-        "batches": check_int("batches", state["batches"], 0),
+        **numbers(state, "batches"),
         "beyond": [[int(start), int(stop)] for start, stop in state["beyond"]],
         "ended": bool(state["ended"]),
         "length": state["length"],

@@ -1,10 +1,16 @@
-"""One epoch of a stream: an epoch for each of its shards, taken in turns.
+"""One epoch of a stream, or several: an iterator for each of its shards, taken in turns.
 
-A shard's epoch is an ordinary one whose sampler counts its batches, and whose pool is always the
-same worker, which reads on where it is. What the stream says of itself comes back with every
-task, so that another worker, or another run, can go on from there; else that passes over the
-batches which were delivered. Shards are numbered when the loader is made, not by its workers,
-whose number may change.
+::
+
+    round:  shard 0, shard 1, shard 2, shard 0, ...     a shard that has ended leaves the round
+               |        |        |                      the epoch ends when the round is empty
+             Epoch    Epoch    Epoch                    each with the pool of one worker
+
+A shard's iterator is an ordinary :class:`Epoch` whose ledger counts the batches of the shard, and
+whose pool is always the same worker, which reads on where it is. The state of the stream comes
+back with every task, so that another worker, or another run, can go on from there. A stream
+without a state is read again past the batches that were delivered. Shards are numbered when the
+loader is made, not by its workers, whose number may change.
 """
 
 from __future__ import annotations
@@ -12,149 +18,217 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minloader._epochs.epoch import Epoch, Pending, Settings, TimedIterator
-from minloader._epochs.state import Bookmark, Note, Place, Reader
+from minloader._epochs.epoch import Epoch, Pending, TimedIterator
+from minloader._epochs.state import Ledger, Note, Progress, State
 from minloader._errors import BatchTimeout, WorkerDied
-from minloader._memory.pickling import pack, unpack
+from minloader._memory import pickling
 from minloader._pools.base import Pool
 from minloader._worker.messages import END, Failure, Reply, Shard, Task
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
 
+BEGINNING: State = {"batches": 0, "ended": False, "at": 0, "state": None}
+"""The part of a state that says where in a shard it is, at its beginning."""
 
-class ShardEpoch(Epoch):
-    """Iterator over the batches of one shard.
+
+class ShardLedger(Ledger):
+    """Counts the batches of one shard, for one epoch.
 
     Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool of one worker that reads the shard.
-        epoch: its number.
-        owner: the loader.
-        shard: which, of which pass over the stream.
-        oldest: gives the oldest pass that somebody still makes.
-        place: where to begin.
-        before: the shard in the epoch before, if that is not over.
+        epoch: number of the epoch.
+        run: which pass over the stream it is, counted by the loader.
+        shard: number of the shard.
+        state: where to begin, if not at the beginning.
+
+    Attributes:
+        end: how many batches there are, once the shard has ended.
+        ahead: the state of the stream that came back last, packed, and how many batches had been
+            read by then.
+        behind: the same, before the task that is being delivered.
+        failed_reading: whether the stream's own code raised the last error.
+        lethal: the last batch that no worker survived.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        where: Callable[[], Pool],
-        epoch: int,
-        owner: object,
-        shard: Shard,
-        oldest: Callable[[], int],
-        place: Place | None,
-        before: Epoch | None,
-    ) -> None:
-        self.shard = shard
-        self._oldest = oldest
-        place = place or {"batches": 0, "ended": False, "at": 0, "state": None}
-        state = None if place["state"] is None else pack(place["state"], down=True)
-        # What the stream said last, and before the task that is being delivered.
-        self._ahead = self._behind = place["at"], state
-        self._end = place["batches"]  # how many there are, when that is known
-        self._failed_reading = False
-        self._given_up = -2  # the last batch that no worker survived
-        items = ((shard.id, index) for index in itertools.count(place["batches"]))
-        reader = Reader(items, position=place["batches"])
-        reader.ended = place["ended"]
-        super().__init__(settings, where, epoch, reader, owner, before)
+    def __init__(self, epoch: int, run: int, shard: int, state: State | None) -> None:
+        state = state or BEGINNING
+        indices = itertools.count(state["batches"])
+        super().__init__(epoch, None, zip(itertools.repeat(shard), indices))
+        self.run = run
+        self.position = self.end = state["batches"]
+        self.ended = state["ended"]
+        packed = None if state["state"] is None else pickling.pack(state["state"], down=True)
+        self.ahead: tuple[int, bytes | None] = (state["at"], packed)
+        self.behind = self.ahead
+        self.failed_reading = False
+        self.lethal = -2
+
+    def finish(self, end: int) -> None:
+        """Note that the shard has only so many batches."""
+        self.ended, self.end = True, end
+        for index in [index for index in self.undelivered if index >= end]:
+            del self.undelivered[index]
+
+    def note(self) -> Note:
+        undelivered = self.undelivered.copy()
+        batches = min(undelivered, default=self.end if self.ended else self.position)
+        at, state = self.ahead if self.ahead[0] <= batches else self.behind
+        return partial(_shard_state, batches, self.ended and not undelivered, at, state)
+
+
+def _shard_state(batches: int, ended: bool, at: int, packed: bytes | None) -> State:
+    state = packed and pickling.unpack(packed)
+    return {"batches": batches, "ended": ended, "at": at, "state": state}
+
+
+class StreamLedger(Ledger):
+    """Those of all shards of a stream, for one epoch.
+
+    Args:
+        epoch: number of the epoch.
+        run: which pass over the stream it is.
+        shards: where each of them begins; None: at the beginning.
+        turn: number of the shard whose batch comes next.
+    """
+
+    def __init__(self, epoch: int, run: int, shards: list[State | None], turn: int = 0) -> None:
+        super().__init__(epoch, None, ())
+        self.fruitful = any(shards)
+        self.run = run
+        self.shards = [ShardLedger(epoch, run, n, state) for n, state in enumerate(shards)]
+        self.turn = turn
+
+    @property
+    def under_way(self) -> bool:
+        return not self.left and not self.over
+
+    def note(self) -> Note:
+        return partial(_stream_state, self.turn, [shard.note() for shard in self.shards])
+
+
+def _stream_state(turn: int, shards: list[Note]) -> State:
+    return {"stream": {"turn": turn, "shards": [note() for note in shards]}}
+
+
+def _shard_ledger(shard: int, ledger: StreamLedger) -> ShardLedger:
+    return ledger.shards[shard]
+
+
+@dataclass(eq=False, repr=False)
+class ShardEpoch(Epoch):
+    """Iterator over the batches of one shard, with the pool of one worker that reads the shard.
+
+    Args:
+        shard: number of the shard.
+        total: number of shards.
+        oldest: gives the oldest pass over the stream that somebody still makes.
+    """
+
+    shard: int
+    total: int
+    oldest: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ledgers: deque[ShardLedger]  # type: ignore[assignment]
         self._in_order = True
 
     @property
     def _depth(self) -> int:
-        return -(-self._settings.depth // self.shard.total) - self._busy_before()
+        return -(-self.settings.depth // self.total)
 
     def _address(self, task: Task) -> Task:
-        at, state = self._ahead
-        shard = self.shard._replace(oldest=self._oldest(), at=at, state=state)
+        ledger = next(each for each in self._ledgers if each.epoch == task.epoch)
+        shard = Shard(ledger.run, self.oldest(), self.shard, self.total, *ledger.ahead)
         return super()._address(task)._replace(shard=shard)
 
     def _ordinal(self, ordinal: int) -> int:
-        return self.shard.ordinal(ordinal)
+        return ordinal * self.total + self.shard
+
+    @property
+    def _is_drawn(self) -> bool:
+        last = self._ledgers[-1]
+        futures = [each.future for each in self._pending if each.task.epoch == last.epoch]
+        return last.ended or any(map(_has_end, futures))
+
+    def enter_next(self) -> None:
+        """Let the consumer go on to the next epoch, if there is one."""
+        if len(self._ledgers) > 1 or self._begin_ahead():
+            self._ledgers.popleft()
+        self._pool.failed_starts.clear()
 
     def _open(self, pending: Pending) -> None:
-        self._behind = self._ahead
+        ledger = self._ledgers[0]
+        ledger.behind = ledger.ahead
         super()._open(pending)
-        if self.drawn:
-            self._abandon_pending()  # what was asked for beyond the end
+        if ledger.ended:
+            self._abandon_rest()
+
+    def _abandon_rest(self) -> None:
+        """Forget what was asked for beyond the end of the shard."""
+        ended = [each for each in self._pending if each.task.epoch == self.epoch]
+        self._abandon(deque(ended))
+        self._pending = deque(each for each in self._pending if each.task.epoch != self.epoch)
 
     def _note(self, task: Task, reply: Reply) -> None:
+        ledger = self._ledgers[0]
         if reply.outcomes and reply.outcomes[-1] is END:
             reply.outcomes.pop()
-            self._finish(task.ordinal + len(reply.outcomes))
+            ledger.finish(task.ordinal + len(reply.outcomes))
         if reply.state is not None:
-            self._ahead = task.ordinal + len(reply.outcomes), reply.state
+            ledger.ahead = task.ordinal + len(reply.outcomes), reply.state
         super()._note(task, reply)
 
-    def _finish(self, end: int) -> None:
-        self._reader.ended = True
-        self._end = end
-
-    def _failed(self, task: Task, reply: Reply, failure: Failure) -> Any:
-        self._failed_reading = failure.stage == READING
+    def _failed(self, task: Task, n: int, reply: Reply, failure: Failure) -> Any:
+        ledger = self._ledgers[0]
+        ledger.failed_reading = failure.stage == READING
         if isinstance(failure.error, (WorkerDied, BatchTimeout)):
-            index = task.items[0][1]
-            if index == self._given_up + 1:
+            index = task.ordinal + n
+            if index == ledger.lethal + 1:
                 logger.warning(
                     "shard %d of the stream ends: no worker gets past its batch %d",
-                    *(self.shard.id, self._given_up),
+                    *(self.shard, ledger.lethal),
                 )
-                self._finish(index + 1)
-                self._abandon_pending()
-            self._given_up = index
-        return super()._failed(task, reply, failure)
+                ledger.finish(index + 1)
+                self._abandon_rest()
+            ledger.lethal = index
+        return super()._failed(task, n, reply, failure)
 
     def _take(self) -> Any:
         try:
             return super()._take()
         except StopIteration:
-            if self._failed_reading:
+            ledger = self._ledgers[0]
+            if ledger.failed_reading:
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
                     "raised, as a generator does, cannot go on",
-                    *(self.shard.id, self._end - 1),
+                    *(self.shard, ledger.end - 1),
                 )
-                self._failed_reading = False
+                ledger.failed_reading = False
             raise
 
-    def peek(self) -> bool:
-        """Whether the shard is known to have no more than what is under way."""
-        return self.drawn or any(_has_end(pending.future) for pending in self._pending)
-
-    def ready(self) -> bool:
-        """Whether the next batch, or the end, can be had without waiting."""
+    def is_ready(self) -> bool:
+        """Return whether the next batch, or the end, can be had without waiting."""
         self._recover()
         if self._opened is not None or not self._pending:
             return True
-        future = self._pending[0].future
-        return future is None or future.done()
+        first = self._pending[0]
+        return first.task.epoch != self.epoch or first.future is None or first.future.done()
 
     def waits_for(self) -> list[Future[Reply]]:
-        """What must be done for it to be ready. Asked for when it was not."""
+        """Return what must be done for it to be ready. Asked for when it was not."""
         self._grow()
         self._watch()
         return [pending.future for pending in self._pending if pending.future is not None][:1]
-
-    def note(self) -> Note:
-        left = self._undone()
-        end = self._end if self.drawn else self._reader.position
-        batches = min((task.ordinal for task, _ in left), default=end)
-        at, state = self._ahead if self._ahead[0] <= batches else self._behind
-        return partial(_place, batches, self.drawn and not left, at, state)
-
-
-def _place(batches: int, ended: bool, at: int, state: bytes | None) -> Place:
-    state = state and unpack(state)
-    return {"batches": batches, "ended": ended, "at": at, "state": state}
 
 
 def _has_end(future: Future[Reply] | None) -> bool:
@@ -164,59 +238,58 @@ def _has_end(future: Future[Reply] | None) -> bool:
     return bool(outcomes) and outcomes[-1] is END
 
 
+@dataclass(eq=False, repr=False)
 class StreamEpoch(TimedIterator):
-    """Iterator over the batches of one epoch of a stream, of each shard one in turn.
+    """Iterator over the batches of an epoch of a stream, or several, of each shard one in turn.
+
+    ``where`` gives the pool of the worker that reads a shard, by the shard's number.
 
     Args:
-        settings: what the loader's epochs have in common.
-        epoch: its number.
-        run: which pass over the stream it is.
-        shards: of the stream.
-        turn: id of the shard to begin with.
+        total: number of shards.
+        oldest: gives the oldest pass over the stream that somebody still makes.
     """
 
-    def __init__(
-        self, settings: Settings, epoch: int, run: int, shards: list[ShardEpoch], turn: int
-    ) -> None:
-        self._settings = settings
-        self.epoch = epoch
-        self.run = run
-        self.shards = shards
-        self.bookmark = Bookmark(self)
-        # Those that have not ended, the next one first.
-        self._round = shards[turn:] + shards[:turn]
-        self._over = False
+    total: int
+    oldest: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._ledgers: deque[Any] = self.progress.ledgers
+        # A shard may begin with an epoch before the others, which then find the same ledgers.
+        self.coming, *each = itertools.tee(self.coming, self.total + 1)
+        self._shards = []
+        for shard, ledgers in enumerate(each):
+            own = map(partial(_shard_ledger, shard), ledgers)
+            common = self.settings, partial(self.where, shard), own, Progress(), self.owner
+            self._shards.append(ShardEpoch(*common, shard, self.total, self.oldest))
+        self._round: list[ShardEpoch] = []  # those that have not ended, the next one first
 
     @property
-    def drawn(self) -> bool:
-        """Whether a shard has no more than what is under way, so that workers may run idle."""
-        return any(shard.peek() for shard in self.shards)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether there may be batches to come."""
-        return not self._over
+    def run(self) -> int:
+        """Which pass over the stream it is."""
+        run: int = self._ledgers[0].run
+        return run
 
     @property
     def pools(self) -> list[Pool]:
-        """Where its batches are made now."""
-        return [pool for shard in self.shards for pool in shard.pools]
-
-    def fill(self) -> None:
-        """Has as many tasks under way as may be."""
-        for shard in self._round:
-            shard.fill()
-
-    def __iter__(self) -> StreamEpoch:
-        return self
+        return [pool for shard in self._shards for pool in shard.pools]
 
     @property
     def in_flight(self) -> int:
-        return sum(shard.in_flight for shard in self.shards)
+        return sum(shard.in_flight for shard in self._shards)
+
+    def begin(self) -> None:
+        self._ledgers.append(next(self.coming))
+        self._begin_round()
+        for shard in self._round:
+            shard.begin()
+
+    def _begin_round(self) -> None:
+        turn = self._ledgers[0].turn
+        self._round = self._shards[turn:] + self._shards[:turn]
 
     def _take(self) -> Any:
         while self._round:
-            index = 0 if self._settings.in_order else self._first_ready()
+            index = 0 if self.settings.in_order else self._first_ready()
             shard = self._round[index]
             try:
                 batch = shard._take()
@@ -227,37 +300,38 @@ class StreamEpoch(TimedIterator):
                 raise
             else:
                 self._pass_on(index)
+                self._ledgers[0].fruitful = True
                 return batch
-        self._over = True
         raise StopIteration
 
     def _pass_on(self, index: int) -> None:
-        """The shard has had its turn."""
+        """Give the next shard its turn."""
         self._round.append(self._round.pop(index))
+        self._ledgers[0].turn = self._round[0].shard
+
+    def _next_epoch(self) -> None:
+        self._check_end()
+        self._ledgers[0].over = True
+        self._ledgers.append(next(self.coming))
+        self._ledgers.popleft()
+        self.owner.epoch = self.epoch + 1
+        for shard in self._shards:
+            shard.enter_next()
+        self._begin_round()
 
     def _first_ready(self) -> int:
         begin = time.perf_counter()
         try:
             while True:
                 for index, shard in enumerate(self._round):
-                    if shard.ready():
+                    if shard.is_ready():
                         return index
                 futures = [future for shard in self._round for future in shard.waits_for()]
-                wait_for(futures, self._settings.patience, return_when=FIRST_COMPLETED)
+                wait_for(futures, self.settings.patience, return_when=FIRST_COMPLETED)
         finally:
-            self._settings.counters.opened(begin)
-
-    def note(self) -> Note | None:
-        """What has been delivered so far; None when the epoch is over."""
-        if self._over:
-            return None
-        turn = self._round[0].shard.id if self._round else 0
-        return partial(_place_of_all, turn, [shard.note() for shard in self.shards])
+            self.settings.counters.opened(begin)
 
     def __del__(self) -> None:
-        if hasattr(self, "_over"):
-            self.bookmark.last = self.note()
-
-
-def _place_of_all(turn: int, shards: list[Note]) -> Place:
-    return {"stream": {"turn": turn, "shards": [note() for note in shards]}}
+        if hasattr(self, "_round"):  # else it was not made
+            for ledger in self._ledgers:
+                ledger.close()

@@ -15,15 +15,15 @@ logger = logging.getLogger("minloader")
 
 
 class Event(NamedTuple):
-    """Something that was done, or happened.
+    """Something that took a while, or that happened in an instant.
 
     Attributes:
-        track: by whom: "consumer", "sampler", "worker 0".
-        name: what: "wait", "draw", "task", "dataset", "transform", "collate", "transport"; or, in
-            an instant, "died", "again", "failed".
-        start: when it began, by ``time.perf_counter``.
-        seconds: how long it took; 0 if it happened in an instant.
-        args: more about it.
+        track: row of the timeline that it belongs to: "consumer", "sampler", "worker 0".
+        name: "wait", "draw", "task", "dataset", "transform", "collate" or "transport"; in an
+            instant "died", "again" or "failed".
+        start: when it began, in seconds of ``time.perf_counter``.
+        seconds: how long it took; 0 for an instant.
+        args: details, such as "batch", "count", "epoch", "cause".
     """
 
     track: str
@@ -33,81 +33,85 @@ class Event(NamedTuple):
     args: dict[str, Any]
 
 
-def _parts(event: Event) -> Iterator[Event]:
-    """An event as it is shown: a task followed by its parts, one behind the other.
+def split_task(event: Event) -> Iterator[Event]:
+    """Yield an event as it is shown: a task, then its stages one behind the other.
 
-    What a task of several batches did in turns is added up, part by part.
+    For a task of several batches the time of each stage is summed over these.
     """
-    timings = event.args.get("timings")
+    args = dict(event.args)
+    timings = args.pop("timings", None)
+    yield event._replace(args=args)
     if timings is None:
-        yield event
         return
-    transform, collate, transport = timings
     dataset = max(0.0, event.seconds - sum(timings))
-    yield event._replace(args={k: v for k, v in event.args.items() if k != "timings"})
     start = event.start
-    for name, seconds in (
-        ("dataset", dataset),
-        ("transform", transform),
-        ("collate", collate),
-        ("transport", transport),
-    ):
+    names = ("dataset", "transform", "collate", "transport")
+    for name, seconds in zip(names, (dataset, *timings), strict=True):
         if seconds > 0:
             yield Event(event.track, name, start, seconds, {})
         start += seconds
 
 
 class Trace:
-    """A file of events, in the format of Chrome's tracing, which Perfetto and others open.
+    """A file of events in the format of Chrome's tracing, which Perfetto and others open.
 
-    Each event is written at once. The closing bracket, which the format does not insist on, is
-    all that a program killed in the middle leaves out.
+    Each event is written at once, so that a program killed in the middle leaves out only the
+    closing bracket. The format does not insist on that.
 
     Args:
         path: file to write; overwritten.
 
     Raises:
-        OSError: it cannot be.
-        TypeError: it is not a path.
+        OSError: the file cannot be written.
+        TypeError: ``path`` is no path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not isinstance(path, str | os.PathLike):  # True would be the standard output
+        if not isinstance(path, str | os.PathLike):  # FileIO takes 1 and True for standard output
             raise TypeError(f"trace must be the path of a file to write, got {shown(path)}")
         self.path = path
         self._pid = os.getpid()
         self._tracks: dict[str, int] = {}
-        # No buffer of ours: a fork would write what is left in it once more.
+        # Without a buffer: a fork would write what is left in it once more.
         self._file: io.FileIO | None = io.FileIO(path, "w")
         self._put("[", {"name": "process_name", "ph": "M", "args": {"name": "minloader"}})
         for track in ("consumer", "sampler"):
-            self._track(track)
+            self._track_id(track)
 
     def write(self, event: Event) -> None:
-        """Adds an event. If that fails, the file ends there: a full disk ends no training."""
-        if self._file is None or os.getpid() != self._pid:
+        """Add an event. If that fails, the file ends there: a full disk ends no training."""
+        if os.getpid() != self._pid:
             return
-        tid = self._track(event.track)
-        for part in _parts(event):
+        tid = self._track_id(event.track)
+        for part in split_task(event):
             entry = {"name": part.name, "tid": tid, "ts": part.start * 1e6, "args": part.args}
             if part.seconds:
                 self._put(",\n", entry | {"ph": "X", "dur": part.seconds * 1e6})
             else:
                 self._put(",\n", entry | {"ph": "i", "s": "t"})
 
-    def _track(self, name: str) -> int:
-        tid = self._tracks.get(name)
-        if tid is None:
+    def close(self) -> None:
+        """Complete the file. Harmless when repeated, or in a fork."""
+        if os.getpid() == self._pid:
+            self._send("]\n")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _track_id(self, name: str) -> int:
+        """Return the number of a track. The first time, its name and place are written."""
+        if name not in self._tracks:
             tid = self._tracks[name] = len(self._tracks)
             meta = {"ph": "M", "tid": tid}
             self._put(",\n", meta | {"name": "thread_name", "args": {"name": name}})
             self._put(",\n", meta | {"name": "thread_sort_index", "args": {"sort_index": tid}})
-        return tid
+        return self._tracks[name]
 
     def _put(self, before: str, entry: dict[str, Any]) -> None:
         self._send(before + json.dumps({"pid": self._pid} | entry, default=str))
 
     def _send(self, text: str) -> None:
+        """Write text to the file, if that is still open."""
         if self._file is None:
             return
         data = text.encode()
@@ -118,13 +122,3 @@ class Trace:
             self._file.close()
             self._file = None
             logger.warning("the trace %s ends here: %s", self.path, error)
-
-    def close(self) -> None:
-        """Completes the file. Harmless when repeated, or in a fork."""
-        if self._file is None:
-            return
-        if os.getpid() == self._pid:
-            self._send("]\n")
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -1,81 +1,82 @@
-"""What limits the loop, and the argument to change."""
+"""Say what limits the loop, and which argument to change."""
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING
 
 from minloader._checks import duration
+from minloader._memory.limits import processors
 
 if TYPE_CHECKING:
     from minloader._insight.counters import Stats
 
-from minloader._memory.limits import processors
-
-logger = logging.getLogger("minloader")
-
-
-def judge(stats: Stats) -> tuple[str, str]:
-    """What limits the loop: a kind of span, or "" if that cannot be said, and the sentence."""
-    if not stats.batches:
-        return "", "no batch has been delivered yet"
-    workers, start = stats.num_workers, stats._starting
-    total, wait = stats.seconds - start, stats.wait - start
-    if start > 3 * total:
-        return "", (
-            f"the first batch took {duration(stats.startup)}, {_share(start, stats.seconds)} of "
-            "the time so far: look again after more batches; loader.start() begins earlier"
-        )
-    waited = f"the consumer waited {_share(wait, total)} of the time"
-    busy = min(1.0, stats._work / (total * max(workers, 1)))
-    idle = f", the workers were idle {_percent(1 - busy)}" if workers else ""
-    if wait < 0.1 * total:
-        needed = max(1, math.ceil(workers * busy / 0.8))
-        fewer = f": num_workers={needed} would do" if needed < workers else ""
-        return "own", f"the consumer is the limit: it waited {_share(wait, total)} of the time" + (
-            idle + fewer
-        )
-    if stats.sampler > wait / 2:
-        each = duration(stats.sampler / stats.batches)
-        return "draw", f"the sampler is the limit: it takes {each} a batch; {waited}{idle}"
-    part, share = _largest(stats)
-    limit = f"{_NAMES[part]} is the limit, with {_percent(share)} of the work"
-    if not workers:
-        return part, f"{limit}: {waited}; num_workers=1 or more makes batches meanwhile"
-    if busy > 0.6 and stats._work > _TINY * stats.batches:
-        who = f"{_who(workers)} busy {_percent(busy)}"
-        return part, f"{limit}: {who}, {waited}; {_advice(stats, part)}"
-    return "", f"{waited}{idle.replace(',', ', but')}: {_between(stats, total, wait)}"
-
-
-_TINY = 30e-6
-
-"""Seconds of a worker below which it is the delivery of a batch that costs, not its making."""
-
-
-_NAMES = {
+STAGES = {
     "dataset": "the dataset",
     "transform": "transform",
     "collate": "collate_fn",
     "transport": "packing batches",
 }
 
-
-def _largest(stats: Stats) -> tuple[str, float]:
-    """What most of the workers' time goes to, and its share."""
-    parts = stats._parts
-    part = max(parts, key=lambda name: parts[name])
-    return part, parts[part] / (stats._work or 1.0)
+"""The stages of a worker's task, and their names in a sentence."""
 
 
-def _who(workers: int) -> str:
-    return {1: "the worker was", 2: "both workers were"}.get(workers, f"all {workers} workers were")
+LITTLE_WORK = 30e-6
+
+"""Seconds of work a batch below which its delivery costs more than its making."""
 
 
-def _advice(stats: Stats, part: str) -> str:
-    """What to do where the workers are the limit."""
-    if part == "transport":
+LITTLE_TIME = 200e-6
+
+"""Seconds of the loop a batch below which larger batches are the advice."""
+
+
+def judge(stats: Stats) -> tuple[str, str]:
+    """Return the bottleneck, and the verdict in one sentence.
+
+    The bottleneck is the name of what takes the time on the timeline: "own" for the consumer's
+    work, "draw" for the sampler, a stage of the workers, or "" where nothing stands out.
+    """
+    if not stats.batches:
+        return "", "no batch has been delivered yet"
+    workers, start = stats.num_workers, stats._starting
+    total, wait = stats.seconds - start, stats.wait - start
+    if start > 3 * total:
+        return "", (
+            f"the first batch took {duration(stats.startup)}, {share(start, stats.seconds)} of "
+            "the time so far: look again after more batches; loader.start() begins earlier"
+        )
+    waited = f"waited {share(wait, total)} of the time"
+    busy = min(1.0, stats._work / (total * max(workers, 1)))
+    idle = f"the workers were idle {share(1 - busy)}"
+    also_idle = f", {idle}" if workers else ""
+
+    if wait < 0.1 * total:
+        needed = max(1, math.ceil(workers * busy / 0.8))  # with a fifth of their time to spare
+        fewer = f": num_workers={needed} would do" if needed < workers else ""
+        return "own", f"the consumer is the limit: it {waited}{also_idle}{fewer}"
+
+    if stats.sampler > wait / 2:
+        each = duration(stats.sampler / stats.batches)
+        limit = f"the sampler is the limit: it takes {each} a batch"
+        return "draw", f"{limit}; the consumer {waited}{also_idle}"
+
+    seconds = stats._stages
+    stage = max(seconds, key=lambda name: seconds[name])
+    limit = f"{STAGES[stage]} is the limit, with {share(seconds[stage], stats._work)} of the work"
+    if not workers:
+        more = "num_workers=1 or more makes batches meanwhile"
+        return stage, f"{limit}: the consumer {waited}; {more}"
+    if busy > 0.6 and stats._work > LITTLE_WORK * stats.batches:
+        who = {1: "the worker was", 2: "both workers were"}
+        were_busy = f"{who.get(workers, f'all {workers} workers were')} busy {share(busy)}"
+        return stage, f"{limit}: {were_busy}, the consumer {waited}; {_speed_up(stats, stage)}"
+    return "", f"the consumer {waited}, but {idle}: {_keep_busy(stats, total, wait)}"
+
+
+def _speed_up(stats: Stats, stage: str) -> str:
+    """Return the advice where the workers are the limit, most of all in one stage."""
+    if stage == "transport":
         if stats.overflowed > stats.batches / 10:
             return "more shared_memory would help, since batches go through the pipe"
         return "make large arrays with collate or minloader.empty, and few small objects"
@@ -89,9 +90,15 @@ def _advice(stats: Stats, part: str) -> str:
     )
 
 
-def _between(stats: Stats, total: float, wait: float) -> str:
-    """What to do where neither sampler nor workers are the limit."""
-    each = total / stats.batches
+def _keep_busy(stats: Stats, total: float, wait: float) -> str:
+    """Return the advice where the consumer waits though the workers are idle.
+
+    Args:
+        stats: the figures.
+        total: seconds of the loop, without those until workers were ready.
+        wait: seconds of these in which the consumer waited.
+    """
+    each, work = total / stats.batches, stats._work / stats.batches
     if stats.replaced > total / 10:
         return (
             f"workers died or grew too large, and it takes time to replace them ({stats.replaced} "
@@ -99,7 +106,7 @@ def _between(stats: Stats, total: float, wait: float) -> str:
         )
     if stats.overflowed > stats.batches / 10:
         return "batches go through the pipe, so more shared_memory would help"
-    if each < 200e-6:
+    if each < LITTLE_TIME:
         return (
             f"a batch takes {duration(each)}, little for what it costs to hand over, so larger "
             "batches would help (batch_size, or the sampler)"
@@ -109,18 +116,15 @@ def _between(stats: Stats, total: float, wait: float) -> str:
             f"unpickling a batch takes {duration(stats.unpacking / stats.batches)} in this "
             "process; have the dataset return arrays rather than many objects"
         )
-    if stats.slowest > max(3 * stats._work / stats.batches, each):
+    if stats.slowest > max(3 * work, each):
         return (
-            f"some batches are slow ({duration(stats.slowest)}, against "
-            f"{duration(stats._work / stats.batches)} on average) and the others wait for them, so "
-            "a larger prefetch_factor or in_order=False would help"
+            f"some batches are slow ({duration(stats.slowest)}, against {duration(work)} on "
+            "average) and the others wait for them, so a larger prefetch_factor or "
+            "in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _share(part: float, whole: float) -> str:
-    return _percent(part / whole) if whole else _percent(0.0)
+def share(part: float, whole: float = 1.0) -> str:
+    """Return a part of a whole in percent: "71 %"."""
+    return f"{100 * part / whole if whole else 0.0:.0f} %"

@@ -1,10 +1,10 @@
-"""Which part of an object cannot be pickled."""
+"""Find the part of an object that cannot be pickled, for an error message that names it."""
 
 from __future__ import annotations
 
-import io
 import types
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from minloader._memory.pickling import Pickler
@@ -15,27 +15,18 @@ MOST_FAILURES = 200
 with all that is below it: an object that makes its parts anew would have endlessly many."""
 
 
-class _Nowhere(io.RawIOBase):
-    """A file that forgets: pickling into it tells whether pickling works."""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
 def _pickling_error(obj: Any) -> Exception | None:
+    # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
+    nowhere = SimpleNamespace(write=len)
     try:
-        # Out-of-band buffers are dropped: trying 400 MB must not take 400 MB.
-        Pickler(_Nowhere(), down=True, buffer_callback=lambda buffer: None).dump(obj)
+        Pickler(nowhere, down=True, buffer_callback=lambda buffer: None).dump(obj)
     except Exception as error:
         return error
     return None
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """The pieces an object is pickled from, each with how one would write it in code."""
+    """Yield the parts an object is pickled from, each with how one would write it in code."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple)):
@@ -54,7 +45,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     else:
         try:
             state = obj.__reduce_ex__(5)[2]
-        except Exception:  # it cannot be taken apart: it is itself the piece at fault
+        except Exception:  # it cannot be taken apart: it is itself the part at fault
             return
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
@@ -62,7 +53,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
-    """Finds a part of an object that cannot be pickled though all its own parts can.
+    """Find a part of an object that cannot be pickled though all its own parts can.
 
     Args:
         obj: what to look into.
@@ -78,7 +69,7 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
     failures = 0
-    for path, obj, error in found:
+    for path, obj, error in found:  # grows while we walk
         innermost = True
         for suffix, part in _parts(obj):
             if failures == MOST_FAILURES:

@@ -1,10 +1,17 @@
-"""Files without a name that processes share, and mappings of them."""
+"""Files that processes share, and mappings of them.
+
+On Linux a shared file has no name: it is a ``memfd``, which other processes of the machine open
+through ``/proc/<pid>/fd/<n>``. Nothing is left to clean up after SIGKILL, and the size of
+``/dev/shm`` does not bound it. Where the system has no such files, a shared file has a name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import stat
 import tempfile
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +30,74 @@ ALIGN = 64
 """Bytes; the alignment numpy gives its own arrays, a cache line."""
 
 
+class SharedFile:
+    """A file that this process owns and that others can open by its path and inode.
+
+    Args:
+        folder: where the file is, if it must have a name; None for that of temporary files.
+
+    Attributes:
+        fd: descriptor of the file; -1 when it is closed.
+        name: path of a file with a name; None for one without.
+        inode: number by which other processes know the file, for :func:`open_shared`.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.name: str | None = None
+        if _can_be_nameless():
+            self.fd = os.memfd_create("minloader")
+        else:
+            self.fd, self.name = tempfile.mkstemp(prefix="minloader-", dir=folder)
+        self.inode = os.fstat(self.fd).st_ino
+        self._pid = os.getpid()
+
+    @property
+    def path(self) -> str:
+        """Path for any process to open, until :meth:`close`; in a fork, through the fork."""
+        return self.name or f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def close(self) -> None:
+        """Close the file and remove its name. Mappings of it stay. Harmless when repeated."""
+        fd, self.fd = self.fd, -1  # first: a finalizer may come here again from any line below
+        if fd < 0:
+            return
+        os.close(fd)
+        if self.name is not None and os.getpid() == self._pid:  # in a fork it is the parent's
+            unlink(self.name)
+
+
+def unlink(path: str) -> None:
+    """Remove a name. Parent and workers race to it when all of them end at once."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def is_there(path: str, inode: int) -> bool:
+    """Whether a path still leads to the shared file that it was given for.
+
+    A number of a descriptor is used again for anything: another file, a pipe, a device.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return status.st_ino == inode and stat.S_ISREG(status.st_mode)
+
+
+def open_shared(path: str, inode: int, flags: int) -> int:
+    """Open a shared file of any process and return a descriptor.
+
+    Raises:
+        OSError: it is closed, or belongs to another machine.
+    """
+    if is_there(path, inode):  # else not to be opened: a pipe would block us
+        fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        if os.fstat(fd).st_ino == inode:
+            return fd
+        os.close(fd)  # its owner closed it just now, and opened another file
+    raise FileNotFoundError(f"{path} is gone, or now holds something else")
+
+
 class _LibC:
     """The two calls that the mmap module makes only with a descriptor kept for each mapping."""
 
@@ -39,7 +114,7 @@ libc = _LibC() if os.name == "posix" else None  # elsewhere batches go through t
 
 
 class SharedMapping:
-    """A file mapped into this process, from its first byte, until nobody looks at it."""
+    """A file mapped into this process, from its first byte, for as long as anything uses it."""
 
     def __init__(self, fd: int, size: int, *, populate: bool = False) -> None:
         assert libc is not None
@@ -55,55 +130,45 @@ class SharedMapping:
         weakref.finalize(self, libc.munmap, address, size).atexit = False
 
     def lease(self) -> Any:
-        """A new object over the memory that lives as long as any view made of it.
+        """Return a new object over the memory that lives as long as any view made of it.
 
-        A ctypes array, because a memoryview dies before the arrays that were made from it.
+        It is a ctypes array. A memoryview would die before the arrays that were made from it.
         """
         owner: Any = self._type.from_address(self.address)
         owner.mapping = self
         return owner
 
 
-def _can_be_nameless() -> bool:
-    """Whether other processes can open a file of this one that has no name."""
-    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
-
-
-def open_anonymous(folder: str | None = None) -> tuple[int, str | None]:
-    """A new file to map: a descriptor, and a name where there are no files without one."""
-    if _can_be_nameless():
-        return os.memfd_create("minloader"), None
-    return tempfile.mkstemp(prefix="minloader-", dir=folder)
-
-
-def make_folder() -> str | None:
-    """A folder for slots with names; None where they have none."""
-    if _can_be_nameless() or libc is None:
-        return None
-    for parent in ("/dev/shm", None):  # in memory, if there is such a place
-        try:
-            return tempfile.mkdtemp(prefix="minloader-", dir=parent)
-        except OSError:
-            continue
-    return tempfile.mkdtemp(prefix="minloader-")
-
-
 def is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array lies in leased memory: it is its batch's alone, for as long as it lives."""
+    """Whether an array lies in leased memory, which its batch alone uses while the array lives."""
     base: Any = array
     while not isinstance(base, ctypes.Array) and base is not None:
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     return isinstance(getattr(base, "mapping", None), SharedMapping)
 
 
+def _can_be_nameless() -> bool:
+    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
+
+
+def make_folder() -> str | None:
+    """Make a folder for slots with names; return None where they have none."""
+    if _can_be_nameless() or libc is None:
+        return None
+    try:
+        return tempfile.mkdtemp(prefix="minloader-", dir="/dev/shm")  # in memory
+    except OSError:
+        return tempfile.mkdtemp(prefix="minloader-")
+
+
 class SlotAddress(NamedTuple):
-    """What of a slot travels with a task.
+    """What a task says about the slot that was lent to it.
 
     Attributes:
-        path: file to open; without a name of its own, ``/proc/<pid>/fd/<n>``.
-        inode: of that file: such paths are used again for other files.
-        size: bytes the file has.
-        limit: bytes it may grow to.
+        path: of the slot's file.
+        inode: of that file.
+        size: bytes that the file has.
+        limit: bytes that it may grow to.
         closed: how many slots the parent has closed so far, for the worker to notice.
     """
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+NO_LIMIT = 1 << 60
+
+"""Bytes from which a limit is none."""
+
 
 def free_memory() -> int:
     """Bytes of memory that this process and its children may still take, as far as known."""
@@ -13,18 +17,17 @@ def free_memory() -> int:
         free = int(fields[b"MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 2 << 30  # no way to ask: what any machine for machine learning can spare
-    left = (_read(group, "limit") - _read(group, "usage") for group in _groups("memory"))
-    return min([free, *left])
+    return min([free, *(_limit(group) - _usage(group) for group in _groups("memory"))])
 
 
 def memory_limit() -> int:
-    """Bytes that the control groups of this process allow it; very many if there is no limit."""
-    return min([_read(group, "limit") for group in _groups("memory")], default=NO_LIMIT)
+    """Bytes that the control groups of this process allow it; NO_LIMIT or more if they do not."""
+    return min([NO_LIMIT, *map(_limit, _groups("memory"))])
 
 
 def oom_kills() -> int:
     """How many processes the kernel has killed because a control group of ours was full."""
-    return sum(_read(group, "kills") for group in _groups("memory"))
+    return sum(map(_kills, _groups("memory")))
 
 
 def processors() -> int:
@@ -32,22 +35,6 @@ def processors() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return min([count, *map(_quota, _groups("cpu"))])
-
-
-def _quota(group: str) -> int:
-    """Processors that a control group allows, rounded up."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = []
-            for name in names:
-                with open(f"{group}/{name}") as file:
-                    words += file.read().split()
-        except OSError:
-            continue
-        quota, period = words
-        if quota not in ("max", "-1"):
-            return max(1, -(-int(quota) // int(period)))
-    return NO_LIMIT
 
 
 def private_memory() -> int:
@@ -60,17 +47,17 @@ def private_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-NO_LIMIT = 1 << 60
+def most_files() -> int:
+    """How many descriptors this process may have."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 512
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
-"""Bytes from which a limit is none."""
 
-
-_FILES = {
-    # versions 1 and 2 of control groups: file and, where it holds several, the name of the number
-    "limit": (("memory.limit_in_bytes", None), ("memory.max", None)),
-    "usage": (("memory.usage_in_bytes", None), ("memory.current", None)),
-    "kills": (("memory.oom_control", "oom_kill"), ("memory.events", "oom_kill")),
-}
+# --- Control groups. Each file has one name in version 1 and another in version 2.
 
 
 def _groups(controller: str) -> list[str]:
@@ -89,23 +76,36 @@ def _groups(controller: str) -> list[str]:
     return folders
 
 
-def _read(folder: str, what: str) -> int:
-    """A number of a control group; no limit, or 0, where it has none."""
-    for name, key in _FILES[what]:
+def _words(group: str, *names: str) -> list[str]:
+    """Words in the first of some files of a control group that can be read; [] if none can."""
+    for name in names:
         try:
-            with open(f"{folder}/{name}") as file:
-                words = file.read().split()
-            return int(words[words.index(key) + 1] if key else words[0])
-        except (OSError, ValueError):  # not this version, not seen from here, or "max"
+            with open(f"{group}/{name}") as file:
+                return file.read().split()
+        except OSError:  # not this version, or not seen from here
             continue
-    return NO_LIMIT if what == "limit" else 0
+    return []
 
 
-def most_files() -> int:
-    """How many descriptors this process may have."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 512
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+def _limit(group: str) -> int:
+    words = _words(group, "memory.limit_in_bytes", "memory.max")
+    return int(words[0]) if words and words[0] != "max" else NO_LIMIT
+
+
+def _usage(group: str) -> int:
+    words = _words(group, "memory.usage_in_bytes", "memory.current")
+    return int(words[0]) if words else 0
+
+
+def _kills(group: str) -> int:
+    words = _words(group, "memory.oom_control", "memory.events")
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+def _quota(group: str) -> int:
+    """Processors that a control group allows, rounded up."""
+    words = _words(group, "cpu.max")
+    words = words or _words(group, "cpu.cfs_quota_us") + _words(group, "cpu.cfs_period_us")
+    if len(words) < 2 or words[0] in ("max", "-1"):
+        return NO_LIMIT
+    return max(1, -(-int(words[0]) // int(words[1])))

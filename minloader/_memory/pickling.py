@@ -1,12 +1,15 @@
-"""What crosses between parent and workers as a message: items down, batches and errors back.
+"""How messages become bytes: items on their way down to a worker, batches and errors back up.
 
-*Items and errors* become bytes by plain pickle where that works and cloudpickle where it does not.
-Classes and functions of ``__main__`` travel down by value, because workers never import the
-parent's main module, and back by name, because the parent has the originals: so
-``isinstance`` holds in both places and the parent's classes are never rebuilt.
+*Items and errors* are pickled by plain pickle where that works and by cloudpickle where it does
+not. Classes and functions of ``__main__`` are sent down by value, because workers never import the
+parent's main module, and up by name, because the parent has the originals. So ``isinstance``
+holds in both places, and the parent's classes are never made a second time.
 
-*Batches* are pickled in the same way, but for their large buffers, which are put into the slot
-of the task (``slots.py``), and which the parent's arrays are then views of.
+*Batches* are pickled in the same way, but for their large buffers:
+
+    batch ── BatchPacker.pack ──> PackedBatch(stream, buffers)
+                                                    └─ (start, stop) in the slot, or the data
+    PackedBatch, memory of the slot ── unpack_batch ──> batch, its arrays views of that memory
 """
 
 from __future__ import annotations
@@ -18,18 +21,17 @@ import pickle
 import sys
 import types
 from collections import ChainMap
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
 
-from minloader._memory.files import LARGE
-from minloader._memory.slot_writer import SlotWriter, empty
+from minloader._memory.files import LARGE, SlotAddress
+from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
 unpack = pickle.loads
 
-"""Undoes :func:`pack`; what cloudpickle wrote needs plain pickle only to be read."""
+"""Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
 
 def _is_main_global(obj: Any) -> bool:
@@ -43,20 +45,18 @@ def _is_main_global(obj: Any) -> bool:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Cloudpickle that knows in which of the two directions it writes."""
+    """A cloudpickle pickler that knows in which of the two directions it writes.
+
+    Attributes:
+        main_globals: classes and functions of ``__main__`` that were sent down, by their names.
+    """
 
     def __init__(
-        self,
-        file: Any,
-        protocol: int = 5,
-        *,
-        down: bool,
-        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
-        dispatch_table: Any = None,
+        self, file: Any, protocol: int = 5, *, down: bool, table: Any = None, **options: Any
     ) -> None:
-        if dispatch_table is not None:  # now: it is read once, below
-            self.dispatch_table = dispatch_table
-        super().__init__(file, protocol, buffer_callback=buffer_callback)
+        if table is not None:
+            self.dispatch_table = table  # now: it is read once, in the next line
+        super().__init__(file, protocol, **options)
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
@@ -69,7 +69,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def pack(obj: Any, *, down: bool) -> bytes:
-    """Serializes a message.
+    """Serialize a message.
 
     Args:
         obj: the message.
@@ -99,7 +99,7 @@ class PackedBatch(NamedTuple):
     """A packed batch.
 
     Attributes:
-        stream: its pickle; empty if that is the last buffer.
+        stream: the pickle of the batch; empty if that is the last buffer.
         buffers: of its large arrays: start and stop in the slot, or the data itself.
     """
 
@@ -107,34 +107,11 @@ class PackedBatch(NamedTuple):
     buffers: list[Any]
 
 
-def pack_batch(batch: Any, writer: SlotWriter | _OutOfBand) -> bytes | PackedBatch:
-    """Serializes a batch, into its slot as far as there is room; bytes if all of it is small.
+class OutOfBand(NoSlot):
+    """Keeps large buffers beside the stream, as arrays of bytes.
 
-    Raises:
-        Exception: whatever pickling raised, when cloudpickle cannot do it either.
+    For an executor that sends arrays without copying them, as Dask's does.
     """
-    try:
-        return _pack_batch(_plain_pickler, batch, writer)
-    except Exception as plain_error:
-        table = ChainMap(_dispatch_table(), cloudpickle.Pickler.dispatch_table)
-        try:
-            return _pack_batch(partial(Pickler, down=False, dispatch_table=table), batch, writer)
-        except Exception as error:
-            raise error from plain_error
-
-
-def pack_out_of_band(batch: Any) -> bytes | PackedBatch:
-    """Serializes a batch with its large buffers beside it, as arrays of bytes: an executor that
-    sends arrays without copying them, as Dask's does, can do so.
-
-    Raises:
-        Exception: whatever pickling raised, when cloudpickle cannot do it either.
-    """
-    return pack_batch(batch, _OutOfBand())
-
-
-class _OutOfBand:
-    """In place of a slot."""
 
     def put(self, data: memoryview) -> Any:
         import numpy as np
@@ -142,36 +119,111 @@ class _OutOfBand:
         return np.frombuffer(data, np.uint8)
 
 
-def _plain_pickler(file: Any, **options: Any) -> pickle.Pickler:
-    pickler = pickle.Pickler(file, **options)
-    pickler.dispatch_table = _dispatch_table()
-    return pickler
+class BatchPacker:
+    """Packs the batches of one worker, one at a time.
+
+    Args:
+        without_slot: takes the large buffers of a task that has no slot.
+    """
+
+    def __init__(self, without_slot: NoSlot = NO_SLOT) -> None:
+        self._without_slot = without_slot
+        self._writer = without_slot  # of the batch that is being pickled
+        self._reducers: dict[type, Any] = {}
+        self._basis: Any = None  # what the reducers were made from
+
+    def open(self, address: SlotAddress | None) -> NoSlot:
+        """Return what takes the large buffers of a task, and its arrays made by ``empty``."""
+        if address is None:
+            return self._without_slot
+        writer = SlotWriter(address)
+        use(writer)
+        return writer
+
+    def pack(self, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
+        """Serialize a batch; return bytes if all of it is in the stream.
+
+        Raises:
+            Exception: whatever pickling raised, when cloudpickle cannot do it either.
+        """
+        if writer is NO_SLOT:  # 1 µs quicker than below, for tiny batches
+            return pack(batch, down=False)
+        reducers = self._current_reducers()
+        self._writer = writer
+        try:
+            return _pack_batch(pickle.Pickler, reducers, batch, writer)
+        except Exception as plain_error:
+            # Buffers that were put into the slot already are lost room, until the task ends.
+            table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
+            make_pickler = partial(Pickler, down=False, table=table)
+            try:
+                return _pack_batch(make_pickler, table, batch, writer)
+            except Exception as error:
+                raise error from plain_error
+        finally:
+            self._writer = self._without_slot  # which the worker is to let go of
+
+    def _current_reducers(self) -> dict[type, Any]:
+        """Return how objects are reduced: as registered, but arrays as is best for slots.
+
+        Made anew when somebody registers more, or imports more. A plain dict is what the pickler
+        looks up fastest.
+        """
+        numpy: Any = sys.modules.get("numpy")
+        torch: Any = sys.modules.get("torch")
+        basis: Any = len(copyreg.dispatch_table), numpy, torch
+        if self._basis != basis:
+            table = dict(copyreg.dispatch_table)
+            if hasattr(numpy, "ndarray"):
+                table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
+            if hasattr(torch, "Tensor"):
+                table[torch.Tensor] = _reduce_tensor
+            elif torch is not None:  # it is just being imported
+                basis = None
+            self._basis, self._reducers = basis, table
+        return self._reducers
+
+    def _reduce_array(self, array: Any) -> Any:
+        """Reduce an array such that its data is one writable buffer, for the user to change.
+
+        numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
+        it writes of a type takes longer than small arrays do.
+        """
+        dtype, flags = array.dtype, array.flags
+        if array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative:
+            return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
+        whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
+        if dtype.hasobject or whole:
+            return array.__reduce_ex__(5)
+        block = self._writer.empty(array.shape, dtype)
+        block[...] = array
+        return block.__reduce_ex__(5)
 
 
-def _pack_batch(
-    make_pickler: Any, batch: Any, writer: SlotWriter | _OutOfBand
-) -> bytes | PackedBatch:
+def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
     buffers: list[Any] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
         data = buffer.raw()
-        span = writer.put(data) if data.nbytes >= LARGE else None
-        if span is not None:
-            buffers.append(span)
-        return span is None  # whether it stays in the stream
+        place = writer.put(data) if data.nbytes >= LARGE else None
+        if place is not None:
+            buffers.append(place)
+        return place is None  # whether it stays in the stream
 
     file = io.BytesIO()
-    make_pickler(file, protocol=5, buffer_callback=put).dump(batch)
+    pickler = make_pickler(file, 5, buffer_callback=put)
+    pickler.dispatch_table = table
+    pickler.dump(batch)
     stream = file.getvalue()
     if len(stream) >= LARGE:  # many strings, say
-        span = writer.put(memoryview(stream))
-        if span is not None:
-            return PackedBatch(b"", [*buffers, span])
+        place = writer.put(memoryview(stream))
+        if place is not None:
+            return PackedBatch(b"", [*buffers, place])
     return PackedBatch(stream, buffers) if buffers else stream
 
 
 def size_in_band(outcome: Any) -> int:
-    """Bytes of a packed batch that are not in its slot; 0 of anything else."""
+    """Return how many bytes of a packed batch are not in its slot; 0 of anything else."""
     if isinstance(outcome, bytes):
         return len(outcome)
     if not isinstance(outcome, PackedBatch):
@@ -182,11 +234,11 @@ def size_in_band(outcome: Any) -> int:
 
 
 def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
-    """Undoes :func:`pack_batch`, without copying what lies in the slot.
+    """Undo :meth:`BatchPacker.pack`, without copying what lies in the slot.
 
     Args:
         packed: the packed batch.
-        memory: of its slot, leased; None if it had none.
+        memory: the leased memory of its slot; None if it had none.
     """
     view = memoryview(b"" if memory is None else memory).cast("B")
     buffers = [view[slice(*data)] if type(data) is tuple else data for data in packed.buffers]
@@ -194,51 +246,10 @@ def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
     return pickle.loads(stream, buffers=buffers)
 
 
-_known: tuple[Any, dict[type, Any]] = (None, {})
+PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
 
-
-def _dispatch_table() -> dict[type, Any]:
-    """How objects are pickled here: as registered, but arrays as is best for slots.
-
-    Made anew when somebody registers more, or imports more. A plain dict is what the pickler
-    looks up fastest.
-    """
-    global _known
-    numpy: Any = sys.modules.get("numpy")
-    torch: Any = sys.modules.get("torch")
-    basis: Any = len(copyreg.dispatch_table), numpy, torch
-    if _known[0] != basis:
-        table = dict(copyreg.dispatch_table)
-        if hasattr(numpy, "ndarray"):
-            table[numpy.ndarray] = table[numpy.memmap] = _reduce_array
-        if hasattr(torch, "Tensor"):
-            table[torch.Tensor] = _reduce_tensor
-        elif torch is not None:  # it is just being imported
-            basis = None
-        _known = basis, table
-    return _known[1]
-
-
-_PLAIN = frozenset("?bBhHiIlLqQefdFD")
-
-"""Types of numbers, as numpy's one-letter codes, that their name is enough to describe."""
-
-
-def _reduce_array(array: Any) -> Any:
-    """An array such that its data is one writable buffer: the user's array is theirs to change.
-
-    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what it
-    writes of a type takes longer than small arrays do.
-    """
-    dtype, flags = array.dtype, array.flags
-    plain = dtype.char in _PLAIN and dtype.isnative
-    if plain and array.nbytes < LARGE:
-        return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
-    if dtype.hasobject or (flags.forc and flags.writeable and type(array).__name__ == "ndarray"):
-        return array.__reduce_ex__(5)
-    block = empty(array.shape, dtype)
-    block[...] = array
-    return block.__reduce_ex__(5)
+"""Types of numbers, as numpy's one-letter codes, which are enough to describe them. Torch has
+tensors of just these."""
 
 
 def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
@@ -262,7 +273,7 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """A tensor as an array. Torch's own way would write it into the stream as a file."""
+    """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
     torch = sys.modules["torch"]
     if not is_plain_tensor(tensor):
         return tensor.__reduce_ex__(5)
@@ -292,7 +303,7 @@ def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
 
 
 class _Bare:
-    """Pickles to an exception that is rebuilt without calling its ``__init__``."""
+    """A form of an exception that is rebuilt without calling its ``__init__``."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -310,7 +321,7 @@ class _Bare:
 
 
 def pack_error(error: BaseException) -> bytes | None:
-    """Serializes an exception such that it can be loaded again, or returns None.
+    """Serialize an exception such that it can be loaded again, or return None.
 
     An exception whose ``__init__`` needs other arguments than it passed on fails to unpickle
     (cpython #120810); such a one is rebuilt without ``__init__``. Attributes that cannot be
@@ -320,7 +331,7 @@ def pack_error(error: BaseException) -> bytes | None:
 
 
 def _pack_as(form: Any, cls: type) -> bytes | None:
-    """The packed form, if what it unpacks to is of the class."""
+    """Return the packed form, if what it unpacks to is of the class."""
     try:
         payload = pack(form, down=False)
         return payload if type(unpack(payload)) is cls else None

@@ -1,4 +1,13 @@
-"""The worker's side of a slot: arrays are born in it."""
+"""The worker's side of a slot: arrays are made in it, and buffers are copied into it.
+
+Within one task batches follow each other in the slot:
+
+    | batch 0: array, array, stream | batch 1: array | batch 2 ...        | room to grow |
+    0                               start of a batch        used      size           limit
+
+An array that is made by :func:`empty` for the present batch lies in the slot from the beginning,
+so that it need not be copied to get there.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,14 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-from typing import Any, SupportsIndex
-
-from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress
+Shape = SupportsIndex | Sequence[SupportsIndex]
 
 GRAIN = 256 * 1024
 
@@ -24,62 +33,100 @@ GRAIN = 256 * 1024
 increasing size do not make one grow each time."""
 
 
-class SlotWriter:
-    """The slot of one task, in the worker that runs it.
-
-    Batches are made one after another: :meth:`begin`, any number of reservations, :meth:`end`.
+class NoSlot:
+    """Stands for the slot of a task that has none: all of a batch stays in the reply.
 
     Attributes:
-        size: bytes the slot has now.
+        size: bytes the slot has now; None if there is none.
         used: bytes of it that are taken.
-        retired: whether the worker kept an array that was born in it.
+        retired: whether the worker kept an array that was made in the slot.
         overflowed: whether there was no room for something of the present batch.
+    """
+
+    size: int | None = None
+    used = 0
+    retired = False
+    overflowed = False
+
+    def begin(self) -> None:
+        """Begin with a batch: what it finds in the slot is not its own."""
+
+    def empty(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
+        """Make an array, in the slot if it is large and there is room."""
+        import numpy as np
+
+        return np.empty(shape, dtype)
+
+    def put(self, data: memoryview) -> Any:
+        """Return what stands for a buffer in the reply; None if the buffer is to be in it."""
+        return None
+
+    def end(self, buffers: list[Any]) -> list[Any]:
+        """End the present batch, and return what stands for its buffers from now on."""
+        return buffers
+
+    def close(self) -> None:
+        """End the task: no array is made in its slot any more."""
+
+
+class SlotWriter(NoSlot):
+    """The slot of one task, in the worker process that runs it.
+
+    For each batch there is one :meth:`begin`, then any number of arrays and buffers, one
+    :meth:`end`. Any thread of the worker may make arrays.
     """
 
     def __init__(self, address: SlotAddress) -> None:
         # A dataset may decode in threads of its own, and anything may run in a finalizer.
         self._lock = threading.RLock()
-        self._address = address
-        self.size = address.size
+        self._place = address.path, address.inode
+        self.size: int = address.size
         self._limit = max(address.size, address.limit)
         _forget_closed(address.closed)
-        self._mapping = _mappings.get(address[:2])
-        self._owners: list[Any] = []  # one for each mapping that the batch has arrays in
-        self.used = 0
-        self.retired = False
+        self._mapping = _mappings.get(self._place)
+        self._leases: list[Any] = []  # one for each mapping that has arrays of the present batch
         self.begin()
 
     def begin(self) -> None:
-        """A new batch: what it finds in the slot is not its own."""
-        self._mark = self.used
-        self._shared = False
+        self._start = self.used
+        self._forked = False
         self.overflowed = False
 
-    def share(self) -> None:
-        """A fork of the worker keeps what was born for the present batch so far."""
-        self._shared = self._shared or bool(self._owners)
+    def before_fork(self) -> None:
+        """Treat arrays of the present batch as kept: the fork has them for good."""
+        self._forked = self._forked or bool(self._leases)
+
+    def empty(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
+        import numpy as np
+
+        kind = np.dtype(dtype)
+        lengths = shape if isinstance(shape, Sequence) else (shape,)
+        size = math.prod(operator.index(length) for length in lengths) * kind.itemsize
+        place = self.reserve(size) if size >= LARGE and not kind.hasobject else None
+        return np.empty(shape, dtype) if place is None else np.ndarray(shape, kind, *place)
 
     def reserve(self, size: int) -> tuple[Any, int] | None:
-        """Room for ``size`` bytes: the memory and an offset in it; None if there is none."""
+        """Reserve ``size`` bytes; return the memory and an offset in it, None if it is full."""
         with self._lock:
             start = -(-self.used // ALIGN) * ALIGN
             if not self._make_room(start + size):
                 self.overflowed = True
                 return None
             assert self._mapping is not None
-            if not self._owners or self._owners[-1].mapping is not self._mapping:
-                self._owners.append(self._mapping.lease())
+            if not self._leases or self._leases[-1].mapping is not self._mapping:
+                self._leases.append(self._mapping.lease())
             self.used = start + size
-            return self._owners[-1], start
+            return self._leases[-1], start
 
     def _make_room(self, size: int) -> bool:
-        """Makes the slot at least so large, and maps it."""
+        """Make the slot at least so large, and map it."""
         if size > self._limit:
             return False
         if self._mapping is not None and size <= self._mapping.size:
             return True
+        # No descriptor is kept: a worker maps as many slots as tasks are under way.
         try:
-            fd = _open(self._address)
+            fd = open_shared(*self._place, os.O_RDWR)
         except OSError:  # the loader is closed, or is on another machine
             self._limit = 0
             return False
@@ -87,7 +134,7 @@ class SlotWriter:
             if size > self.size:
                 wanted = -(-max(size, self.size + self.size // 4) // GRAIN) * GRAIN
                 wanted = max(size, min(wanted, self._limit))
-                _reserve(fd, self.size, wanted)
+                _allocate(fd, self.size, wanted)
                 self.size = wanted
             self._mapping = SharedMapping(fd, self.size, populate=True)
         except OSError:  # no memory, or no address space
@@ -95,95 +142,88 @@ class SlotWriter:
             return False
         finally:
             os.close(fd)
-        _mappings[self._address[:2]] = self._mapping
+        _mappings[self._place] = self._mapping
         return True
 
     def put(self, data: memoryview) -> tuple[int, int] | None:
-        """Where a buffer lies in the slot, as start and stop; None if there is no room.
+        """Return where a buffer lies in the slot, as start and stop; None if there is no room.
 
-        It is copied there unless it was born there for this very batch.
+        The buffer is copied there unless it was made there for this very batch.
         """
-        if not data.readonly and self._owners:
+        # What is read-only was not made here, and ctypes cannot tell where it lies.
+        if not data.readonly and self._leases:
             address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-            for owner in self._owners:
-                start = address - owner.mapping.address
+            for lease in self._leases:
+                start = address - lease.mapping.address
                 # A slot that has grown ends later than its former mapping: there lie others.
-                end = min(self.used, owner.mapping.size)
-                if self._mark <= start and start + data.nbytes <= end:
+                end = min(self.used, lease.mapping.size)
+                if self._start <= start and start + data.nbytes <= end:
                     return start, start + data.nbytes
         place = self.reserve(data.nbytes)
         if place is None:
             return None
-        owner, start = place
-        memoryview(owner).cast("B")[start : start + data.nbytes] = data
+        lease, start = place
+        memoryview(lease).cast("B")[start : start + data.nbytes] = data
         return start, start + data.nbytes
 
-    def end(self, spans: list[tuple[int, int]]) -> list[tuple[int, int] | bytearray]:
-        """Ends a batch that the worker has let go of.
+    def end(self, buffers: list[tuple[int, int]]) -> list[tuple[int, int] | bytearray]:
+        """End a batch that the worker has let go of.
 
         Args:
-            spans: where its buffers lie.
+            buffers: where they lie.
 
         Returns:
-            Where they lie now. If the worker kept an array that was born in the slot, they are
+            Where they lie now. If the worker kept an array that was made in the slot, they are
             copied, since it may write there at any time; where there is no room, to the result.
         """
-        if not self._owners:
-            return list(spans)
+        if not self._leases:
+            return list(buffers)
         with self._lock:
-            watches = [weakref.ref(owner) for owner in self._owners]
-            self._owners = []
-        if not self._shared and all(watch() is None for watch in watches):
-            return list(spans)
+            watches = [weakref.ref(lease) for lease in self._leases]
+            self._leases = []
+        # A lease that is alive without us has an array over it.
+        if not self._forked and all(watch() is None for watch in watches):
+            return list(buffers)
+        # The parent will never lend this slot again; here it must not be found for the next task.
         self.retired = True
-        _mappings.pop(self._address[:2], None)  # the kept array holds the mapping
-        return [self._copied(span) for span in spans]
+        _mappings.pop(self._place, None)  # the kept array holds the mapping
+        return [self._copied(*span) for span in buffers]
+
+    def _copied(self, start: int, stop: int) -> tuple[int, int] | bytearray:
+        assert self._mapping is not None
+        data = memoryview(self._mapping.lease()).cast("B")[start:stop].toreadonly()
+        return self.put(data) or bytearray(data)
 
     def close(self) -> None:
-        """Ends the task: no array is born here any more."""
+        if _current is self:
+            use(None)
         with self._lock:
             self._limit = 0
             self.end([])
 
-    def _copied(self, span: tuple[int, int]) -> tuple[int, int] | bytearray:
-        assert self._mapping is not None
-        data = memoryview(self._mapping.lease()).cast("B")[span[0] : span[1]].toreadonly()
-        return self.put(data) or bytearray(data)
 
+_mappings: dict[tuple[str, int], SharedMapping] = {}
 
-_mappings: dict[tuple[Any, ...], SharedMapping] = {}
-
-"""Slots of this worker that are mapped, by path and inode."""
+"""The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
 
 
 _closed = 0
 
 
 def _forget_closed(closed: int) -> None:
-    """Lets go of slots that the parent has closed, when it has closed any since."""
+    """Unmap slots that the parent has closed, if it has closed any since the last task."""
     global _closed
-    if closed == _closed:
-        return
-    _closed = closed
-    for path, inode in list(_mappings):
-        try:
-            gone = os.stat(path).st_ino != inode
-        except OSError:
-            gone = True
-        if gone:
-            del _mappings[path, inode]
+    if closed != _closed:
+        _closed = closed
+        for place in list(_mappings):
+            if not is_there(*place):
+                del _mappings[place]
 
 
-def _open(address: SlotAddress) -> int:
-    fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(fd).st_ino != address.inode:
-        os.close(fd)
-        raise FileNotFoundError(f"{address.path} now holds something else")
-    return fd
+def _allocate(fd: int, start: int, stop: int) -> None:
+    """Make a file larger with space that is really there.
 
-
-def _reserve(fd: int, start: int, stop: int) -> None:
-    """Makes a file larger with space that is really there.
+    A write past what ``/dev/shm`` can hold would be SIGBUS, which nobody could handle.
 
     Raises:
         OSError: there is not so much.
@@ -199,20 +239,20 @@ def _reserve(fd: int, start: int, stop: int) -> None:
 _current: SlotWriter | None = None
 
 
-def share_current() -> None:
-    """Called before a fork: the child keeps what was born for the present batch so far."""
-    if _current is not None:
-        _current.share()
-
-
 def use(writer: SlotWriter | None) -> None:
-    """Makes a slot the one that arrays are born in, in this process; None for none."""
+    """Make a slot the one that :func:`empty` makes arrays in, in this process; None for none."""
     global _current
     _current = writer
 
 
-def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike = float) -> NDArray[Any]:
-    """An array to be filled, as ``numpy.empty``; in a worker process born where its batch travels.
+def before_fork() -> None:
+    """Prepare the present slot for a fork of the worker."""
+    if _current is not None:
+        _current.before_fork()
+
+
+def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:
+    """An array to be filled, as ``numpy.empty``; in a worker process, in the memory of its batch.
 
     A batch, or part of one, that is made in such an array reaches the parent without being
     copied once more. It is an ordinary array otherwise: views of it may be returned, and it may
@@ -222,14 +262,7 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike = flo
         shape: of the array.
         dtype: of its elements.
     """
-    import numpy as np
+    return (NO_SLOT if _current is None else _current).empty(shape, dtype)
 
-    if _current is not None:
-        kind = np.dtype(dtype)
-        lengths = shape if isinstance(shape, Sequence) else (shape,)
-        size = math.prod(operator.index(length) for length in lengths) * kind.itemsize
-        if size >= LARGE and not kind.hasobject:
-            place = _current.reserve(size)
-            if place is not None:
-                return np.ndarray(shape, kind, *place)
-    return np.empty(shape, dtype)
+
+NO_SLOT = NoSlot()

@@ -1,82 +1,92 @@
 """Slots: shared memory in which batches travel from a worker to the parent, copied once at most.
 
-A slot is a file without a name that belongs to the parent. Its life has paired verbs:
+A slot is a shared file that belongs to the parent:
 
-* The parent **lends** it to a task, and **settles** it when the reply is there. Meanwhile the
-  worker opens it, lets the arrays of a batch be born in it (:func:`empty`), copies there what
-  was born elsewhere, and makes it grow as needed. Space is reserved before it is written, so
-  that a full machine is an error to be handled rather than a bus error.
-* The parent **leases** its memory to the batches of the reply: their arrays are views of it.
-  When the last view has died, whatever its kind, the slot is **freed**, for the next task. Its
-  pages are still there then, which is most of the speed.
+                    ┌──────────────── last view of the memory dies ────────────────┐
+                    v                                                              |
+    (new) ──────> free ── lend ──> lent ── settle ──> settled ── lease ──────> leased
+                    ^               |                  |  |                        |
+                    └───────────────│───── free ───────┘  |                        |
+                                    └── discard ──────────┴──> retired <───────────┘
 
-A worker that keeps an array born in a slot keeps that memory: the slot is *retired*, never lent
-again, and what the batch needs of it is copied to where nobody else writes.
+* **lent**: a task has the slot. Its worker opens the file, makes the arrays of a batch in it or
+  copies them there, and lets the file grow up to the limit that it was lent with. Space is
+  reserved before it is written, so that a full machine is an error to be handled rather than a
+  bus error.
+* **settled**: the reply is there; the parent knows the size that the worker made the file.
+* **leased**: the arrays of batches are views of the slot's memory. When the last view has died,
+  whatever its kind, the slot is free for the next task. Its pages are there then, which is most
+  of the speed.
+* **retired**: the file is closed, so the slot is never lent again; its memory stays until the last
+  view has died. This happens where somebody else might still write to or read from the memory (the
+  worker kept an array, the process forked), and where descriptors are scarce.
+
+Guarantees: memory is never lent while anything can see a batch in it. All slots together never
+take more than the budget, whatever the workers do with theirs. Every method of :class:`Slots` may
+be called from any thread, and from finalizers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minloader._memory.files import SharedMapping, SlotAddress, libc, make_folder, open_anonymous
+from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
 from minloader._memory.limits import free_memory, most_files
-from minloader._memory.slot_writer import share_current, use
-
-if TYPE_CHECKING:
-    pass
+from minloader._memory.slot_writer import before_fork, use
 
 
-class Slot:
-    """One slot, in the parent. Its owner is :class:`Slots`."""
+class Slot(SharedFile):
+    """One slot, in the parent. Its owner is :class:`Slots`.
 
-    def __init__(self, folder: str | None) -> None:
-        self.fd, self.name = open_anonymous(folder)
-        self.inode = os.fstat(self.fd).st_ino
-        self.size = 0
-        self.limit = 0
-        self.mapping: SharedMapping | None = None
+    Attributes:
+        size: bytes that the file has, as far as the parent knows.
+        limit: bytes that it may have when the task that it was lent to is done.
+        mapping: of the file; None if it was not mapped at this size.
+    """
+
+    size = 0
+    limit = 0
+    mapping: SharedMapping | None = None
 
     def retire(self) -> None:
-        """Gives up the file, which can no longer be lent. Views of it stay."""
-        fd, self.fd = self.fd, -1  # first: the last view may be collected anywhere below
+        """Close the file. Views of its memory stay."""
+        self.close()
         self.mapping = None
-        if fd >= 0:
-            os.close(fd)
-            if self.name is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.name)
 
 
 class Slots:
-    """All slots of a pool. Every method may be called from any thread, and from finalizers.
+    """All slots of a pool.
 
     Args:
         budget: most bytes to hold in slots; None for half of the memory that is free.
         in_flight: most tasks that will be under way at once.
-        share: of how many like this the memory and the descriptors are for.
+        share: of how many pools like this the memory and the descriptors are for.
+
+    Attributes:
+        folder: where slots have names; None where they have none.
     """
 
     def __init__(self, budget: int | None, in_flight: int, share: int = 1) -> None:
-        self._lock = threading.RLock()  # reentrant: a lease may be collected while it is held
+        # Reentrant: any line may collect garbage, and so end a lease, while the lock is held.
+        self._lock = threading.RLock()
         self.in_flight = in_flight
-        self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
-        self._leased: set[Slot] = set()
-        self._all: set[Slot] = set()
-        self._largest = 0  # bytes that the batches of a task were seen to have
-        self._open = 0  # slots that have their file
-        self._closed = 0
-        self._ended = False
-        self._pid = os.getpid()
         self.folder = make_folder()
-        self._committed = 0  # bytes that the slots have, or may grow to while they are lent
         self.budget = (_free_space(self.folder) // 2 if budget is None else budget) // share
         self._most_open = most_files() // 4 // share
+        self._pid = os.getpid()
+        self._all: set[Slot] = set()
+        self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
+        self._leased: set[Slot] = set()
+        self._committed = 0  # bytes that the slots have, or may grow to while they are lent
+        self._largest = 0  # bytes that the batches of a task were seen to need
+        self._open = 0  # slots that have their file
+        self._closed = 0  # files closed so far
+        self._ended = False
         _all_slots.add(self)
 
     @property
@@ -85,7 +95,7 @@ class Slots:
         return len(self._all), self._committed
 
     def lend(self) -> Slot | None:
-        """A slot for a task; None where there can be no more: the batch must use the pipe."""
+        """Return a slot for a task; None where there can be no more, so that batches are piped."""
         with self._lock:
             if self._ended or libc is None:
                 return None
@@ -109,24 +119,23 @@ class Slots:
             return slot
 
     def address(self, slot: Slot | None) -> SlotAddress:
-        """Where a worker finds a slot that was lent to it."""
+        """Return where a worker finds a slot that was lent to it."""
         if slot is None:
             return SlotAddress("", 0, 0, 0, self._closed)
-        path = slot.name or f"/proc/{self._pid}/fd/{slot.fd}"
-        return SlotAddress(path, slot.inode, slot.size, slot.limit, self._closed)
+        return SlotAddress(slot.path, slot.inode, slot.size, slot.limit, self._closed)
 
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
-        """Takes note of the size that the worker made the slot, and of the size it needed."""
+        """Record the size that the worker made the slot, and the size that it needed."""
         with self._lock:
             self._largest = max(self._largest, needed)
             size = max(size or 0, slot.size)
             self._committed -= slot.limit - size
             if size != slot.size:
-                slot.mapping = None  # of the former size; nobody looks at it
+                slot.mapping = None  # of the former size; it has no views
             slot.size = slot.limit = size
 
     def lease(self, slot: Slot, *, retire: bool) -> Any:
-        """Memory of a settled slot; when nobody looks at it any longer, the slot is freed.
+        """Return the memory of a settled slot, which is free again when nothing uses that memory.
 
         Args:
             slot: the slot.
@@ -136,20 +145,17 @@ class Slots:
             try:
                 if slot.mapping is None:
                     slot.mapping = SharedMapping(slot.fd, slot.size)
-                owner = slot.mapping.lease()
+                memory = slot.mapping.lease()
             except OSError:  # no address space: a private copy is dear, but always works
-                owner = (ctypes.c_char * slot.size)()
-                view, done = memoryview(owner).cast("B"), 0
-                while done < slot.size:  # 2 GB at most in one call
-                    done += os.preadv(slot.fd, [view[done:]], done)
-                self._discard(slot)
-                return owner
+                memory = _copy(slot)
+                self.discard(slot)
+                return memory
             self._leased.add(slot)
-            # The memory of a hoarder's batches is theirs to hold; descriptors are scarcer.
+            # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
-            weakref.finalize(owner, self._end_lease, slot).atexit = False
-            return owner
+            weakref.finalize(memory, self._end_lease, slot).atexit = False
+            return memory
 
     def _end_lease(self, slot: Slot) -> None:
         with self._lock:
@@ -157,22 +163,19 @@ class Slots:
             self.free(slot)
 
     def free(self, slot: Slot, *, retire: bool = False) -> None:
-        """Takes back a settled slot that nobody looks at."""
+        """Take back a settled slot whose memory nothing uses."""
         with self._lock:
             if retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight:
-                self._discard(slot)
+                self.discard(slot)
             else:
                 self._free.append(slot)
 
     def discard(self, slot: Slot) -> None:
-        """Ends a slot that was lent and does not come back."""
+        """End a slot: one that does not come back, or whose memory is not to be used again."""
         with self._lock:
-            self._discard(slot)
-
-    def _discard(self, slot: Slot) -> None:
-        self._retire(slot)
-        self._all.discard(slot)
-        self._committed -= slot.limit
+            self._retire(slot)
+            self._all.discard(slot)
+            self._committed -= slot.limit
 
     def _retire(self, slot: Slot) -> None:
         if slot.fd >= 0:
@@ -181,30 +184,42 @@ class Slots:
             self._closed += 1
 
     def retire_leased(self) -> None:
-        """Lets no slot that somebody looks at be written again: a fork looks at it too."""
+        """Let no memory that is in use be written again: a fork, about to be made, uses it too."""
         with self._lock:
             for slot in list(self._leased):
                 if slot in self._leased:  # collecting garbage may have ended it meanwhile
                     self._retire(slot)
 
     def close(self) -> None:
-        """Ends all slots; batches that are still in use keep their memory."""
+        """End all slots; batches that are still in use keep their memory."""
         with self._lock:
             self._ended = True
             while self._free:
-                self._discard(self._free.pop())
+                self.discard(self._free.pop())
             for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
             if self.folder is not None and os.getpid() == self._pid:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _leave_to_parent(self) -> None:
-        """In a fork: these slots are the parent's."""
+    def _after_fork(self) -> None:
+        """Let go of the slots in a fork: they are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self._ended = True
         for slot in list(self._all):
-            slot.name = None
             slot.retire()
+
+
+def _copy(slot: Slot) -> Any:
+    memory = (ctypes.c_char * slot.size)()
+    with open(slot.fd, "rb", closefd=False) as file:
+        file.readinto(memory)
+    return memory
+
+
+def _free_space(folder: str | None) -> int:
+    """Bytes of memory, or of the file system that stands in for it, that are free."""
+    free = free_memory()
+    return free if folder is None else min(free, shutil.disk_usage(folder).free)
 
 
 _all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
@@ -213,22 +228,14 @@ _all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 def _before_fork() -> None:
     for slots in list(_all_slots):
         slots.retire_leased()
-    share_current()
+    before_fork()
 
 
 def _after_fork_in_child() -> None:
     use(None)  # the slot is the worker's
     for slots in list(_all_slots):
-        slots._leave_to_parent()
+        slots._after_fork()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-
-
-def _free_space(folder: str | None) -> int:
-    """Bytes of memory, or of the file system that stands in for it, that are free."""
-    free = free_memory()
-    if folder is not None:
-        free = min(free, shutil.disk_usage(folder).free)
-    return free

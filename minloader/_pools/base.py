@@ -1,6 +1,8 @@
-"""Where batches are made: in the calling process, in threads, in processes of our own
-(``spawned.py``), or in an executor that the user brings (``foreign.py``). All are driven alike,
-through :class:`Pool`, from the parent.
+"""The protocol of all pools, and the one that makes batches in the calling process.
+
+A pool runs tasks: here, in threads (``threads.py``), in worker processes of our own
+(``processes.py``), or in an executor that the user brings (``foreign.py``). An epoch drives all of
+them alike, through :class:`Pool`, from the parent.
 """
 
 from __future__ import annotations
@@ -9,16 +11,16 @@ import itertools
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
-from concurrent.futures import (
-    Future,
-)
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.seeds import borrow_globals
 
 logger = logging.getLogger("minloader")
 
@@ -28,14 +30,14 @@ GRACE = 0.5
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
 
 
-class Terms(NamedTuple):
-    """What the workers of a pool are told.
+class PoolSettings(NamedTuple):
+    """The settings of a pool that may change while the loader lives.
 
     Attributes:
-        num_workers: how many there are.
+        num_workers: how many workers the pool has.
         seed: the loader's.
-        first_id: number of the first.
-        all_workers: how many the loader has in all its pools.
+        first_id: number of the first worker.
+        all_workers: how many workers the loader has in all its pools.
     """
 
     num_workers: int
@@ -44,104 +46,15 @@ class Terms(NamedTuple):
     all_workers: int
 
     def info(self, index: int) -> WorkerInfo:
-        """What the worker of this index in the pool is told in this process."""
+        """Return what the worker of this index in the pool is told in this process."""
         return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
-
-
-class Pool(ABC):
-    """Runs tasks somewhere.
-
-    Attributes:
-        terms: what the workers are told.
-        pid: process the pool belongs to. A fork of it must make one of its own.
-        slots: shared memory for the batches; None where they need or want none.
-        replaces: whether lost workers are replaced, so that lost tasks can be sent again.
-        deaths: what became of the worker, for each lost task that was being run by it.
-        replaced: how many workers were replaced so far.
-        failed_starts: how workers ended that never got ready, since a batch was made last, or an
-            epoch begun.
-    """
-
-    replaces = False
-
-    def __init__(self, terms: Terms, slots: Slots | None = None) -> None:
-        self.terms = terms
-        self.pid = os.getpid()
-        self.slots = slots
-        self.task_ids = itertools.count(1)
-        self.deaths: dict[int, Death] = {}
-        self.replaced = 0
-        self.failed_starts: list[str] = []
-
-    @property
-    def num_workers(self) -> int:
-        """How many tasks can run at once; 0 if submitting runs the task."""
-        return self.terms.num_workers
-
-    def hold(self, item: Any) -> Any:
-        """Takes an item as it is now; the sampler may change it when it is asked for the next."""
-        return item
-
-    def pack(self, task: Task) -> Task:
-        """Makes a task fit to leave this process, where it has to."""
-        return task
-
-    @abstractmethod
-    def submit(self, task: Task) -> Future[Reply]:
-        """Hands one packed task over.
-
-        Raises:
-            BrokenExecutor: the workers are gone and cannot be replaced.
-            RuntimeError: the pool is closed.
-            OSError: the system allows no more processes or descriptors.
-        """
-
-    def start(self) -> None:
-        """Starts all workers now rather than with their first task. Does not wait for them."""
-        return
-
-    def close(self) -> None:
-        """Ends the workers, whatever they are doing. Harmless when repeated, or in a fork."""
-        deadline = time.monotonic() + GRACE
-        if self.retire():
-            self.end(deadline)
-
-    def retire(self) -> bool:
-        """Asks the workers to leave; first half of :meth:`close`. False: not ours to close."""
-        return os.getpid() == self.pid
-
-    def end(self, deadline: float) -> None:
-        """Waits until ``deadline`` (monotonic clock), then kills; second half of :meth:`close`."""
-        return
-
-    def release(self) -> None:
-        """Lets the workers leave when they have done what they were given. Others, by the terms
-        as they are then, take what is submitted later."""
-        return
-
-    def watch(self) -> None:
-        """Looks after workers that are stuck. Called now and then while somebody waits."""
-        return
-
-    def losses(self) -> int:
-        """How often tasks have been lost so far. Those not done when this grows are to be sent
-        again; their futures have an error by now."""
-        return 0
-
-    def is_death(self, error: BaseException) -> bool:
-        """Whether the error of a future says no more than that workers died, and others live."""
-        return False
-
-    def renew(self, pid: int) -> None:
-        """Replaces a worker that takes too much memory, when it has done what it was given."""
-        return
 
 
 class Death(NamedTuple):
     """How a worker ended that was running a task.
 
     Attributes:
-        place: which item of the task it was making.
+        item: index of the item of the task that it was making.
         worker: its id.
         pid: its process.
         exitcode: of the process; None if it is not known, or lives.
@@ -150,7 +63,7 @@ class Death(NamedTuple):
         final: whether there is no point in trying again.
     """
 
-    place: int
+    item: int
     worker: int
     pid: int
     exitcode: int | None
@@ -159,8 +72,108 @@ class Death(NamedTuple):
     final: bool = False
 
 
-class Held:
-    """An item, and what it was when the sampler gave it."""
+@dataclass(eq=False, repr=False)
+class Pool:
+    """Runs tasks somewhere.
+
+    Attributes:
+        settings: what the workers are told; new ones are for :meth:`replace_workers` to bring in.
+        slots: shared memory for the batches; None where they need or want none.
+        pid: process the pool belongs to. A fork of it must make one of its own.
+        replaces: whether lost workers are replaced, so that lost tasks can be sent again.
+        task_ids: gives the next task its id.
+        deaths: how the worker ended, for each lost task that a worker was just running.
+        replaced: how many workers were replaced so far.
+        failed_starts: how workers ended that never got ready, since a batch was made last, or an
+            epoch begun.
+    """
+
+    settings: PoolSettings
+    slots: Slots | None
+    replaces: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.pid = os.getpid()
+        self.task_ids = itertools.count(1)
+        self.deaths: dict[int, Death] = {}
+        self.replaced = 0
+        self.failed_starts: list[str] = []
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks can run at once; 0 if submitting runs the task."""
+        return self.settings.num_workers
+
+    def hold(self, item: Any) -> Any:
+        """Keep an item as it is now; the sampler may change it when it is asked for the next."""
+        return item
+
+    def pack(self, task: Task) -> Task:
+        """Make a task fit to leave this process, where it has to."""
+        return task
+
+    def submit(self, task: Task) -> Future[Reply]:
+        """Hand one packed task over.
+
+        Raises:
+            BrokenExecutor: the workers are gone and cannot be replaced.
+            RuntimeError: the pool is closed.
+            OSError: the system allows no more processes or descriptors.
+        """
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start all workers now rather than with their first task. Does not wait for them."""
+
+    def watch(self) -> None:
+        """Look for workers that are stuck. Called now and then while somebody waits."""
+
+    def losses(self) -> int:
+        """Return how often tasks have been lost so far.
+
+        When it has grown, the futures of all lost tasks have an error, and the tasks are to be
+        sent again.
+        """
+        return 0
+
+    def is_death(self, error: BaseException) -> bool:
+        """Whether the error of a future says no more than that workers died, and others live."""
+        return False
+
+    def renew(self, pid: int) -> None:
+        """Replace a worker that takes too much memory, when it has done what it was given."""
+
+    def replace_workers(self) -> None:
+        """Let the workers leave when they have done what they were given.
+
+        Tasks that are submitted later go to others, which have the settings of that time.
+        """
+
+    def leave(self) -> None:
+        """Ask the workers to leave; the first half of closing. Does not wait."""
+
+    def end(self, deadline: float) -> None:
+        """Wait for them until ``deadline`` (monotonic clock), then kill; the second half."""
+        if self.slots is not None:
+            self.slots.close()
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing. Harmless when repeated, or in a fork."""
+        close_pools([self])
+
+
+def close_pools(pools: Iterable[Pool]) -> None:
+    """Close those pools that belong to this process, all within one GRACE."""
+    deadline = time.monotonic() + GRACE
+    ours = [pool for pool in pools if pool.pid == os.getpid()]
+    for pool in ours:
+        pool.leave()
+    for pool in ours:
+        pool.end(deadline)
+
+
+class HeldItem:
+    """An item, and its pickle from when the sampler gave it."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -174,22 +187,31 @@ class Held:
         return pack(self.item, down=True) if self._packed is None else self._packed
 
 
-def packed(task: Task) -> Task:
-    return task._replace(items=[held.pack() for held in task.items])
+class RemotePool(Pool):
+    """A pool whose tasks leave this process, or may do so later: items are pickled."""
+
+    def hold(self, item: Any) -> HeldItem:
+        return HeldItem(item)
+
+    def pack(self, task: Task) -> Task:
+        return task._replace(items=[held.pack() for held in task.items], packed=True)
 
 
+@dataclass(eq=False, repr=False)
 class InlinePool(Pool):
-    """Makes each batch in the calling process, when it is submitted."""
+    """Makes each batch in the calling process, when it is submitted.
 
-    def __init__(self, terms: Terms, job: Job) -> None:
-        super().__init__(terms)
-        self._job = job
-        self._worker: Worker | None = None
+    Args:
+        job: what to make batches from.
+    """
+
+    job: Job
+    _worker: Worker | None = None
 
     def submit(self, task: Task) -> Future[Reply]:
         if self._worker is None:
-            info = self.terms.info(0)
-            self._worker = Worker(self._job, info, remote=False, borrow=True)
+            info = self.settings.info(0)
+            self._worker = Worker(self.job, info, seed=borrow_globals)
         future: Future[Reply] = Future()
         future.set_result(self._worker.run(task))
         return future

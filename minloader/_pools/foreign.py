@@ -1,15 +1,15 @@
 """Executors that the user brings: threads, processes of this machine, or those of a cluster.
 
-All that is asked of one is ``submit``. A task carries the address of the loader's job, some 300
-bytes, and each worker process gets the job itself once, when it meets the first task:
+All that is asked of one is ``submit``. A task carries a reference to the loader's job, some 300
+bytes, and each worker process gets the job itself once, with the first task:
 
-* in the loader's own process (threads) it is there;
-* on the loader's machine it is mapped from the file in which it was shipped (``shipping.py``);
+* in the loader's own process (threads) the job is there;
+* on the loader's machine it is mapped from its file (``job_file.py``);
 * elsewhere it is fetched from the loader's process (``job_server.py``).
 
 An executor of which it is not known that its workers are on this machine gets no slots either, and
-for one more reason: a scheduler that believes a worker dead runs its tasks once more elsewhere, and
-should the worker live after all, it would write into memory that has been lent to another batch.
+for one more reason: a scheduler that believes a worker dead runs its tasks once more elsewhere. If
+the worker lives after all, it would write into memory that has been lent to another batch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ import importlib.util
 import itertools
 import os
 import random
+import secrets
 import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._memory.slots import Slots
-from minloader._pools.base import Held, Pool, Terms, packed
+from minloader._memory.pickling import BatchPacker, OutOfBand
+from minloader._pools.base import RemotePool
 from minloader._pools.job_server import JobServer, fetch, wait_for_end
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.seeds import seed_globals
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -50,71 +54,81 @@ def is_local(executor: Executor) -> bool:
     return isinstance(executor, ProcessPoolExecutor) or _is_of(executor, "loky")
 
 
-class ForeignPool(Pool):
+class JobReference(NamedTuple):
+    """The part of a loader's job that travels with each task.
+
+    Attributes:
+        token: by which each process knows the job.
+        num_workers: of the loader.
+        seed: of the loader.
+        versions: of what must be the same on both sides.
+        address: the job, for other processes; None if the executor has none.
+        hosts: names and addresses of the loader's machine; none if all workers are on it.
+        port: where the loader gives them the job.
+    """
+
+    token: bytes
+    num_workers: int
+    seed: int
+    versions: tuple[str, str]
+    address: JobAddress | None
+    hosts: tuple[str, ...]
+    port: int
+
+
+def _versions() -> tuple[str, str]:
+    """Return minloader's version and Python's, of which functions that are sent are the code."""
+    return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
+
+
+@dataclass(eq=False, repr=False)
+class ForeignPool(RemotePool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
-        terms: how many tasks the executor runs at once, as the user says.
+        executor: runs the tasks; as many at once as the user says.
+        owner: process that made the executor; in a fork of it nothing would ever run.
         job: what workers in this process use as it is.
         job_file: what others load; None if the executor has no others.
-        executor: runs the tasks.
-        owner: process that made the executor; in a fork of it nothing would ever run.
-        slots: shared memory for batches of workers on this machine.
-        store: gives the job to workers on other machines; None if there are none.
+        job_server: gives the job to workers on other machines; None if there are none.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        job: Job,
-        job_file: JobFile | None,
-        executor: Executor,
-        owner: int,
-        slots: Slots | None,
-        store: JobServer | None,
-    ) -> None:
-        super().__init__(terms, slots)
-        self._owner = owner
-        self._job = job
-        self._job_file = job_file
-        self._executor = executor
-        self._job_server = store
-        self._handle: JobHandle | None = None
+    executor: Executor
+    owner: int
+    job: Job
+    job_file: JobFile | None
+    job_server: JobServer | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._reference: JobReference | None = None
+        self._token = secrets.token_bytes(16)
+        if self.job_file is not None:
+            self._token = self.job_file.address.token
+        # For a cluster's workers too: one of Dask's may be a thread here.
+        ids = itertools.count(-1, -1)
+        self._job = _Job(self.job, threading.local(), ids, nullcontext(), {})
+        _jobs_here[self._token] = self._job
         self._options: dict[str, Any] = {}
-        if _is_of(executor, "distributed"):
+        if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
-    def release(self) -> None:
-        self._handle = None
-
-    def hold(self, item: Any) -> Held:
-        return Held(item)
-
-    def pack(self, task: Task) -> Task:
-        return packed(task)
-
     def submit(self, task: Task) -> Future[Reply]:
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             raise RuntimeError(
-                f"executor belongs to process {self._owner}, of which this one is a fork; make "
+                f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
-        if self._handle is None:
-            self._handle = JobHandle(self._job, self._address())
-        return self._executor.submit(run_attached, self._handle, task, **self._options)
+        if self._reference is None:
+            address = self.job_file.address if self.job_file is not None else None
+            hosts, port = self.job_server.open() if self.job_server is not None else ((), 0)
+            told = self.num_workers, self.settings.seed, _versions()
+            self._reference = JobReference(self._token, *told, address, hosts, port)
+        return self.executor.submit(run_task, self._reference, task, **self._options)
 
-    def _address(self) -> JobReference:
-        terms = self.terms.num_workers, self.terms.seed, _versions()
-        if self._job_file is None:
-            return JobReference(*terms)
-        if self._job_server is None:
-            return JobReference(*terms, self._job_file.address)
-        return JobReference(*terms, self._job_file.address, *self._job_server.open())
-
-    def end(self, deadline: float) -> None:
-        if self.slots is not None:
-            self.slots.close()
+    def replace_workers(self) -> None:
+        self._reference = None  # the next one has other settings
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.
@@ -122,153 +136,146 @@ class ForeignPool(Pool):
         return isinstance(error, killed)
 
 
-class JobReference(NamedTuple):
-    """What of a loader's job travels with each task.
+# --- in a worker of the user's executor ----------------------------------------------------------
+
+
+def run_task(reference: JobReference, task: Task) -> Reply:
+    """Make the batches of a task. The executor runs it, wherever its workers are."""
+    try:
+        job = _find_job(reference)
+        worker = job.worker(reference)
+    except Exception as error:
+        stage = "while the worker loaded the dataset"
+        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
+        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
+    with job.lock:
+        return worker.run(task)
+
+
+@dataclass(eq=False)
+class _Job:
+    """A loader's job in this process, and the worker that makes its batches.
+
+    In the process of its loader, each thread has a worker of its own. Elsewhere the process has
+    one, and a lock: a Dask worker has several threads, but the global generators, and a slot that
+    arrays are born in, are of the process.
 
     Attributes:
-        num_workers: of the loader.
-        seed: of the loader.
-        versions: of what must be the same on both sides.
-        address: the job, for other processes; None if the executor has none.
-        hosts: what other machines may call that of the loader; none if there are none.
-        port: where it gives them the job.
-    """
-
-    num_workers: int
-    seed: int
-    versions: tuple[str, str]
-    address: JobAddress | None = None
-    hosts: tuple[str, ...] = ()
-    port: int = 0
-
-    @property
-    def info(self) -> WorkerInfo:
-        """What a worker in this process is told."""
-        return WorkerInfo(-1, self.num_workers, os.getpid(), self.seed)
-
-
-def _versions() -> tuple[str, str]:
-    """Of minloader and Python: functions that are sent along are that Python's code."""
-    return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
-
-
-class JobHandle:
-    """Stands for a loader's job in the tasks sent to an executor that we did not start.
-
-    It is the job itself as long as it stays in this process; pickled, it is the job's reference.
-
-    Args:
         job: the job.
-        reference: where it is for other processes.
+        store: an object whose attribute ``worker`` is the worker.
+        ids: ids for workers, below 0.
+        lock: held while a worker is made, and while it makes a batch.
+        how: keyword arguments of the worker.
+        address: where the job was loaded from; None in the process of its loader.
+        connection: what the job was fetched over; it ends when the loader does.
+        pid: this process.
     """
 
-    def __init__(self, job: Job, reference: JobReference) -> None:
-        self._job = job
-        self._reference = reference
-        self._pid = os.getpid()
-        self._threads = threading.local()
-        self._count = itertools.count()
-        if reference.address is not None:
-            _sent[reference] = self
+    job: Job
+    store: Any
+    ids: Iterator[int]
+    lock: AbstractContextManager[Any]
+    how: dict[str, Any]
+    address: JobAddress | None = None
+    connection: socket.socket | None = None
+    pid: int = field(default_factory=os.getpid)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._reference.address is None:
-            raise TypeError("executor: a ThreadPoolExecutor must not pickle its tasks")
-        return _attach, (self._reference,)
+    def worker(self, reference: JobReference) -> Worker:
+        """Return the worker, which is told what the loader says now."""
+        with self.lock:
+            worker: Worker | None = getattr(self.store, "worker", None)
+            if worker is None or worker.info.seed != reference.seed:
+                info = WorkerInfo(-1, reference.num_workers, os.getpid(), reference.seed)
+                worker = self.store.worker = Worker(self.job, info, **self.how)
+                worker.id = next(self.ids)
+            worker.info.num_workers = reference.num_workers
+            return worker
 
     @property
-    def is_here(self) -> bool:
-        """Whether this is the process of the loader, not a fork of it."""
-        return os.getpid() == self._pid
-
-    def __call__(self) -> Worker:
-        """The worker of the calling thread."""
-        worker: Worker | None = getattr(self._threads, "worker", None)
-        if worker is None:
-            info = self._reference.info
-            worker = self._threads.worker = Worker(self._job, info, remote=False, packed=True)
-            worker.id -= next(self._count)  # still no number, but one for each thread
-        return worker
+    def may_be_needed(self) -> bool:
+        """Whether its loader is not known to be closed."""
+        return self.connection is not None or (self.address is not None and self.address.exists())
 
 
-_sent: weakref.WeakValueDictionary[JobReference, JobHandle] = weakref.WeakValueDictionary()
+_jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
 
-"""Those of this process that others may send back to it: a Dask worker may be a thread here."""
-
-
-def _attach(reference: JobReference) -> Callable[[], _Runner]:
-    """What an handle unpickles to. Loading waits for the call: an error here would be
-    raised while the executor reads its queue, which kills the worker."""
-    handle = _sent.get(reference)
-    if handle is not None and handle.is_here:
-        return handle
-    return partial(_find_job, reference)
+"""Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
 
 
-class _Runner(Protocol):
-    def run(self, task: Task) -> Reply: ...
+_loaded_jobs: dict[bytes, _Job] = {}
+
+"""Jobs of loaders of other processes, by their token."""
 
 
-_turn = threading.Lock()
+_lock = threading.Lock()
 
-"""Whose turn it is in this process. A Dask worker has several threads, but the global generators,
-and a slot that arrays are born in, are of the process."""
+"""Held while a job of another process is loaded, and while its worker makes a batch."""
 
 
-class _LoadedJob:
-    """A loader's job in a process of somebody else's executor, with the worker that does it."""
+def _find_job(reference: JobReference) -> _Job:
+    """Return the job of a task, loaded if need be."""
+    token = reference.token
+    here = _jobs_here.get(token)
+    if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
+        return here
+    with _lock:
+        if token not in _loaded_jobs:
+            for former in [each for each, job in _loaded_jobs.items() if not job.may_be_needed]:
+                _loaded_jobs.pop(former, None)
+            job = _loaded_jobs[token] = _load_job(reference)
+            if job.connection is not None:
+                args = token, job.connection
+                threading.Thread(
+                    target=_forget, args=args, name="minloader-job", daemon=True
+                ).start()
+        return _loaded_jobs[token]
 
-    def __init__(self, reference: JobReference) -> None:
-        assert reference.address is not None
-        if reference.versions != _versions():
-            ours, theirs = (" and Python ".join(each) for each in (_versions(), reference.versions))
-            raise RuntimeError(
-                f"a worker on {socket.gethostname()} has minloader {ours}, but the loader has "
-                f"{theirs}; install the same on all machines"
-            )
-        if "distributed" in sys.modules:
-            _part_generators()
-        self._address = reference.address
-        self._connection: socket.socket | None = None
-        try:
-            mapping = self._address.map()
-        except OSError:
-            if not reference.hosts:
-                raise
-            mapping, self._connection = fetch(self._address, reference.hosts, reference.port)
-        try:
-            self._job: Job = self._address.unpickle(mapping, forever=False)
-        except BaseException:
-            if self._connection is not None:
-                self._connection.close()
+
+def _forget(token: bytes, connection: socket.socket) -> None:
+    """Let a fetched job go when its loader is closed."""
+    wait_for_end(connection)
+    _loaded_jobs.pop(token, None)
+
+
+def _load_job(reference: JobReference) -> _Job:
+    """Load the job of a loader of another process.
+
+    Raises:
+        RuntimeError: the loader's versions are others.
+        OSError: the job is not on this machine, and cannot be fetched.
+    """
+    address, connection = reference.address, None
+    if address is None:
+        raise RuntimeError("this is no thread of the loader's process, or the loader is closed")
+    if reference.versions != _versions():
+        ours, theirs = (" and Python ".join(each) for each in (_versions(), reference.versions))
+        raise RuntimeError(
+            f"a worker on {socket.gethostname()} has minloader {ours}, but the loader has "
+            f"{theirs}; install the same on all machines"
+        )
+    if "distributed" in sys.modules:
+        _give_dask_a_generator()
+    try:
+        mapping = address.map()
+    except OSError:
+        if not reference.hosts:
             raise
-        self._worker: Worker | None = None
-
-    @property
-    def welcome(self) -> bool:
-        """Whether the loader is not known to be closed."""
-        return self._connection is not None or self._address.exists()
-
-    def follow_loader(self) -> None:
-        """Leaves when the loader is closed, if that can be waited for."""
-        if self._connection is not None:
-            leave = partial(_leave, self._address.token, self._connection)
-            threading.Thread(target=leave, name="minloader-job", daemon=True).start()
-
-    def prepare(self, reference: JobReference) -> None:
-        """Has a worker that knows what the loader says now."""
-        if self._worker is None or self._worker.info.seed != reference.seed:
-            self._worker = Worker(self._job, reference.info, remote=True, beside=True)
-        self._worker.info.num_workers = reference.num_workers
-
-    def run(self, task: Task) -> Reply:
-        assert self._worker is not None
-        with _turn:
-            return self._worker.run(task)
+        mapping, connection = fetch(address, reference.hosts, reference.port)
+    try:
+        job = address.unpickle(mapping, forever=False)
+    except BaseException:
+        if connection is not None:
+            connection.close()
+        raise
+    how = {"packer": BatchPacker(OutOfBand()), "seed": seed_globals}
+    return _Job(job, SimpleNamespace(), itertools.repeat(-1), _lock, how, address, connection)
 
 
-def _part_generators() -> None:
-    """Gives Dask a generator of random numbers of its own.
+_DASK = ("dask", "distributed", "tornado")
+
+
+def _give_dask_a_generator() -> None:
+    """Give Dask a generator of random numbers of its own.
 
     Its threads draw from Python's global one several times a second, to estimate sizes, and so
     would change what a batch draws; and a generator that we have seeded would give the delays by
@@ -283,41 +290,3 @@ def _part_generators() -> None:
         names = vars(module) if name.partition(".")[0] in _DASK else {}
         if names.get("random") is random:
             names["random"] = copy
-
-
-_DASK = ("dask", "distributed", "tornado")
-
-_loaded_jobs: dict[bytes, _LoadedJob] = {}
-
-"""By the token of the reference."""
-
-
-def _find_job(reference: JobReference) -> _LoadedJob:
-    assert reference.address is not None
-    token = reference.address.token
-    with _turn:
-        if token not in _loaded_jobs:
-            for former in [each for each, job in _loaded_jobs.items() if not job.welcome]:
-                _loaded_jobs.pop(former, None)
-            _loaded_jobs[token] = _LoadedJob(reference)
-            _loaded_jobs[token].follow_loader()
-        job = _loaded_jobs[token]
-        job.prepare(reference)
-        return job
-
-
-def _leave(token: bytes, end: socket.socket) -> None:
-    """Lets a fetched job go when its loader does."""
-    wait_for_end(end)
-    _loaded_jobs.pop(token, None)
-
-
-def run_attached(handle: Callable[[], _Runner], task: Task) -> Reply:
-    """Makes the batches of a task in a worker of somebody else's executor."""
-    try:
-        runner = handle()
-    except Exception as error:
-        stage = "while the worker loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
-    return runner.run(task)

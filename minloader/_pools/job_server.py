@@ -1,11 +1,17 @@
 """The job for workers on other machines: each of their processes fetches it once.
 
-What an executor offers is to run a task somewhere: not where, nor how to give something to each
-worker once. So the job does not travel through the executor at all. Its tasks say where the loader
-is, and a worker process that neither has the job nor finds its file connects to the loader's
-process, proves by a keyed hash that it was sent, and copies the file, byte for byte. It makes no
-difference then which executor it is, which worker gets which task, and which of them die: the
-next process that needs the job fetches it.
+An executor offers no more than to run a task somewhere. It does not say where, and cannot give
+something to each worker once. So the job does not travel through the executor at all. Its tasks
+say where the loader is, and a worker process that neither has the job nor finds its file connects
+to the loader's process and copies the file, byte for byte. It makes no difference then which
+executor it is, which worker gets which task, and which of them die: the next process that needs
+the job fetches it.
+
+Client and server know the job's token, and prove it to each other, by a keyed hash of a challenge,
+before a byte of the job is sent or unpickled::
+
+    client: connects             server: 32 random bytes
+    client: hash, 32 random bytes    server: hash, the file
 
 The connection stays open as long as both sides live. When the loader is closed, or its process is
 dead, so is the connection, and the worker lets go of the job.
@@ -23,6 +29,8 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from minloader._memory.job_file import JobAddress, JobFile
 
@@ -43,11 +51,11 @@ KEEPALIVE_SECONDS = 60
 """After so much silence the connection is probed, so that no router forgets it."""
 
 
-_PROOF = 32  # bytes of a challenge, and of the answer to it
+_HASH = 32  # bytes of a challenge, and of the answer to it
 
 
 class JobServer:
-    """Serves a job_file to workers on other machines, in threads of the parent.
+    """Serves a job file to workers on other machines, in threads of the parent.
 
     Args:
         job_file: what to serve.
@@ -61,7 +69,7 @@ class JobServer:
         self._clients: set[socket.socket] = set()
 
     def open(self) -> tuple[tuple[str, ...], int]:
-        """Begins to serve, if it does not yet.
+        """Begin to serve, unless it does so already.
 
         Returns:
             Names and addresses of this machine, the likeliest first, and the port.
@@ -71,25 +79,58 @@ class JobServer:
         """
         if self._listener is None:
             self._hosts, self._listener = _hosts(), _listen()
-            address = self._job_file.address
-            self._acceptor = threading.Thread(
-                target=_receive,
-                args=(self._listener, self._job_file.duplicate(), address, self._clients),
-                name="minloader-job_server",
-                daemon=True,
-            )
-            self._acceptor.start()
+            self._acceptor = _start_thread(self._accept, self._listener)
             self._port: int = self._listener.getsockname()[1]
         return self._hosts, self._port
 
     def close(self) -> None:
-        """Ends all connections; the workers let go of the job then."""
+        """End all connections; the workers let go of the job then. The job file comes after."""
         if self._listener is None or os.getpid() != self._pid:
             return
-        _hang_up(self._listener)
+        _end(self._listener)
         self._acceptor.join()
         for client in list(self._clients):
-            _hang_up(client)
+            _end(client)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Give each client a thread, until the listener is ended."""
+        with listener:
+            while True:
+                try:
+                    client = listener.accept()[0]
+                    # A descriptor of its own: it is not closed under a transfer.
+                    file = open(self._job_file.duplicate(), "rb")  # noqa: SIM115
+                except OSError as error:
+                    if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        return
+                    logger.warning("a worker cannot fetch the dataset: %s", error)  # no descriptors
+                    threading.Event().wait(1)
+                    continue
+                self._clients.add(client)
+                _start_thread(self._serve, client, file)
+
+    def _serve(self, client: socket.socket, file: BinaryIO) -> None:
+        """Give one client the job file, if it knows the token, and stay until it goes."""
+        try:
+            with client, file:
+                client.settimeout(CONNECT_SECONDS)
+                if not _check_client(client, self._job_file.address.token):
+                    return
+                client.settimeout(STALL_SECONDS)
+                client.sendfile(file)
+                _keep(client)
+                client.recv(1)
+        except OSError as error:
+            logger.debug("a worker that fetched the dataset is gone: %s", error)
+        finally:
+            self._clients.discard(client)
+
+
+def _start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    name = "minloader-job-server"
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _listen() -> socket.socket:
@@ -100,7 +141,7 @@ def _listen() -> socket.socket:
 
 
 def _hosts() -> tuple[str, ...]:
-    """What other machines may call this one."""
+    """Return what other machines may call this one, the likeliest first."""
     found = []
     # The address of the interface by which others are reached. These two are reserved for
     # examples; connecting a datagram socket sends nothing.
@@ -113,7 +154,10 @@ def _hosts() -> tuple[str, ...]:
 
 
 def _interfaces() -> list[str]:
-    """Addresses of the network interfaces: a cluster may have several networks, and no names."""
+    """Return the addresses of the network interfaces.
+
+    A cluster may have several networks, and no names.
+    """
     if not sys.platform.startswith("linux"):
         return []
     import fcntl
@@ -131,102 +175,67 @@ def _interfaces() -> list[str]:
 _SIOCGIFADDR = 0x8915
 
 
-def _hang_up(end: socket.socket) -> None:
-    """Ends a socket that a thread waits on, which then closes it."""
+def _end(connection: socket.socket) -> None:
+    """End a socket that a thread waits on, which then closes it."""
     with contextlib.suppress(OSError):  # the other side was first
-        end.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _receive(
-    listener: socket.socket, fd: int, address: JobAddress, clients: set[socket.socket]
-) -> None:
-    """Takes clients in until the listener is shut down."""
-    with listener, open(fd, "rb") as file:
-        while True:
-            try:
-                client = listener.accept()[0]
-            except OSError as error:
-                if listener.fileno() < 0 or not _is_listening(listener):
-                    return
-                logger.warning("a worker cannot fetch the dataset: %s", error)  # no descriptors
-                threading.Event().wait(1)
-                continue
-            clients.add(client)
-            # Each has a descriptor of its own: none is closed under a transfer.
-            args = client, os.dup(file.fileno()), address, clients
-            threading.Thread(
-                target=_attend, args=args, name="minloader-job_server-client", daemon=True
-            ).start()
+def _keep(connection: socket.socket) -> None:
+    """Let a connection wait for ever, unless the other machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
 
 
-def _is_listening(listener: socket.socket) -> bool:
-    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def wait_for_end(connection: socket.socket) -> None:
+    """Return when the loader at the other end is closed, or gone."""
+    with connection, contextlib.suppress(OSError):
+        connection.recv(1)
 
 
-def _attend(
-    client: socket.socket, fd: int, address: JobAddress, clients: set[socket.socket]
-) -> None:
-    """Gives one client the job file, if it was sent, and stays until it goes."""
-    try:
-        with client, open(fd, "rb") as file:
-            client.settimeout(CONNECT_SECONDS)
-            if not _check_client(client, address.token):
-                return
-            client.settimeout(STALL_SECONDS)
-            client.sendfile(file)
-            _keep(client)
-            client.recv(1)
-    except OSError as error:
-        logger.debug("a worker that fetched the dataset is gone: %s", error)
-    finally:
-        clients.discard(client)
+def _hash(token: bytes, role: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(token, role + challenge, "sha256")
 
 
-def _check_client(client: socket.socket, key: bytes) -> bool:
-    """Has the client prove that it knows the key; proves the same to it."""
-    challenge = secrets.token_bytes(_PROOF)
+def _check_client(client: socket.socket, token: bytes) -> bool:
+    """Have the client prove that it knows the token; prove the same to it."""
+    challenge = secrets.token_bytes(_HASH)
     client.sendall(challenge)
-    answer, counter = _read(client, _PROOF), _read(client, _PROOF)
-    if not hmac.compare_digest(answer, _proof(key, b"worker", challenge)):
+    with client.makefile("rb") as received:
+        answer, theirs = received.read(_HASH), received.read(_HASH)
+    if not hmac.compare_digest(answer, _hash(token, b"worker", challenge)):
         return False
-    client.sendall(_proof(key, b"loader", counter))
+    client.sendall(_hash(token, b"loader", theirs))
     return True
 
 
-def _proof(key: bytes, role: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(key, role + challenge, "sha256")
-
-
-def _read(end: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _read_into(end, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(end: socket.socket, view: memoryview) -> None:
-    while view:
-        got = end.recv_into(view)
-        if got == 0:
+def _copy(connection: socket.socket, address: JobAddress) -> mmap.mmap:
+    """Copy the job file from the other end, if that is the loader: it is unpickled here."""
+    challenge = secrets.token_bytes(_HASH)
+    with connection.makefile("rb") as received:
+        answer = _hash(address.token, b"worker", received.read(_HASH))
+        connection.sendall(answer + challenge)
+        expected = _hash(address.token, b"loader", challenge)
+        if not hmac.compare_digest(received.read(_HASH), expected):
+            raise ConnectionError("somebody else answers there")
+        connection.settimeout(STALL_SECONDS)
+        mapping = mmap.mmap(-1, address.size, access=mmap.ACCESS_COPY)
+        if received.readinto(mapping) < address.size:
             raise ConnectionError("the other side closed the connection")
-        view = view[got:]
-
-
-def _keep(end: socket.socket) -> None:
-    """Lets a connection wait for ever, unless the other machine is gone."""
-    end.settimeout(None)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+    _keep(connection)
+    return mapping
 
 
 def fetch(
     address: JobAddress, hosts: tuple[str, ...], port: int
 ) -> tuple[mmap.mmap, socket.socket]:
-    """Copies a job file from the machine where it is, into private memory of this process.
+    """Copy a job file from the machine where it is, into private memory of this process.
 
     Args:
         address: what to fetch.
-        hosts: what that machine may be called, from :attr:`JobServer.hosts`.
+        hosts: what that machine may be called, from :meth:`JobServer.open`.
         port: where it listens.
 
     Returns:
@@ -237,45 +246,18 @@ def fetch(
     """
     reasons = []
     for host in hosts:
+        end: socket.socket | None = None
         try:
             end = socket.create_connection((host, port), CONNECT_SECONDS)
-        except OSError as error:
-            reasons.append(f"{host}: {error}")
-            continue
-        try:
             return _copy(end, address), end
-        except OSError as error:
+        except BaseException as error:
+            if end is not None:
+                end.close()
+            if not isinstance(error, OSError):
+                raise
             reasons.append(f"{host}: {error}")
-        except BaseException:
-            end.close()
-            raise
-        end.close()
     raise ConnectionError(
         f"the dataset is on another machine, and {socket.gethostname()} cannot fetch it from port "
         f"{port} of its loader ({'; '.join(reasons)}); the loader's machine must be reachable from "
         "the workers by TCP"
     )
-
-
-def _copy(end: socket.socket, address: JobAddress) -> mmap.mmap:
-    """Fetches from whoever is at the other end, if that is the loader: it is unpickled here."""
-    answer, challenge = (
-        _proof(address.token, b"worker", _read(end, _PROOF)),
-        secrets.token_bytes(32),
-    )
-    end.sendall(answer + challenge)
-    if not hmac.compare_digest(_read(end, _PROOF), _proof(address.token, b"loader", challenge)):
-        raise ConnectionError("somebody else answers there")
-    end.settimeout(STALL_SECONDS)
-    mapping = mmap.mmap(-1, address.size, access=mmap.ACCESS_COPY)
-    view = memoryview(mapping)
-    _read_into(end, view)
-    view.release()
-    _keep(end)
-    return mapping
-
-
-def wait_for_end(end: socket.socket) -> None:
-    """Returns when the loader at the other end is closed, or gone."""
-    with end, contextlib.suppress(OSError):
-        end.recv(1)

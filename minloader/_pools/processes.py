@@ -1,41 +1,62 @@
-"""Worker processes of our own: a pool of them that loses nothing and leaves nothing.
+"""Worker processes of our own: a pool of them that loses no task and leaves nothing behind.
 
-The parent's main module is never imported in a worker, so scripts need no ``__main__`` guard.
-When a worker dies, all workers of its executor go, another executor takes its place, and the
-board tells which batch the dead one was making. At the end workers are asked to leave, then
-killed together with all they started.
+A pool has a list of executors, the last of which takes tasks. The states of one, and who moves it::
+
+     _current()              replace_workers(): they grew too large, or have other settings
+    -----------> [ current ] -------------------------------> [ leaving ]
+                     |                                          |     | all its tasks are done
+                     | a worker died: the manager thread sees   |     |
+                     | it, or else watch() does, after STUCK    |     |
+                     v                                          |     |
+                 [ broken ] <-----------------------------------+     |
+                     |                                                v
+                     +-------- _remove_ended_executors() --------> [ ended ]
+
+All but the manager thread's own move happens in the thread that calls the pool, under its lock.
+:meth:`ProcessPool.leave` alone takes no lock: whoever closes a loader need not wait for a thread
+that is just submitting to it.
+
+Guarantees:
+
+1. Each future that ``submit()`` returned is done, at the latest when ``losses()`` grows or the pool
+   is closed. If ``losses()`` grew, ``deaths`` has the task that a dead worker was making.
+2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
+   that went (another group, another session, another parent).
+3. Closing waits GRACE for the workers, whatever their batches do, and 2 * GRACE at most for the
+   manager thread. It happens by itself when the loader is collected and when the interpreter exits.
+4. The parent's main module is never imported in a worker, so that scripts need no guard.
+5. In a fork of the parent nothing here touches the parent's workers.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.spawn
 import os
 import secrets
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import Any, cast
+from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar
 
 from minloader._errors import WorkerDied
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
-from minloader._memory.slots import Slots
-from minloader._pools.base import GRACE, Death, Held, Pool, Terms, packed
-from minloader._pools.cpython import CopyingDict, TolerantFuture, starting_worker
-from minloader._worker.heartbeat import Heartbeats, Line
+from minloader._pools.base import GRACE, Death, RemotePool, close_pools
+from minloader._pools.cpython import Executor, main_module_left_out, register_exit
+from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
 from minloader._worker.messages import Reply, Task
-from minloader._worker.start import TOKEN, WorkerSetup, run, start, warm_up
+from minloader._worker.start import TOKEN, WorkerSetup, run, warm_up, worker_main
 
 logger = logging.getLogger("minloader")
 
@@ -49,184 +70,271 @@ STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
 
-class _Executor(ProcessPoolExecutor):
-    """A ProcessPoolExecutor whose workers have numbers, start as we need it, and are watched.
+class WorkerProcess:
+    """A process of the user's context, with what a worker needs on top.
+
+    An executor takes it for a ``multiprocessing.Process``; so does ``connection.wait``. What is not
+    here is that process's own (``pid``, ``sentinel``, ``exitcode``, ``join()``, ...).
 
     Attributes:
-        setup: where the workers find what they need.
-        board: what they are doing.
-        workers: the processes in the order of their numbers; kept when the executor forgets them.
-        ended: pids of workers that were ended because another had died.
-        stacks: Python stacks of workers that were ended because they took too long, by pid.
-        unfinished: ids of tasks under way.
-        lost: ids of tasks that were when the executor broke.
-        worked: whether any task was finished.
-        leaving: whether it takes no more tasks.
+        ended_by_us: whether it was killed because another worker had died, or at the end.
+        stack: its Python stack, if it was killed because a batch took too long; else None.
     """
 
-    def __init__(
-        self, setup: WorkerSetup, board: Heartbeats, num_workers: int, context: BaseContext
-    ) -> None:
-        # Its arguments are set for each worker, when it is spawned.
-        super().__init__(num_workers, mp_context=context)
-        self._initializer = start
-        self.setup = setup
-        self._processes = CopyingDict()
-        self._pending_work_items = CopyingDict()
-        cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
-        self._results = cast(Any, self._result_queue)
-        self._dead_since: float | None = None
-        self._oom_kills = oom_kills()
-        self.board = board
-        self.manager: threading.Thread | None = None
-        self.workers: list[Any] = []
-        self.ended: set[int] = set()
-        self.stacks: dict[int, str] = {}
-        self.unfinished: set[int] = set()
-        self.lost: set[int] = set()
-        self.worked = False
-        self.leaving = False
+    def __init__(self, process: BaseProcess, start_method: str) -> None:
+        self._process = process
+        self._parent = os.getpid() if start_method != "forkserver" else None
+        self.ended_by_us = False
+        self.stack: str | None = None
 
-    def _spawn_process(self) -> None:
-        self._initargs = (self.setup, len(self._processes))
-        with starting_worker():
-            super()._spawn_process()  # type: ignore[misc]  # not public
-        self.workers = list(self._processes.values())
-        process = self.workers[-1]
-        process.terminate = partial(_end_survivor, process._popen, self.ended)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
 
-    def _start_executor_manager_thread(self) -> None:
-        super()._start_executor_manager_thread()
-        self.manager = cast(Any, self._executor_manager_thread)
+    def start(self) -> None:
+        """Start the process, without the main module.
 
-    def send(self, task: Task) -> Future[Reply]:
-        """Submits a task to the workers."""
-        self.unfinished.add(task.id)
+        Ctrl-C is held off the child until it can ignore it: the child inherits the blocked SIGINT,
+        and unblocks it when it has its handler. In the parent the signal is not lost, only late.
+        """
+        masks = hasattr(signal, "pthread_sigmask")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if masks else ()
         try:
-            future = self.submit(run, task)
-        except BaseException:
-            self.unfinished.discard(task.id)
-            raise
-        future.add_done_callback(partial(self._done, task.id))
-        return future
+            with main_module_left_out():
+                self._process.start()
+        finally:
+            if masks:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def terminate(self) -> None:
+        """Kill the process and all it started. An executor does so to each when one has died.
+
+        SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
+        executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
+        """
+        self.ended_by_us |= not self.has_ended()
+        # Also one that seems to have ended: it may just have closed its descriptors.
+        kill_trees([self.pid])
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended. Does not reap it, so that its pid stays its own."""
+        if wait([self.sentinel], 0):
+            return True
+        # The sentinel is a pipe, which a fork that the worker left behind may hold open.
+        if os.getpid() != self._parent or not hasattr(os, "waitid"):
+            return False
         try:
-            future = super().submit(fn, *args, **kwargs)
-        except Exception:
-            if self._broken:  # while it started a worker, say, that it can give no queue any more
-                raise BrokenProcessPool(self._broken) from None
-            raise
-        future.__class__ = TolerantFuture
-        if self._broken:
-            # CPython 3.11 breaks without a lock: it may have looked for tasks just before this.
-            future.set_exception(BrokenProcessPool(self._broken))
-        return future
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.pid, how) is not None
+        except ChildProcessError:
+            return True  # the manager thread has reaped it
 
-    def _done(self, task_id: int, future: Future[Reply]) -> None:
-        self.unfinished.discard(task_id)
+
+class _WorkerContext:
+    """A multiprocessing context, such that each process of an executor becomes a worker of ours.
+
+    Args:
+        context: the user's, which may be of a class of theirs; all but ``Process`` is its own.
+        setup: where the workers find what they need.
+    """
+
+    def __init__(self, context: BaseContext, setup: WorkerSetup) -> None:
+        self._context = context
+        self._setup = setup
+        self._processes: list[WorkerProcess] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The workers that were started, in the order of their numbers; also those that ended."""
+        return [process for process in self._processes if process.pid is not None]
+
+    def Process(self, *, target: Callable[..., Any], args: Any) -> WorkerProcess:  # noqa: N802
+        """Return a process that is set up as the next worker before it runs ``target``."""
+        # One whose start failed gives its number back.
+        self._processes = self.workers
+        args = (self._setup, len(self._processes), target, args)
+        context: Any = self._context  # that it has a Process is true of every real one
+        process = context.Process(target=worker_main, args=args)
+        self._processes.append(WorkerProcess(process, self._context.get_start_method()))
+        return self._processes[-1]
+
+
+@dataclass
+class _Tasks:
+    """What became of the tasks of an executor.
+
+    It does not know the executor: its futures lead here, and they would lead to a cycle. The
+    collector, which would have to find that, may come while the system's semaphores are counted,
+    which CPython 3.12 refuses.
+
+    Attributes:
+        unfinished: futures of those under way, by the task's id.
+        lost: ids of those that were under way when the executor broke.
+        any_done: whether there ever was a reply.
+    """
+
+    unfinished: dict[int, Future[Reply]] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    any_done: bool = False
+
+    def add(self, task_id: int, future: Future[Reply]) -> None:
+        self.unfinished[task_id] = future
+        future.add_done_callback(partial(self._remove, task_id))
+
+    def _remove(self, task_id: int, future: Future[Reply]) -> None:
+        self.unfinished.pop(task_id, None)
         if future.cancelled():
             return
         if future.exception() is not None:
             self.lost.add(task_id)
         else:
-            self.worked = True
+            self.any_done = True
 
-    def retire(self) -> None:
-        """Takes no more tasks; what is queued is dropped."""
+    def fail(self, reason: str) -> None:
+        """Give those under way an error, unless they are done just now."""
+        for future in list(self.unfinished.values()):
+            future.set_exception(BrokenProcessPool(reason))
+
+
+class _Executor(Executor):
+    """An executor whose workers are watched, and of which nothing is left.
+
+    Attributes:
+        setup: what each worker is given when it starts.
+        heartbeats: what the workers are doing.
+        leaving: whether it takes no more tasks.
+        tasks: what became of its tasks.
+    """
+
+    def __init__(self, setup: WorkerSetup, heartbeats: Heartbeats, context: BaseContext) -> None:
+        self._context = _WorkerContext(context, setup)
+        super().__init__(heartbeats.workers, self._context)
+        self.setup = setup
+        self._oom_kills = oom_kills()
+        self._dead_since: float | None = None
+        self.heartbeats = heartbeats
+        self.leaving = False
+        self.tasks = _Tasks()
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The worker processes in the order of their numbers, also those that ended."""
+        return self._context.workers
+
+    def is_ready(self, index: int) -> bool:
+        """Return whether a worker has loaded the dataset."""
+        return bool(self.heartbeats.last(index).task)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        is_done = self.leaving and self.manager is not None and not self.manager.is_alive()
+        return is_done or self.broken
+
+    def send(self, task: Task) -> Future[Reply]:
+        """Submit a task to the workers."""
+        future = self.submit(run, task)
+        self.tasks.add(task.id, future)
+        return future
+
+    def leave(self, *, drop: bool) -> None:
+        """Take no more tasks; ``drop`` those that no worker has begun with."""
         self.leaving = True
-        self.shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=drop)
 
     def end(self, deadline: float) -> None:
-        """Waits for the workers to leave until ``deadline`` (monotonic clock), then kills."""
+        """Wait for the workers to leave until ``deadline`` (monotonic clock), then kill them."""
+        self.leave(drop=True)
         self._reveal_deaths()
-        alive = {process.sentinel: process for process in self.workers}
+        alive = {worker.sentinel: worker for worker in self.workers}
         while alive and (left := deadline - time.monotonic()) > 0:
-            for sentinel in multiprocessing.connection.wait(list(alive), left):
+            for sentinel in wait(list(alive), left):
                 del alive[sentinel]
-        self._kill(process.pid for process in alive.values() if not _has_ended(process._popen))
-        for process in self.workers:
+        self._kill([worker for worker in alive.values() if not worker.has_ended()])
+        for worker in self.workers:
             # One that left by itself may have left others. Its pid may be taken again by now, but
             # not as a group while there is anybody in its own.
-            kill_group(process.pid)
-        # It reaps the processes and closes the pipes; it ends at once now, unless it is this
-        # thread itself, come here by garbage collection.
+            kill_group(worker.pid)
+        # The manager thread reaps the processes and closes the pipes; it ends at once now, unless
+        # it is this thread itself, come here by garbage collection.
         if self.manager is not None and self.manager is not threading.current_thread():
             self.manager.join(GRACE)
             if self.manager.is_alive():
-                self._unblock("the workers have ended")
+                self.break_up("the workers have ended")
                 self.manager.join(GRACE)
-            if not self.manager.is_alive():
-                # Their futures know this executor. The collector, which would have to find that,
-                # may come while the system's semaphores are counted, which CPython 3.12 refuses.
-                self._pending_work_items.clear()
+        self.tasks.fail("the workers have ended")
 
-    def _reveal_deaths(self) -> list[Any]:
-        """The sentinels of workers that have ended. A fork that one left behind would hide it."""
-        dead = [process for process in self.workers if _has_ended(process._popen)]
-        for process in dead:
-            kill_group(process.pid)
-        return [process.sentinel for process in dead]
+    def clean_up(self) -> None:
+        """Remove what the workers may have left; the last thing, when they have ended."""
+        self.heartbeats.close()
+        if self.broken or any(worker.exitcode for worker in self.workers):
+            kill_marked(TOKEN, self.setup.token)
 
-    def _kill(self, pids: Iterable[int]) -> None:
-        pids = list(pids)
-        self.ended.update(pids)
-        kill_trees(pids)
+    def _reveal_deaths(self) -> list[WorkerProcess]:
+        """Return the workers that have ended. Forks that they left, which hide that, are killed."""
+        dead = [worker for worker in self.workers if worker.has_ended()]
+        for worker in dead:
+            kill_group(worker.pid)
+        return dead
+
+    def _kill(self, workers: list[WorkerProcess]) -> None:
+        for worker in workers:
+            worker.ended_by_us = True
+        kill_trees(worker.pid for worker in workers)
 
     def watch(self, timeout: float | None) -> None:
-        """Kills workers whose batch takes longer than ``timeout``, and finds what is stuck."""
-        if self._broken:
+        """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
+        if self.broken:
             return
-        for worker_id, process in enumerate(self.workers if timeout is not None else ()):
-            line = self.board.line(worker_id)
-            late = time.perf_counter() - line.began > cast(float, timeout)
-            if late and line.task in self.unfinished and process.pid not in self.stacks:
-                stack = self.board.stack(process.pid, GRACE)
-                if self.board.line(worker_id) == line and line.task in self.unfinished:
-                    self.stacks[process.pid] = stack
-                    kill_trees([process.pid])
+        if timeout is not None:
+            self._kill_late(timeout)
         # The manager thread notices a death at once, unless it is in the middle of a message that
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        if not dead or (self.leaving and not self.unfinished):
+        if not dead or (self.leaving and not self.tasks.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > STUCK:
-            why = self._broken = "a worker died while it sent a reply"  # type: ignore[assignment]
-            self._kill(p.pid for p in self.workers if p.sentinel not in dead)
-            self._unblock(why)
+            self._kill([worker for worker in self.workers if worker not in dead])
+            self.tasks.fail("a worker died while it sent a reply")
+            self.break_up("a worker died while it sent a reply")
 
-    def _unblock(self, why: str) -> None:
-        """Does what a manager thread would do that reads an unfinished message, and ends that."""
-        for item in list(self._pending_work_items.values()):
-            item.future.set_exception(BrokenProcessPool(why))
-        self._results._writer.close()  # the last one: the message ends here
-
-    def deaths(self) -> Iterator[tuple[Line, Death]]:
-        """Those workers that died by themselves, or by us for taking too long."""
-        out_of_memory = oom_kills() > self._oom_kills
-        for worker_id, process in enumerate(self.workers):
-            pid, exitcode = process.pid, process.exitcode
-            stack = self.stacks.get(pid)
-            if pid in self.ended and stack is None:
+    def _kill_late(self, timeout: float) -> None:
+        for n, worker in enumerate(self.workers):
+            heartbeat = self.heartbeats.last(n)
+            is_late = time.perf_counter() - heartbeat.began > timeout
+            is_working = heartbeat.task in self.tasks.unfinished
+            if not is_late or not is_working or worker.stack is not None:
                 continue
-            cause = _exit_text(exitcode, out_of_memory)
-            if stack is not None:
+            stack = self.heartbeats.stack(worker.pid, GRACE)
+            if self.heartbeats.last(n) == heartbeat and heartbeat.task in self.tasks.unfinished:
+                worker.stack = stack
+                kill_trees([worker.pid])
+
+    def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
+        """Find the workers that died by themselves, or were killed for taking too long."""
+        out_of_memory = oom_kills() > self._oom_kills
+        for n, worker in enumerate(self.workers):
+            if worker.ended_by_us and worker.stack is None:
+                continue
+            cause = _exit_text(worker.exitcode, out_of_memory)
+            if worker.stack is not None:
                 cause = "killed, since a batch took too long"
-            line = self.board.line(worker_id)
-            name = self.setup.first_id + worker_id
-            yield line, Death(line.place, name, pid, exitcode, cause, stack)
+            heartbeat, number = self.heartbeats.last(n), self.setup.first_id + n
+            death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
+            yield heartbeat, Death(*death)
 
 
 def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     if exitcode is None or exitcode >= 0:
         return f"exit code {exitcode}"
-    try:
+    name = ""
+    with suppress(ValueError):  # a real-time signal
         name = f" ({signal.Signals(-exitcode).name})"
-    except ValueError:
-        name = ""
     text = f"killed by signal {-exitcode}{name}"
     if exitcode != -getattr(signal, "SIGKILL", 9):
         return text
@@ -235,67 +343,34 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     return f"{text}: the machine may be out of memory"
 
 
-def _has_ended(popen: Any) -> bool:
-    """Whether a worker has. Its sentinel alone does not tell: a fork of it may hold that open."""
-    if popen.returncode is not None or multiprocessing.connection.wait([popen.sentinel], 0):
-        return True
-    if hasattr(os, "waitid"):
-        with suppress(ChildProcessError):  # that of a fork server
-            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, popen.pid, how) is not None
-    return False
-
-
-def _end_survivor(popen: Any, ended: set[int]) -> None:
-    """What the executor does to every worker when one has died, in place of ``terminate()``.
-
-    SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
-    executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
-    """
-    if not _has_ended(popen):
-        ended.add(popen.pid)
-    # Also one that seems to have ended: it may just have closed its descriptors.
-    kill_trees([popen.pid])
-
-
-class ProcessPool(Pool):
+@dataclass(eq=False, repr=False)
+class ProcessPool(RemotePool):
     """Makes batches in worker processes, started when there is work for them.
 
-    An executor that broke is replaced by another; one whose workers have grown too large
-    finishes what it was given beside another.
-
     Args:
-        terms: how many processes, at most, and what they are told.
         job_file: the job, serialized once for all workers there will ever be.
         context: how to start them.
-        slots: shared memory for their batches.
         timeout: seconds that a batch may take.
     """
 
-    replaces = True
+    job_file: JobFile
+    context: BaseContext
+    timeout: float | None
+    replaces: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        terms: Terms,
-        job_file: JobFile,
-        context: BaseContext,
-        slots: Slots | None,
-        timeout: float | None,
-    ) -> None:
-        super().__init__(terms, slots)
-        self._job_file = job_file
-        self._context = context
-        self._timeout = timeout
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
         self._losses = 0
         self._closed = False
         _pools.add(self)
 
-    def _live(self) -> _Executor:
+    def _current(self) -> _Executor:
+        """The executor that takes tasks, a new one if need be."""
         if self._closed:
             raise RuntimeError("the pool is closed")
-        self._remove_dead_executors()
+        self._remove_ended_executors()
         if len(self.failed_starts) >= MOST_FAILED_STARTS:
             raise WorkerDied(
                 f"workers cannot be started: {len(self.failed_starts)} in a row died before "
@@ -303,72 +378,57 @@ class ProcessPool(Pool):
                 "it is unpickled, at worker_init_fn, and at the machine's memory"
             )
         if not self._executors or self._executors[-1].leaving:
-            board = Heartbeats(self.num_workers)
-            folder = self.slots.folder if self.slots is not None else None
-            token = secrets.token_hex(8)
+            heartbeats = Heartbeats(self.num_workers)
             setup = WorkerSetup(
-                *(self._job_file.address, folder, board.path, token),
-                *(self.terms.first_id, self.terms.all_workers, self.terms.seed),
+                address=self.job_file.address,
+                folder=self.slots.folder if self.slots is not None else None,
+                heartbeats=heartbeats.path,
+                token=secrets.token_hex(8),
+                first_id=self.settings.first_id,
+                num_workers=self.settings.all_workers,
+                seed=self.settings.seed,
             )
-            executor = _Executor(setup, board, self.num_workers, self._context)
-            self._executors.append(executor)
+            self._executors.append(_Executor(setup, heartbeats, self.context))
         return self._executors[-1]
 
-    def _remove_dead_executors(self) -> None:
-        """Puts away executors that broke, when all their processes are gone, and spent ones."""
+    def _remove_ended_executors(self) -> None:
         if self._closed:
-            return  # that is close()'s now
-        for executor in list(self._executors):
-            spent = executor.leaving and executor.manager and not executor.manager.is_alive()
-            if not executor._broken and not spent:
-                continue
-            executor.retire()
+            return  # end() does it then
+        for executor in [each for each in self._executors if each.is_over]:
             executor.end(time.monotonic() + GRACE)
             self._executors.remove(executor)
-            if executor._broken:
+            if executor.broken:
                 self._losses += 1
                 self._collect_deaths(executor)
-            self._clean_up(executor)
-
-    def _clean_up(self, executor: _Executor) -> None:
-        """Removes what the workers of an ended executor may have left."""
-        executor.board.close()
-        if executor._broken or any(process.exitcode for process in executor.workers):
-            kill_marked(TOKEN, executor.setup.token)
+            executor.clean_up()
 
     def _collect_deaths(self, executor: _Executor) -> None:
-        if executor.worked:
+        if executor.tasks.any_done:
             self.failed_starts.clear()
-        for line, death in executor.deaths():
+        for heartbeat, death in executor.deaths():
             self.replaced += 1
-            if line.task == 0:
+            if heartbeat.task == 0:
                 self.failed_starts.append(death.cause)
-            if line.task in executor.lost:
-                self.deaths[line.task] = death
+            if heartbeat.task in executor.tasks.lost:
+                self.deaths[heartbeat.task] = death
             logger.warning(
                 "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
                 "is done again",
                 *(death.worker, death.pid, death.cause),
             )
 
-    def hold(self, item: Any) -> Held:
-        return Held(item)
-
-    def pack(self, task: Task) -> Task:
-        return packed(task)
-
     def submit(self, task: Task) -> Future[Reply]:
         with self._lock:
             while True:
                 try:
-                    return self._live().send(task)
+                    return self._current().send(task)
                 except BrokenExecutor:  # just now: the task was not under way, so it is not lost
                     continue
 
     def start(self) -> None:
         with self._lock:
             self.failed_starts.clear()  # the machine may have recovered
-            executor = self._live()
+            executor = self._current()
             # An executor starts a process with a task for which none is idle.
             for _ in range(self.num_workers - len(executor.workers)):
                 executor.submit(warm_up)
@@ -376,62 +436,50 @@ class ProcessPool(Pool):
     def watch(self) -> None:
         with self._lock:
             for executor in self._executors:
-                executor.watch(self._timeout)
+                executor.watch(self.timeout)
 
     def losses(self) -> int:
         with self._lock:
-            self._remove_dead_executors()
+            self._remove_ended_executors()
             return self._losses
 
     def renew(self, pid: int) -> None:
         with self._lock:
-            current = self._executors[-1] if self._executors else None
-            if current is None or pid not in [process.pid for process in current.workers]:
-                return
-            logger.warning(
-                "worker (pid %d) takes more than worker_memory_limit: all workers are replaced, as "
-                "soon as they have done what they were given",
-                pid,
-            )
-            self.replaced += len(current.workers)
-            self.release()
+            workers = self._executors[-1].workers if self._executors else []
+            if pid in [worker.pid for worker in workers]:
+                logger.warning(
+                    "worker (pid %d) takes more than worker_memory_limit: all workers are "
+                    "replaced, as soon as they have done what they were given",
+                    pid,
+                )
+                self.replaced += len(workers)
+                self.replace_workers()
 
-    def release(self) -> None:
+    def replace_workers(self) -> None:
         with self._lock:
             if self._executors and not self._executors[-1].leaving:
-                self._executors[-1].leaving = True
-                self._executors[-1].shutdown(wait=False)
+                self._executors[-1].leave(drop=False)
 
-    def retire(self) -> bool:
-        if os.getpid() != self.pid:
-            return False
+    def leave(self) -> None:
         self._closed = True
         for executor in list(self._executors):
-            executor.retire()
-        return True
+            executor.leave(drop=True)
 
     def end(self, deadline: float) -> None:
         with self._lock:
             while self._executors:
                 self._executors[-1].end(deadline)
-                self._clean_up(self._executors[-1])
+                self._executors[-1].clean_up()
                 self._executors.pop()  # only now: Ctrl-C meanwhile leaves the rest to the exit
-        if self.slots is not None:
-            self.slots.close()
+        super().end(deadline)
 
 
 _pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Ends every worker when the interpreter exits, all of them within one GRACE.
-
-    It must come before the executors' own hook, which first drains what is queued, and before
-    the interpreter waits for their threads: atexit would be too late for both.
-    """
-    deadline = time.monotonic() + GRACE
-    for pool in [pool for pool in _pools if pool.retire()]:
-        pool.end(deadline)
+    """End every worker when the interpreter exits, all of them within one GRACE."""
+    close_pools(_pools)
 
 
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # as concurrent.futures does
+register_exit(_close_all)

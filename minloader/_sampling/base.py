@@ -1,12 +1,14 @@
-"""Samplers: what a batch is made of. They run in the parent and yield lists of indices.
+"""What samplers share: an order that can be repeated, ranks, and a state.
 
-The order of an epoch depends on ``seed`` and on the epoch set by ``set_epoch`` alone, which
+Samplers decide what a batch is. They run in the parent and yield lists of indices.
+
+The order of an epoch depends only on ``seed`` and on the epoch set by ``set_epoch``, which
 :class:`minloader.Loader` calls at the start of each epoch. An iterator keeps the epoch it
 began with.
 
 With ``world_size`` ranks, each in a process of its own, every rank plans the epoch of all of them
-and yields its own part, so that no rank has to hear from another. A *step* is what all ranks take
-at once: one batch each, of a like size, so that no rank waits for another.
+and yields its own part, so that ranks need not communicate. A *step* is one batch for each rank,
+of a like size, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -23,15 +25,23 @@ from minloader._checks import check_int, shown
 
 VERSION = 1
 
-"""Of the states. To raise whenever the same arguments come to another order."""
+"""Version of the states. To be raised whenever the same arguments lead to another order."""
+
+
+def used_up(name: str, iterator: Any) -> RuntimeError:
+    """Return the error for an argument that cannot serve a second epoch."""
+    return RuntimeError(
+        f"{name} is an iterator, {shown(iterator)}, which serves one epoch and has served it; pass "
+        "a list, or an object whose __iter__ begins anew"
+    )
 
 
 class Repeatable:
-    """An iterable that refuses a second pass where it would be silently empty.
+    """An iterable that refuses a second epoch if it would be silently empty.
 
     Args:
-        name: of the argument that it was given as.
-        iterable: what to go through.
+        name: name of the argument that the iterable was given as.
+        iterable: what to iterate over.
     """
 
     def __init__(self, name: str, iterable: Iterable[Any]) -> None:
@@ -41,27 +51,25 @@ class Repeatable:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._iterable)
-        # One that has epochs begins anew with each, though it is its own iterator (lhotse's).
+        # An iterator with epochs (lhotse's samplers) begins anew with each of them.
         if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
             if self._used_up:
-                raise RuntimeError(
-                    f"{self._name} is an iterator, {shown(iterator)}, which serves one epoch and "
-                    "has served it; pass a list, or an object whose __iter__ begins anew"
-                )
+                raise used_up(self._name, iterator)
             self._used_up = True
         return iterator
 
 
 @dataclass
 class Position:
-    """Where an iterator stands.
+    """How far an iterator has come.
 
     Attributes:
-        epoch: that it goes through.
-        yielded: batches so far.
-        left: what earlier epochs rolled over into this one; at its end, what this one does.
-        ended: whether it has come to its end.
-        inner: state that an inner sampler has been restored from, until it is read again.
+        epoch: number of its epoch.
+        yielded: number of batches it has yielded.
+        left: indices that earlier epochs have left for this one. When it has ended: those that
+            this epoch leaves for the next.
+        ended: whether it has ended.
+        inner: state that an inner sampler was restored from, until it is iterated.
     """
 
     epoch: int
@@ -72,7 +80,9 @@ class Position:
 
 
 class Sampler:
-    """What the samplers share: a seed, an epoch, a rank, and the place where they stand."""
+    """The seed, epoch, rank and state of a sampler."""
+
+    _recorded: tuple[str, ...] = ("epoch", "yielded")  # attributes of Position that a state has
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.seed = check_int("seed", seed, 0)
@@ -81,57 +91,73 @@ class Sampler:
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
-        self._place: Position | None = None  # of the iterator made last, or loaded
-        self._loaded = False  # if loaded: the next iterator continues there
-        self._dropped = 0  # in the last epoch that was gone through
+        self._position: Position | None = None  # of the iterator made last, or loaded
+        self._loaded = False  # whether the next iterator continues at that position
+        self._dropped = 0  # samples of the last epoch that was iterated to its end
+        self._left: list[Any] = []  # indices that it has left for the next
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next ``iter`` gives the order of.
+        """Choose the epoch that the next iterator goes through.
 
-        A loaded position is kept if it is in this epoch, and otherwise forgotten.
-        """
-        self.epoch = check_int("epoch", epoch, 0)
-        if self._loaded and self._place is not None and self._place.epoch != self.epoch:
-            self._place, self._loaded = None, False
-
-    def state_dict(self, *, begin: bool = False) -> dict[str, Any]:
-        """Where the iterator made last stands: a small dict that can be written as JSON.
-
-        Until an iterator is made, that is the start of ``epoch``.
-
-        It says how many batches were yielded, and holds whatever decides the order, so that
-        ``load_state_dict`` can refuse what does not fit. It is the same in every rank.
+        A loaded position is kept if it is in this epoch, and forgotten otherwise.
 
         Args:
-            begin: tell where the next iterator will begin instead, if nothing was loaded.
+            epoch: number of the epoch, from 0.
+
+        Raises:
+            TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
-        place = self._new_place() if begin else self._place or self._new_place()
-        where = {"epoch": place.epoch, "yielded": place.yielded}
-        return {**self._identity(), **where, **self._rest_of_state(place)}
+        self.epoch = check_int("epoch", epoch, 0)
+        if self._loaded and self._position is not None and self._position.epoch != self.epoch:
+            self._position, self._loaded = None, False
+
+    def state_dict(self, *, begin: bool = False) -> dict[str, Any]:
+        """Return the position of the iterator made last, as a small dict that is fit for JSON.
+
+        Until an iterator is made, that is the beginning of ``epoch``.
+
+        The dict has the number of batches yielded, and all that decides the order, so that
+        ``load_state_dict`` can refuse a state that does not fit. Every rank has the same one.
+
+        Args:
+            begin: whether to return where the next iterator will begin, if nothing was loaded.
+        """
+        position = self._beginning() if begin else self._position or self._beginning()
+        values = vars(self._record(position))
+        return self._identity() | {name: values[name] for name in self._recorded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next ``iter`` continue where another sampler stood; later ones begin anew.
+        """Make the next iterator continue from a state. Later ones begin anew.
 
         Args:
             state: from ``state_dict`` of a sampler made with the same arguments, of any rank.
 
         Raises:
-            TypeError, ValueError: that is no state, or of a sampler of another order. This
-                sampler is then as it was.
+            TypeError, ValueError: that is no state, or that of a sampler with another order. This
+                sampler then stays as it was.
         """
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
-        for name, value in self._identity().items():
-            if (other := state_entry(state, name)) != value:
+        identity = self._identity()
+        for name in (*identity, *self._recorded):
+            if name not in state:
                 raise ValueError(
-                    f"{name} is {value!r}, but the state is of {name} {other!r}; make the sampler "
-                    "with the arguments it had then, or start anew without the state"
+                    f"the state has no {name!r}, so it is not from this kind of sampler"
                 )
-        place = self._place_of(state)
-        self.epoch, self._place, self._loaded = place.epoch, place, True
+            if name in identity and state[name] != identity[name]:
+                raise ValueError(
+                    f"{name} is {identity[name]!r}, but the state is of {name} {state[name]!r}; "
+                    "make the sampler with the arguments it had then, or start anew without the "
+                    "state"
+                )
+        for name in ("epoch", "yielded"):
+            check_int(name, state[name], 0)
+        position = Position(**{name: state[name] for name in self._recorded})
+        self._accept(position)
+        self.epoch, self._position, self._loaded = position.epoch, position, True
 
     def _identity(self) -> dict[str, Any]:
-        """All that decides the order of an epoch, as far as it is known."""
+        """Return all that decides the order of an epoch, as far as it is known."""
         return {
             "sampler": type(self).__name__,
             "version": VERSION,
@@ -139,30 +165,24 @@ class Sampler:
             "seed": self.seed,
         }
 
-    def _rest_of_state(self, place: Position) -> dict[str, Any]:
-        return {}
+    def _record(self, position: Position) -> Position:
+        """Return a position as a state shall have it."""
+        return position
 
-    def _place_of(self, state: dict[str, Any]) -> Position:
-        epoch, yielded = (state_entry(state, name) for name in ("epoch", "yielded"))
-        return Position(check_int("epoch", epoch, 0), check_int("yielded", yielded, 0))
+    def _accept(self, position: Position) -> None:
+        """Prepare to continue from a loaded position, or raise an error and change nothing."""
 
-    def _new_place(self) -> Position:
-        return Position(self.epoch)
+    def _beginning(self) -> Position:
+        return Position(self.epoch, left=self._left)
 
     def _begin(self) -> Position:
-        """The place of an iterator that is being made: the loaded one, or a new one."""
-        if not self._loaded or self._place is None:
-            self._place = self._new_place()
+        """Return the position of an iterator that is being made: the loaded one, or a new one."""
+        if not self._loaded or self._position is None:
+            self._position = self._beginning()
         self._loaded = False
-        return self._place
+        return self._position
 
     def _rng(self, epoch: int) -> np.random.Generator:
         import numpy as np
 
         return np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
-
-
-def state_entry(state: dict[str, Any], name: str) -> Any:
-    if name not in state:
-        raise ValueError(f"the state has no {name!r}, so it is not from this kind of sampler")
-    return state[name]

@@ -6,7 +6,7 @@ where it travels (:func:`minloader.empty`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +45,7 @@ def collate(samples: Sequence[Any]) -> Any:
         ValueError: the samples differ in shape, length or keys, or there are none.
         TypeError: there is a sample of a type that cannot be stacked.
     """
-    return _walk(samples, _stack, "sample")
+    return _join(samples, "sample")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class pad_collate:  # noqa: N801  # used like the function it stands beside
         check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        return _walk([_numbers_to_array(sample) for sample in samples], self._pad, "sample")
+        return _join(samples, "sample", self)
 
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
         import numpy as np
@@ -111,30 +111,27 @@ def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fcO" or bool(kept == value)
 
 
-def _numbers_to_array(sample: Any) -> Any:
-    """Turns the lists of numbers inside a sample, which are sequences here, into arrays."""
+def _numbers_as_array(sample: Any) -> Any:
+    """Return the array of a list of numbers, which is a sequence to pad; all else as it is."""
     import numpy as np
 
     if isinstance(sample, list) and all(isinstance(value, Number) for value in sample):
         return np.asarray(sample) if sample else np.empty(0, dtype=np.int64)
-    if isinstance(sample, Mapping):
-        return {key: _numbers_to_array(value) for key, value in sample.items()}
-    if isinstance(sample, (list, tuple)):
-        return _rebuild(sample, [_numbers_to_array(value) for value in sample])
     return sample
 
 
-def _rebuild(like: Any, values: list[Any]) -> Any:
-    """A list, tuple or named tuple of the same type as ``like``."""
-    if isinstance(like, list):
-        return values
-    return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
+def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> Any:
+    """Return one batch of samples that have the same structure, and go down this structure.
 
-
-def _walk(samples: Sequence[Any], leaf: Callable[[list[Any], str], Any], path: str) -> Any:
-    """Goes down the common structure of the samples and joins the arrays by ``leaf``."""
+    Args:
+        samples: the samples, or the same part of each.
+        path: which part of a sample this is, for messages.
+        pad: how to pad sequences, which lists of numbers are then. None: arrays are stacked.
+    """
     import numpy as np
 
+    if pad is not None:
+        samples = [_numbers_as_array(sample) for sample in samples]
     if not len(samples):
         raise ValueError("collate: there are no samples; an item must name at least one index")
     first = samples[0]
@@ -146,21 +143,23 @@ def _walk(samples: Sequence[Any], leaf: Callable[[list[Any], str], Any], path: s
                 f"collate: {path} has keys {sorted(map(str, first))} in the first sample but not "
                 "in all of them; give every sample the same keys, or a collate_fn of your own"
             )
-        return {k: _walk([s[k] for s in samples], leaf, f"{path}[{k!r}]") for k in first}
+        return {key: _join([s[key] for s in samples], f"{path}[{key!r}]", pad) for key in first}
     if isinstance(first, (list, tuple)):
         if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
             raise ValueError(
                 f"collate: {path} is a sequence of {len(first)} in the first sample but not in "
                 "all of them; make ragged data arrays and use collate_fn=pad_collate()"
             )
-        columns = zip(*samples, strict=True)
-        return _rebuild(
-            first, [_walk(c, leaf, f"{path}[{index}]") for index, c in enumerate(columns)]
-        )
+        columns = enumerate(zip(*samples, strict=True))
+        values = [_join(each, f"{path}[{index}]", pad) for index, each in columns]
+        if isinstance(first, list):
+            return values
+        return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
     if _is_array(first):
         if not all(map(_is_array, samples)):
             raise TypeError(f"collate: {path} is a number in some samples and not in others")
-        return leaf([np.asarray(sample) for sample in samples], path)
+        arrays = [np.asarray(sample) for sample in samples]
+        return _stack(arrays, path) if pad is None else pad._pad(arrays, path)
     raise TypeError(
         f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
         "numbers, strings or containers of them, or give a collate_fn of your own"

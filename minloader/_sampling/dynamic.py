@@ -126,17 +126,17 @@ class DynamicBatchSampler(Sampler):
         return self._dropped if self._costs is None else self._planned(self._costs, self.epoch)[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        place = self._begin()
+        position = self._begin()
         batches: Iterable[list[int]]
         if self._costs is None:
-            batches = self._lazily(iter(self._lazy), place.epoch)
+            batches = self._lazily(iter(self._lazy), position.epoch)
         else:
-            batches = self._planned(self._costs, place.epoch)[0]
-        return self._counted(islice(batches, place.yielded, None), place)
+            batches = self._planned(self._costs, position.epoch)[0]
+        return self._counted(islice(batches, position.yielded, None), position)
 
-    def _counted(self, batches: Iterator[list[int]], place: Position) -> Iterator[list[int]]:
+    def _counted(self, batches: Iterator[list[int]], position: Position) -> Iterator[list[int]]:
         for batch in batches:
-            place.yielded += 1
+            position.yielded += 1
             yield list(batch)  # a copy: the plan serves again, for len() and for the same epoch
 
     def _identity(self) -> dict[str, Any]:

@@ -1,70 +1,65 @@
-"""Samples to batch as torch's default_collate does, without torch."""
+"""Collate samples as torch's ``default_collate`` does, without torch.
+
+Runs where batches are made, normally in a worker process. What becomes a tensor in the parent is
+an array here, so that torch is needed only if the dataset returns tensors.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minloader._checks import shown
-from minloader._memory.pickling import _tensor
+from minloader._memory.pickling import PLAIN_DTYPES, _tensor
 from minloader._memory.slot_writer import empty
 
+TEXT = "SaUO"
 
+"""Kinds of numpy's types that torch leaves as they are: strings, bytes and objects."""
+
+
+@dataclass(slots=True, eq=False)
 class Leaf:
-    """An array that arrives as a tensor.
+    """An array that arrives as a tensor over the same memory.
 
-    Args:
+    Attributes:
         array: of a type that torch has too.
-        dtype: torch's type, where numpy has none like it and the array holds its bits.
+        dtype: torch's type if numpy has none like it, and the array holds the bits. None: that
+            of the array.
     """
 
-    __slots__ = ("array", "dtype")
-
-    def __init__(self, array: Any, dtype: Any = None) -> None:
-        self.array = array
-        self.dtype = dtype
+    array: Any
+    dtype: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _tensor, (self.array, self.dtype)
 
 
-_TYPES = frozenset("?bBhHiIlLqQefdFD")
-
-"""Types of numbers that torch has, as numpy's one-letter codes."""
-
-
-_TEXT = frozenset("SaUO")
-
-
-def _refuse(what: Any) -> TypeError:
-    return TypeError(
-        "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; "
-        f"found {what}; return such, or give a collate_fn of your own"
-    )
-
-
 def collate(samples: Sequence[Any]) -> Any:
-    """Makes one batch of many samples, as torch's ``default_collate`` does.
+    """Make one batch of many samples, as torch's ``default_collate`` does.
 
     Numbers, arrays and tensors are stacked along a new first axis and arrive as tensors (Python
-    floats as float64); mappings, tuples (as lists), named tuples and other sequences are walked;
-    strings and bytes stay as they are.
+    floats as float64). Mappings, tuples (as lists), named tuples and other sequences are walked.
+    Strings and bytes stay as they are.
 
     Args:
         samples: at least one, all of the same structure.
 
     Raises:
-        TypeError: there is a sample of a type that torch has no tensors of, or None.
+        TypeError: torch has no tensors of the type of a sample, or a sample is None.
         RuntimeError: the samples differ in shape, or in the length of a sequence.
-        KeyError: they differ in their keys.
+        KeyError: the samples differ in their keys.
     """
     first = samples[0]
-    if _is_tensor(first):
-        return _stack_tensors(samples)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(first, torch.Tensor):
+        return _stack_tensors(torch, samples)
     if isinstance(first, np.ndarray):
         return _stack(samples)
     if isinstance(first, np.number | np.bool_ | float | int):
@@ -72,86 +67,105 @@ def collate(samples: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes):
         return samples
     if isinstance(first, Mapping):
-        return mapping_like(first, {key: collate([s[key] for s in samples]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(collate, zip(*samples, strict=False)))
+        return rebuild(first, {key: collate([s[key] for s in samples]) for key in first})
     if isinstance(first, Sequence):
-        if any(len(sample) != len(first) for sample in samples):
+        named = isinstance(first, tuple) and hasattr(first, "_fields")
+        if not named and any(len(sample) != len(first) for sample in samples):
             raise RuntimeError(
                 "each element in list of batch should be of equal size, but the first has "
                 f"{len(first)}; bring them to one size, or give a collate_fn of your own"
             )
-        return sequence_like(first, [collate(column) for column in zip(*samples, strict=True)])
-    raise _refuse(type(first))
+        return rebuild(first, [collate(column) for column in zip(*samples, strict=False)])
+    raise _cannot_collate(type(first))
 
 
 def convert(sample: Any) -> Any:
-    """Lets arrays and numpy's numbers in a sample arrive as tensors, as ``default_convert`` does.
+    """Mark what arrives as a tensor in a single sample, as torch's ``default_convert`` does.
+
+    Arrays and numpy's numbers arrive as tensors, wherever they are in containers. All else stays
+    as it is.
 
     Raises:
-        TypeError: there is an array of a type that torch has no tensors of.
+        TypeError: torch has no tensors of the type of an array.
     """
     kind = type(sample)
     if kind.__module__ == "numpy" and isinstance(sample, np.ndarray | np.generic):
-        if isinstance(sample, np.str_) or (kind is np.ndarray and sample.dtype.char in _TEXT):
+        if isinstance(sample, np.str_) or (kind is np.ndarray and sample.dtype.char in TEXT):
             return sample
-        return Leaf(_native(np.asarray(sample)))
-    if isinstance(sample, Mapping):
-        return mapping_like(sample, {key: convert(sample[key]) for key in sample})
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return kind(*map(convert, sample))
-    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        return sequence_like(sample, list(map(convert, sample)))
-    return sample
+        array = np.asarray(sample)
+        return Leaf(array.astype(_native(array.dtype), copy=False))
+    return map_children(convert, sample)
 
 
-def mapping_like(like: Any, values: dict[Any, Any]) -> Any:
-    """A mapping of the same type, with what else it may hold; a dict where that cannot be made."""
-    if type(like) is dict:
+def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a container like ``value`` with the results of ``function`` for its children.
+
+    Whatever is no mapping and no sequence, and strings and bytes, are returned as they are.
+    """
+    if isinstance(value, Mapping):
+        return rebuild(value, {key: function(value[key]) for key in value})
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return rebuild(value, list(map(function, value)))
+    return value
+
+
+def rebuild(like: Any, values: Any) -> Any:
+    """Return a container like another that holds other values, as torch's collating does.
+
+    Args:
+        like: a mapping or a sequence. What else it may hold, such as attributes, is kept.
+        values: a dict for a mapping, a list for a sequence. It is itself the result if ``like``
+            is a tuple without names, or of a type that cannot be made of these values.
+    """
+    kind = type(like)
+    if isinstance(like, tuple):
+        return kind(*values) if hasattr(like, "_fields") else values
+    if kind in (dict, list):
         return values
     try:
-        if not isinstance(like, MutableMapping):
-            return type(like)(values)
+        if not isinstance(like, MutableMapping | MutableSequence):
+            return kind(values)
         made = copy.copy(like)
-        made.update(values)
+        if isinstance(made, MutableMapping):
+            made.update(values)
+        else:
+            for index, value in enumerate(values):
+                made[index] = value
         return made
     except TypeError:
         return values
 
 
-def sequence_like(like: Any, values: list[Any]) -> Any:
-    """A sequence of the same type, but tuples become lists, and so does what cannot be made."""
-    if isinstance(like, tuple) or type(like) is list:
-        return values
-    try:
-        if not isinstance(like, MutableSequence):
-            return type(like)(values)
-        made = copy.copy(like)
-        for index, value in enumerate(values):
-            made[index] = value
-        return made
-    except TypeError:
-        return values
+def _cannot_collate(what: Any) -> TypeError:
+    return TypeError(
+        "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; "
+        f"found {what}; return such, or give a collate_fn of your own"
+    )
 
 
-def _native(array: Any) -> Any:
-    """The array in this machine's byte order, if torch has its type."""
-    if array.dtype.char not in _TYPES:
+def _native(dtype: Any) -> Any:
+    """Return a numpy type in this machine's byte order, if torch has that type."""
+    if dtype.char not in PLAIN_DTYPES:
         raise TypeError(
-            f"there are no tensors of numpy's {array.dtype}; convert it in the dataset, to one of "
+            f"there are no tensors of numpy's {dtype}; convert it in the dataset, to one of "
             "bool, int8 to int64, uint8 to uint64, float16 to float64, complex64 or complex128"
         )
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return dtype.newbyteorder("=")
+
+
+def _common(dtypes: set[Any]) -> Any:
+    """Return the type of a mixture. As in torch, no integer widens a float, whatever its size."""
+    for kinds in ("fc", "iu"):
+        if of_kind := [dtype for dtype in dtypes if dtype.kind in kinds]:
+            return np.result_type(*of_kind)
+    return np.dtype(bool)
 
 
 def _stack(arrays: Sequence[Any]) -> Leaf:
     first = arrays[0]
-    if first.dtype.char in _TEXT:
-        raise _refuse(first.dtype)
-    if any(array.dtype != first.dtype for array in arrays) or not first.dtype.isnative:
-        dtype = _common({_native(array).dtype for array in arrays})
-    else:
-        dtype = _native(first).dtype
+    if first.dtype.char in TEXT:
+        raise _cannot_collate(first.dtype)
+    dtype = _common({_native(each) for each in {array.dtype for array in arrays}})
     for n, array in enumerate(arrays):
         if array.shape != first.shape:
             raise RuntimeError(
@@ -164,22 +178,12 @@ def _stack(arrays: Sequence[Any]) -> Leaf:
     return Leaf(batch)
 
 
-def _common(dtypes: set[Any]) -> Any:
-    """The type of a mixture. Whatever its size, an integer does not widen a float, as in torch."""
-    for kinds in ("fc", "iu"):
-        if of_kind := [dtype for dtype in dtypes if dtype.kind in kinds]:
-            return np.result_type(*of_kind)
-    return np.dtype(bool)
-
-
 def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
-    first = numbers[0]
-    if isinstance(first, np.generic):
-        dtypes = {
-            np.dtype("f") if type(n) is float else _native(np.asarray(n)).dtype for n in numbers
-        }
-        return Leaf(np.array(numbers, _common(dtypes)))
-    if isinstance(first, float):
+    if isinstance(numbers[0], np.generic):
+        # A Python float among numpy's numbers counts as torch's default type.
+        kinds = {np.dtype("f") if type(n) is float else np.asarray(n).dtype for n in numbers}
+        return Leaf(np.array(numbers, _common(set(map(_native, kinds)))))
+    if isinstance(numbers[0], float):
         return Leaf(np.array(numbers, np.float64))
     array = np.array(numbers)
     if array.dtype.kind == "f":  # whole numbers first, then others
@@ -192,21 +196,15 @@ def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
     return Leaf(array)
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _stack_tensors(tensors: Sequence[Any]) -> Any:
-    """Stacks into the slot, without a copy between."""
-    torch: Any = sys.modules["torch"]
+def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
+    """Stack tensors into the slot, without a copy between; tensors numpy cannot hold, anywhere."""
     first = tensors[0]
     if first.is_nested or first.layout != torch.strided:
         raise RuntimeError(
             f"cannot stack {'nested' if first.is_nested else 'sparse'} tensors by default; give a "
             "collate_fn of your own"
         )
-    dtype = _numpy_type(torch, first.dtype)
+    dtype = _numpy_dtype(torch, first.dtype)
     if dtype is None or type(first) is not torch.Tensor or first.device.type != "cpu":
         return torch.stack(list(tensors))
     batch = empty((len(tensors), *first.shape), dtype)
@@ -216,17 +214,12 @@ def _stack_tensors(tensors: Sequence[Any]) -> Any:
     return Leaf(batch, first.dtype if bits else None)
 
 
-_numpy_types: dict[Any, Any] = {}
-
-
-def _numpy_type(torch: Any, dtype: Any) -> Any:
-    """Numpy's type that a tensor's numbers, or their bits, are written as; None: there is none."""
-    if dtype not in _numpy_types:
-        if dtype is torch.bfloat16:
-            _numpy_types[dtype] = np.dtype(np.int16)
-        else:
-            try:
-                _numpy_types[dtype] = torch.empty(0, dtype=dtype).numpy().dtype
-            except TypeError:
-                _numpy_types[dtype] = None
-    return _numpy_types[dtype]
+@functools.cache
+def _numpy_dtype(torch: Any, dtype: Any) -> Any:
+    """Return the numpy type to write a tensor's numbers as, or their bits. None: there is none."""
+    if dtype is torch.bfloat16:
+        return np.dtype(np.int16)
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None

@@ -1,13 +1,12 @@
-"""The board: what each worker is doing, in a page of memory that workers and parent share.
+"""Heartbeats: which item each worker is making, and since when, in memory shared with the parent.
 
-A worker writes one line before each batch (0.3 µs, no message); the parent reads it when a
-worker died or takes too long. At the end of the same file a worker writes its Python stack when
-it is sent a signal, even while it is stuck in C code.
+A worker writes its heartbeat before each item (0.3 µs, no message). The parent reads it when the
+worker died or takes too long. Behind the heartbeats, in the same file, a worker writes its Python
+stack when it is sent a signal, even while it is stuck in C code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import mmap
 import os
@@ -17,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from minloader._memory.files import open_anonymous
+from minloader._memory.files import SharedFile
 
-Mark = Callable[[int, int, float], None]
+Beat = Callable[[int, int, float], None]
 
 """Called by a worker before it begins with an item: id of the task, index of the item, and the time
 by :func:`time.perf_counter`, which every process of a machine reads alike."""
@@ -30,57 +29,57 @@ READY = -1
 """In place of a task's id: the worker has started and waits for its first. Before that it is 0."""
 
 
-_LINE = struct.Struct("qqd")
+_FORMAT = struct.Struct("qqd")
 
 # A signal that hardly anybody uses; its default action would end a process.
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 
 
-class Line(NamedTuple):
-    """What a worker began last.
+class Heartbeat(NamedTuple):
+    """The item that a worker began last.
 
     Attributes:
-        task: id of the task, or READY, or 0.
-        place: which of its items.
-        began: when, by ``time.perf_counter``.
+        task: id of its task, or READY, or 0.
+        item: index of the item in the task.
+        began: when the worker began with it, by ``time.perf_counter``.
     """
 
     task: int
-    place: int
+    item: int
     began: float
 
 
 class Heartbeats:
-    """The parent's side.
+    """The heartbeats of some workers, for the parent to read.
 
     Args:
-        lines: number of workers.
+        workers: number of workers.
     """
 
-    def __init__(self, lines: int) -> None:
-        self._fd, self.name = open_anonymous()
-        self._size = lines * _LINE.size
-        os.truncate(self._fd, self._size)
-        self._memory = mmap.mmap(self._fd, self._size)
-        self.path = self.name or f"/proc/{os.getpid()}/fd/{self._fd}"
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._file = SharedFile()
+        os.truncate(self._file.fd, workers * _FORMAT.size)
+        self._memory = mmap.mmap(self._file.fd, workers * _FORMAT.size)
+        self.path = self._file.path
 
-    def line(self, worker_id: int) -> Line:
-        """What a worker is doing."""
-        return Line(*_LINE.unpack_from(self._memory, worker_id * _LINE.size))
+    def last(self, index: int) -> Heartbeat:
+        """Return the last heartbeat of a worker."""
+        return Heartbeat(*_FORMAT.unpack_from(self._memory, index * _FORMAT.size))
 
     def stack(self, pid: int, seconds: float) -> str:
-        """Python stack of all threads of a worker; "" if it does not answer in that time."""
+        """Return the Python stacks of a worker's threads; "" if it does not answer in time."""
         if _STACK_SIGNAL is None:
             return ""
-        begin = size = os.fstat(self._fd).st_size
+        begin = size = os.fstat(self._file.fd).st_size
         deadline = time.monotonic() + seconds
         try:
             os.kill(pid, _STACK_SIGNAL)
-        except OSError:  # gone
+        except OSError:  # it has ended
             return ""
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            before, size = size, os.fstat(self._fd).st_size
+            before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
         with open(self.path, "rb") as file:
@@ -88,27 +87,20 @@ class Heartbeats:
             return file.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Takes the board down."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        os.close(fd)
+        """Remove the file. Harmless when repeated."""
+        self._file.close()
         self._memory.close()
-        if self.name is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.name)
 
 
-def attend(path: str, worker_id: int) -> Mark:
-    """The worker's side: returns how to write its line, first that it is READY."""
-    start = worker_id * _LINE.size
+def open_heartbeat(path: str, index: int) -> Beat:
+    """Return what a worker writes its heartbeats with, and have it answer the stack signal."""
     with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), start + _LINE.size)
+        memory = mmap.mmap(file.fileno(), 0)
     if _STACK_SIGNAL is not None and hasattr(faulthandler, "register"):
         stacks: Any = open(path, "ab")  # noqa: SIM115  # faulthandler needs it for good
         faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
 
-    def mark(task: int, index: int, now: float) -> None:
-        _LINE.pack_into(memory, start, task, index, now)
+    def beat(task: int, item: int, now: float) -> None:
+        _FORMAT.pack_into(memory, index * _FORMAT.size, task, item, now)
 
-    return mark
+    return beat

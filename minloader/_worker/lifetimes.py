@@ -1,8 +1,8 @@
-"""Process groups and trees: a worker leads a group, follows its parent, takes its children along.
+"""How a worker process begins and ends, with all that it starts.
 
-Three ways out are covered: the parent ends a worker (:func:`kill_trees`), the worker leaves by
-itself (:func:`kill_descendants`), and the parent vanishes (:func:`follow_parent`). What the
-system lets a process have is asked here too.
+A worker leads a process group of its own. Three ways out are covered: the parent ends the worker
+(:func:`kill_trees`), the worker leaves by itself (:func:`kill_descendants`), and the parent
+vanishes (:func:`follow_parent`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
 def lead_group() -> None:
-    """Gives the worker, and all it will start, a process group of its own.
+    """Give the worker, and all it will start, a process group of its own.
 
-    It keeps the terminal's Ctrl-C for the parent, and lets all of it be killed at once.
+    The terminal's Ctrl-C then goes to the parent alone, and the whole group can be killed at once.
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
@@ -31,22 +31,21 @@ def lead_group() -> None:
 
 
 def _ignore(signum: int, frame: Any) -> None:
-    """Does nothing: the parent decides what Ctrl-C means."""
+    """Do nothing: the parent decides what Ctrl-C means."""
 
 
-def follow_parent(last_act: Callable[[], object]) -> None:
-    """Lets this worker process end when its parent does, together with all it started.
+def follow_parent(clean_up: Callable[[], object]) -> None:
+    """Let this worker process end when its parent does, together with all it started.
 
     Args:
-        last_act: called before that.
+        clean_up: called before that.
     """
-    parent = multiprocessing.parent_process()
-    args = (parent, last_act)
+    args = multiprocessing.parent_process(), clean_up
     threading.Thread(target=_watch, args=args, name="minloader-watchdog", daemon=True).start()
 
 
-def _watch(parent: Any, last_act: Callable[[], object]) -> None:
-    """Waits for the parent to end, in whatever way, and takes everything along."""
+def _watch(parent: Any, clean_up: Callable[[], object]) -> None:
+    """Wait for the parent to end, in whatever way, and end with all that was started here."""
     handles = [parent.sentinel]
     if hasattr(os, "pidfd_open"):
         # The sentinel is a pipe that a fork of the parent would hold open; this is not.
@@ -55,7 +54,7 @@ def _watch(parent: Any, last_act: Callable[[], object]) -> None:
         except OSError:  # no such kernel; or no such process: then the sentinel is ready
             handles = [parent.sentinel]
     multiprocessing.connection.wait(handles)
-    last_act()
+    clean_up()
     # In one go: when a child that it waits for is gone, the worker would go on, to its next task.
     kill_descendants()
     kill_group(os.getpid())
@@ -63,13 +62,13 @@ def _watch(parent: Any, last_act: Callable[[], object]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills all that this process started, and what that started."""
+    """Kill all that this process started, and what that started."""
     for pid in _descendants(os.getpid()):
         _send(pid, "SIGKILL")
 
 
 def kill_trees(pids: Iterable[int]) -> None:
-    """Kills processes with their groups, and what they started outside these (setsid).
+    """Kill processes with their groups, and what they started outside these (setsid).
 
     All descendants are looked up before the first process dies, because then they lose the
     parent they are found by, and an executor ends all its workers when one is gone.
@@ -85,7 +84,7 @@ def kill_trees(pids: Iterable[int]) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kills what is left of the group that a process leads or led."""
+    """Kill what is left of the group that a process leads, or led while it lived."""
     if hasattr(os, "killpg"):
         _send(pid, "SIGKILL", os.killpg)
 
@@ -99,22 +98,21 @@ def _send(pid: int, name: str, send: Callable[[int, int], None] = os.kill) -> No
         return  # gone already; or no longer ours: it changed user
 
 
-def _all_pids() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
+def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """Read a file of each process, with its pid. There are none where there is no /proc."""
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open(f"/proc/{pid}/{name}", "rb") as file:
+                content = file.read()
+        except OSError:
+            continue  # it ended meanwhile, or is somebody else's
+        yield int(pid), content
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they did; [] where there is no /proc."""
+    """Return the processes that a process started, and those that they did."""
     children = defaultdict(list)
-    for each in _all_pids():
-        try:
-            with open(f"/proc/{each}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue  # it ended while we looked
+    for each, stat in _read_all("stat"):
         # "pid (name) state ppid": the name may hold anything, spaces and brackets too.
         children[int(stat[stat.rindex(b")") + 2 :].split()[1])].append(each)
     found = [pid]
@@ -124,13 +122,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def kill_marked(name: str, value: str) -> None:
-    """Kills every process that was started with this environment variable, wherever it went."""
+    """Kill every process that was started with this environment variable, wherever it went."""
     mark = f"{name}={value}".encode()
-    for pid in _all_pids():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                marked = mark in file.read().split(b"\0")
-        except OSError:
-            continue  # it ended meanwhile, or is somebody else's
-        if marked:
+    for pid, environment in _read_all("environ"):
+        if mark in environment.split(b"\0"):
             _send(pid, "SIGKILL")

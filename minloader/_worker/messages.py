@@ -1,8 +1,7 @@
-"""What is told between parent and worker: the job once, then tasks and their replies."""
+"""The messages between parent and worker: the job once, then tasks and their replies."""
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,22 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(slots=True)
-class Timings:
-    """Seconds of a task that went into the user's functions; most of the rest is the dataset's.
-
-    Attributes:
-        transform: in the loader's ``transform``.
-        collate: in its ``collate_fn``.
-    """
-
-    transform: float = 0.0
-    collate: float = 0.0
-
-
 @dataclass
 class Job:
-    """What a worker must have to make batches; shipped to each worker once.
+    """All that a worker needs to make batches. Each worker loads it once.
 
     Attributes:
         dataset: indexable, or else callable.
@@ -50,59 +36,13 @@ class Job:
     batch_size: int | None = None
     keep_last: bool = True
 
-    def fetch(self, timings: Timings, item: Any) -> Any:
-        """Makes the batch of one item."""
-        if self.collate_fn is None:
-            batch = self._get(item)
-            return batch if self.transform is None else self.transformed([batch], timings)[0]
-        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
-            return [self._gathered(shard, timings) for shard in item]
-        return self._gathered(item, timings)
-
-    def _get(self, item: Any) -> Any:
-        # Looked up on the type, as Python itself does: a class can be a callable dataset.
-        if hasattr(type(self.dataset), "__getitem__"):
-            return self.dataset[item]
-        return self.dataset(item)
-
-    def _gathered(self, indices: Any, timings: Timings) -> Any:
-        try:
-            indices = list(indices)
-        except TypeError as error:
-            raise TypeError(
-                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
-                "of indices; use a batch sampler or batch_size, or drop collate_fn"
-            ) from error
-        if hasattr(self.dataset, "__getitems__"):
-            samples = list(self.dataset.__getitems__(indices))
-        else:
-            samples = [self._get(index) for index in indices]
-        return self.collated(self.transformed(samples, timings), timings)
-
-    def transformed(self, samples: list[Any], timings: Timings) -> list[Any]:
-        """Each sample transformed."""
-        if self.transform is None:
-            return samples
-        begin = time.perf_counter()
-        samples = [self.transform(each) for each in samples]
-        timings.transform += time.perf_counter() - begin
-        return samples
-
-    def collated(self, samples: list[Any], timings: Timings) -> Any:
-        """The batch of some samples. Asked for only where there is a ``collate_fn``."""
-        assert self.collate_fn is not None
-        begin = time.perf_counter()
-        batch = self.collate_fn(samples)
-        timings.collate += time.perf_counter() - begin
-        return batch
-
 
 class Shard(NamedTuple):
-    """The part of a stream that a task reads on in, and how to get there if nobody has.
+    """The part of a stream that a task reads on in, and how to get there if no worker has.
 
     Attributes:
-        run: which pass over the stream, counted by the loader.
-        oldest: no task of a pass before this one will come.
+        run: number of the pass over the stream, counted by the loader.
+        oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
         at: how many batches had been read when ``state`` was taken.
@@ -117,7 +57,7 @@ class Shard(NamedTuple):
     state: bytes | None = None
 
     def ordinal(self, index: int) -> int:
-        """Place in the epoch of a batch of this shard: as in a round where no shard has ended."""
+        """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
         return index * self.total + self.id
 
 
@@ -130,11 +70,11 @@ class _End:
 
 END: Final = _End()
 
-"""In place of a batch: the shard has no more."""
+"""Stands for a batch: the shard has no more."""
 
 
 class Task(NamedTuple):
-    """A chunk of batches to make, mostly one. Items are packed when they leave the process.
+    """A chunk of batches to make, mostly one.
 
     Attributes:
         ordinal: place of the first batch in its epoch, or in its shard, from 0.
@@ -143,6 +83,7 @@ class Task(NamedTuple):
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
+        packed: whether the items are packed, since they leave the process.
     """
 
     ordinal: int
@@ -151,10 +92,11 @@ class Task(NamedTuple):
     slot: SlotAddress | None = None
     id: int = 0
     shard: Shard | None = None
+    packed: bool = False
 
 
 class Reply(NamedTuple):
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
         worker: id of the worker; below 0 on an executor that the user brought.
@@ -164,13 +106,13 @@ class Reply(NamedTuple):
             slow is cut short.
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
-        timings: of which what for what.
+        timings: of these, seconds of transforming, collating and packing.
         size: bytes they have, packed, more or less.
-        slot_size: bytes that the slot has now; None if nobody touched it.
+        slot_size: bytes that the slot has now; None if the worker did not open it.
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
         memory: bytes that the worker has for itself, if there is a limit.
-        state: of the stream, behind the last of the outcomes, packed; None if it has none.
+        state: of the stream after the last of the outcomes, packed; None if it has none.
     """
 
     worker: int
@@ -209,7 +151,7 @@ class Failure(NamedTuple):
     def of(
         cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
     ) -> Failure:
-        """Records an exception where it was caught."""
+        """Make the failure of an exception, where it was caught."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         if not packed:
             return cls(error, summary, "", stage, fatal)
@@ -219,7 +161,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class WorkerInfo:
-    """What code in a worker may want to know about where it runs.
+    """Where code of a worker runs.
 
     Attributes:
         id: number of the worker, from 0; -1 on an executor that the user brought. While a

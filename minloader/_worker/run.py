@@ -1,30 +1,43 @@
-"""All that runs inside a worker, be it a process, a thread or the calling process itself.
+"""A worker: what makes batches, in a process, in a thread, or in the calling process itself.
 
-A worker process is born through :func:`start`, makes batches through :func:`run` and dies
-with its parent (``processes.py``). An executor that the user brought knows none of
-this: what its workers do is in ``foreign.py``.
+    task ──> Worker.run ── for each item: ──────────────────────────────┐
+                 |   seed the random generators for this batch          |
+                 |   dataset[item], transform, collate_fn               |  the user's code
+                 |   pack the batch, large arrays into the task's slot  |
+    reply <──────┴── outcomes: a batch or a failure for each item <─────┘
+
+The kinds of worker differ in two things that they are given:
+
+    made by            packer                     seed
+    start.py           BatchPacker()              seed_globals     a process of ours
+    InlinePool         None                       borrow_globals   the calling process
+    ThreadPool         None                       None             its threads
+    ForeignPool        BatchPacker(OutOfBand())   seed_globals     a process of an executor
+                       None                       None             ... in the calling process
+
+A packer means that batches leave the process. Then whatever goes wrong is packed too, and nothing
+may escape from :meth:`Worker.run`. Without one Ctrl-C is Ctrl-C.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
-from minloader._memory.pickling import pack, pack_batch, pack_out_of_band, size_in_band, unpack
-from minloader._memory.slot_writer import SlotWriter, use
-from minloader._worker.heartbeat import Mark
-from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, Timings, WorkerInfo
-from minloader._worker.seeds import batch_seed, borrow_globals, seeds
-from minloader._worker.stream_reader import Cursor, Cursors
+from minloader._memory.pickling import BatchPacker, PackedBatch, size_in_band, unpack
+from minloader._memory.slot_writer import NO_SLOT, NoSlot
+from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.heartbeat import Beat
+from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
+from minloader._worker.seeds import Seed, batch_seed
+from minloader._worker.stream_reader import ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
 
@@ -34,20 +47,25 @@ CHUNK_SECONDS = 2e-3
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
+READING = "when the stream was read"
+
+"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
+
+
 class Worker:
     """Makes batches, one at a time.
 
     Args:
         job: what to make them from.
-        info: where this is.
-        remote: whether parent and worker are different processes, so that items and batches
-            are packed, and the process's global generators are the worker's to seed.
-        borrow: seed the global generators of the caller's process around each batch. Threads
-            do neither: the global generators are shared by all of them.
-        packed: whether items come packed even so.
-        beside: whether large arrays are to be beside the message, where there is no slot.
-        mark: told of each item before it is begun.
+        info: what the user's code is told about where it runs.
+        packer: packs batches for the parent; None if this is the process that wants them.
+        seed: seeds the global random generators for a batch. None if they are to be left alone:
+            threads share them, and the dataset too.
+        beat: called before each item is begun.
         reload: gives the dataset once more, for a stream that is read in several places.
+
+    Attributes:
+        id: number of the worker in its replies.
     """
 
     def __init__(
@@ -55,84 +73,48 @@ class Worker:
         job: Job,
         info: WorkerInfo,
         *,
-        remote: bool,
-        borrow: bool = False,
-        packed: bool = False,
-        beside: bool = False,
-        mark: Mark = lambda task, index, now: None,
+        packer: BatchPacker | None = None,
+        seed: Seed | None = None,
+        beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
-        self.info = info  # while a stream is read, its shard's
-        self.id = info.id  # as replies have it
+        self.info = info  # while a stream is read, that of its shard
+        self.id = info.id
         self._job = job
-        self._timings = Timings()
+        self._packer = packer
+        self._seed = seed
+        self._beat = beat
+        self._maker = BatchMaker(job)
         self._made = 0.0  # when the last batch was ready to be packed
-        self._fetch = partial(job.fetch, self._timings)
-        shared = not remote and not borrow
-        self._cursors = Cursors(job, info.seed, reload, shared=shared)
-        self._remote = remote
-        self._packed = remote or packed
-        self._pack = pack_out_of_band if beside else partial(pack, down=False)
-        self._borrow = borrow
-        self._mark = mark
+        self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
         self._broken: Failure | None = None
-        if remote and seeds not in sys.meta_path:
-            sys.meta_path.insert(0, seeds)
         if job.worker_init_fn is not None:
-            self._init(job.worker_init_fn)
-
-    def _init(self, worker_init_fn: Callable[[WorkerInfo], Any]) -> None:
-        seed = batch_seed(self.info.seed, -1, self.info.id)
-        try:
-            self._call(worker_init_fn, self.info, seed)
-        except BaseException as error:  # kept for the first task: raised here, it breaks the pool
-            if not self._remote and not isinstance(error, Exception):
-                raise
-            stage = "in worker_init_fn"
-            self._broken = Failure.of(error, packed=self._remote, stage=stage, fatal=True)
-
-    def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
-        """Calls the user's code, seeded, and with an answer to :func:`get_worker_info`.
-
-        No context managers: contextlib sets attributes of an exception that passes, which a
-        frozen dataclass refuses with an error of its own.
-        """
-        before = getattr(_thread, "info", None)
-        _thread.info = self.info
-        give_back = borrow_globals() if self._borrow else None
-        try:
-            if self._borrow or self._remote:
-                seeds.seed(seed)
-            return function(argument)
-        finally:
-            _thread.info = before
-            if give_back is not None:
-                give_back()
+            try:
+                self._call(job.worker_init_fn, info, batch_seed(info.seed, -1, info.id))
+            except BaseException as error:  # for the first task: raised here, it breaks the pool
+                self._broken = self._failure(error, "in worker_init_fn", fatal=True)
 
     def run(self, task: Task) -> Reply:
-        """Makes the batches of a task, until they take too long for one task.
+        """Make the batches of a task, until they take too long for one task.
 
         Whatever the user's code raises is in the reply, never raised; but for what ends a
         program (Ctrl-C) in the process that the program is.
         """
-        pid = self.info.pid
+        pid, packed = self.info.pid, self._packer is not None
         if self._broken is not None:
-            failures = [self._broken] * len(task.items)
-            return Reply(self.id, pid, self._remote, failures)
-        writer = SlotWriter(task.slot) if task.slot is not None else None
-        if writer is not None:
-            use(writer)
+            return Reply(self.id, pid, packed, [self._broken] * len(task.items))
+        writer = NO_SLOT if self._packer is None else self._packer.open(task.slot)
         outcomes: list[Any] = []
         overflowed = 0
         state = None
-        timings = self._timings
-        timings.transform = timings.collate = packing = 0.0
+        maker = self._maker
+        maker.transform_seconds = maker.collate_seconds = packing = 0.0
         begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
-                self._mark(task.id, n, now)
+                self._beat(task.id, n, now)
                 outcomes.append(self._make(task, n, item, writer))
-                overflowed += writer is not None and writer.overflowed
+                overflowed += writer.overflowed
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
@@ -140,145 +122,144 @@ class Worker:
                     break
             if task.shard is not None:
                 state = self._end_stream_task(task.shard, outcomes)
-        except BaseException:
-            # Of a chunk in a thread, the rest is to be tried one by one.
+        except BaseException:  # sys.exit() in a thread, say
+            # The batches before it are good. The parent sends the rest again, one by one.
             if len(task.items) == 1:
                 raise
             now = time.perf_counter()
         finally:
-            if writer is not None:
-                use(None)
-        size = sum(map(size_in_band, outcomes)) if self._remote else 0
-        spent = timings.transform, timings.collate, packing
-        reply = Reply(self.id, pid, self._remote, outcomes, begin, now - begin, spent, size)
-        if state is not None:
-            reply = reply._replace(state=state)
-        if self._job.memory_limit is not None and self._remote:
-            reply = reply._replace(memory=private_memory())
-        if writer is None:
-            return reply
-        writer.close()
-        return reply._replace(
-            size=size + writer.used,
-            slot_size=writer.size,
-            slot_retired=writer.retired,
-            overflowed=overflowed,
-        )
+            writer.close()
+        size, memory = writer.used, 0
+        if packed:
+            size += sum(map(size_in_band, outcomes))
+            if self._job.memory_limit is not None:
+                memory = private_memory()
+        spent = maker.transform_seconds, maker.collate_seconds, packing
+        done = self.id, pid, packed, outcomes, begin, now - begin, spent
+        slot = size, writer.size, writer.retired, overflowed
+        return Reply(*done, *slot, memory, state)
 
-    def _make(self, task: Task, n: int, item: Any, writer: SlotWriter | None) -> Any:
-        """One batch, or its failure."""
-        if writer is not None:
-            writer.begin()
-        cursor = None
+    def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
+        """Make one batch; return it, packed if it leaves the process, or its failure."""
+        writer.begin()
+        reader = None
         try:
             if task.shard is not None:
-                cursor = self._find_cursor(task, n, task.shard)
-                seed = self._batch_seed(task, cursor.begin())
-                batch = self._call(cursor.fetch, self._timings, seed)
+                reader = self._find_reader(task, n, task.shard)
+                seed = self._batch_seed(task, reader.begin())
+                batch = self._call(reader.fetch, None, seed)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
-                if self._packed:
-                    item = unpack(item)
+                item = unpack(item) if task.packed else item
                 seed = self._batch_seed(task, task.ordinal + n)
-                batch = self._call(self._fetch, item, seed)
+                batch = self._call(self._maker.fetch, item, seed)
         except BaseException as error:
-            # In the caller's own process Ctrl-C is Ctrl-C. In a worker nothing may escape:
-            # the executor would try to pickle it.
-            if not self._remote and not isinstance(error, Exception):
-                raise
-            self._end_fork()
-            stage = READING if cursor is not None and cursor.reading else ""
-            return Failure.of(error, packed=self._remote, stage=stage)
-        if not self._remote or batch is END:
+            return self._failure(error, READING if reader is not None and reader.reading else "")
+        if self._packer is None or batch is END:
             return batch
-        self._end_fork()
+        self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
-            if writer is None:
-                return self._pack(batch)
-            packed = pack_batch(batch, writer)
+            packed = self._packer.pack(batch, writer)
         except BaseException as error:
-            try:
-                return _unpackable(batch, error)
-            except BaseException as other:  # sys.exit() in __reduce__
-                return Failure.of(other, packed=True)
+            return _unpackable(batch, error)
         finally:
-            self._end_fork()
-        del batch
+            self._exit_fork()
+        del batch  # the writer is to see what the dataset keeps of it
         if isinstance(packed, bytes):
             writer.end([])
             return packed
-        return packed._replace(buffers=writer.end(packed.buffers))
+        return PackedBatch(packed.stream, writer.end(packed.buffers))
+
+    def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
+        """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
+
+        No context managers: contextlib sets attributes of an exception that passes, which a
+        frozen dataclass refuses with an error of its own.
+        """
+        before = getattr(_thread, "info", None)  # of a batch that reads a loader of its own
+        _thread.info = self.info
+        give_back = None
+        try:
+            if self._seed is not None:
+                give_back = self._seed(seed)
+            return function(argument)
+        finally:
+            _thread.info = before
+            if give_back is not None:
+                give_back()
 
     def _batch_seed(self, task: Task, ordinal: int) -> int:
         return batch_seed(self.info.seed, task.epoch, ordinal)
 
-    def _find_cursor(self, task: Task, n: int, shard: Shard) -> Cursor:
-        """The cursor before the batch; batches before that are passed over, if need be."""
+    def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
+        """Return the failure that stands for an error; raise what is not for a reply."""
+        if self._packer is None and not isinstance(error, Exception):
+            raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
+        self._exit_fork()
+        return Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+
+    def _exit_fork(self) -> None:
+        """End a fork of the worker that came back from the dataset, before it answers too."""
+        if self._packer is not None and os.getpid() != self.info.pid:
+            os._exit(1)
+
+    # --- streams
+
+    def _find_reader(self, task: Task, n: int, shard: Shard) -> ShardReader:
+        """Return the reader of a shard before a batch, past batches that are not wanted again."""
         index = task.ordinal + n
-        cursor = self._cursors.find(shard, task.epoch, index, self.info.pid)
-        self.info = cursor.info
-        if cursor.ended or cursor.position == index:
-            return cursor
+        reader = self._readers.find(shard, task.epoch, index, self.info.pid)
+        self.info = reader.info
+        if reader.ended or reader.position == index:
+            return reader
         samples = None
-        while cursor.position < index and not cursor.ended:
-            self._mark(task.id, n, time.perf_counter())  # the time that each may take begins
+        while reader.position < index and not reader.ended:
+            self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
             try:
-                samples = self._call(cursor.draw, None, self._batch_seed(task, cursor.begin()))
+                samples = self._call(reader.draw, None, self._batch_seed(task, reader.begin()))
             except BaseException as error:
-                if cursor.ended or (not self._remote and not isinstance(error, Exception)):
+                if reader.ended:
                     raise
-                self._end_fork()
-                logger.debug("batch %d of shard %d fails again: %r", index, shard.id, error)
-        given = cursor.position - (samples is END)
+                again = self._failure(error, READING).summary
+                logger.debug("batch %d of shard %d fails again: %s", index, shard.id, again)
+        given = reader.position - (samples is END)
         if given < index:
             raise RuntimeError(
                 f"the stream has ended after {given} batches of shard {shard.id}, but gave {index} "
                 "when it was read before; it must give the same samples each time, for the same "
                 "epoch, shard and seed"
             )
-        self._mark(task.id, n, time.perf_counter())
-        return cursor
+        self._beat(task.id, n, time.perf_counter())
+        return reader
 
     def _end_stream_task(self, shard: Shard, outcomes: list[Any]) -> bytes | None:
-        """The state of the stream behind the outcomes; END behind them if it has ended."""
-        cursor = self._cursors.current(shard)
-        if cursor is None:
+        """Return the state of the stream behind the outcomes; add END to them if it has ended."""
+        reader = self._readers.current(shard)
+        if reader is None:
             return None
-        if cursor.ended:
+        if reader.ended:
             if outcomes[-1] is not END:
                 outcomes.append(END)
             return None
         try:
-            return cursor.state()
+            return reader.state()
         except BaseException as error:
-            if not self._remote and not isinstance(error, Exception):
-                raise
-            stage = "when the stream was asked for its state"
-            outcomes[-1] = Failure.of(error, packed=self._remote, stage=stage)
+            outcomes[-1] = self._failure(error, "when the stream was asked for its state")
             return None
-
-    def _end_fork(self) -> None:
-        """Ends a fork of the worker that came back from the dataset, before it answers too."""
-        if self._remote and os.getpid() != self.info.pid:
-            os._exit(1)
-
-
-READING = "when the stream was read"
-
-"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:
-    path, part, cause = find_culprit(batch, "batch") or ("batch", batch, error)
-    return Failure.of(
-        TransportError(
+    try:
+        path, part, cause = find_culprit(batch, "batch") or ("batch", batch, error)
+        error = TransportError(
             f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
             f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "
             "strings or containers of them, or use executor='thread'"
-        ),
-        packed=True,
-    )
+        )
+    except BaseException as other:  # sys.exit() in __reduce__
+        error = other
+    return Failure.of(error, packed=True)
 
 
 _thread = threading.local()  # .info: set while this thread makes a batch

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import _random
 import hashlib
-import importlib.machinery
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from minloader._worker.import_hook import forget, when_imported
+
+Seed = Callable[[int], Callable[[], None] | None]
+
+"""Seeds the global generators for one batch; may return what is to be called after the batch."""
 
 
 def batch_seed(seed: int, epoch: int, ordinal: int) -> int:
-    """128 bits that depend on nothing but the batch's place: a keyed hash, some 0.5 µs."""
+    """Return 128 bits that depend on nothing but the batch's place: a keyed hash, some 0.5 µs."""
     place = b"%d %d %d" % (seed, epoch, ordinal)
     return int.from_bytes(hashlib.blake2b(place, digest_size=16).digest(), "little")
 
@@ -27,75 +33,65 @@ _generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the modu
 _seed_generator: Any = _random.Random.seed
 
 
-def _seed_module(name: str, value: int) -> None:
-    module = sys.modules.get(name)
-    if name == "random":
-        # What random.seed does with an int, without its checks: 3 µs rather than 4.
-        _seed_generator(_generator, value)
-        _generator.gauss_next = None
-    elif name == "numpy.random" and hasattr(module, "seed"):
-        # One word: 2 µs; the whole 128 bits would take 8.
-        module.seed(value & 0xFFFF_FFFF)  # type: ignore[union-attr]
-    elif name == "torch" and hasattr(module, "default_generator"):
+def _seed_random(module: Any, value: int) -> None:
+    # What random.seed does with an int, without its checks: 3 µs rather than 4.
+    _seed_generator(_generator, value)
+    _generator.gauss_next = None
+
+
+def _seed_numpy(module: Any, value: int) -> None:
+    if hasattr(module, "seed"):  # else it is just being imported
+        module.seed(value & 0xFFFF_FFFF)  # one word: 2 µs; the whole 128 bits would take 8
+
+
+def _seed_torch(module: Any, value: int) -> None:
+    if hasattr(module, "default_generator"):
         # torch.manual_seed would also visit every accelerator: 100 µs instead of 1.
-        module.default_generator.manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)  # type: ignore[union-attr]
+        module.default_generator.manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)
 
 
-_SEEDED_MODULES = ("random", "numpy.random", "torch")
+_SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
+
+_value: int | None = None  # the seed of the present batch; None if we are not to seed anything
 
 
-class _Seeds:
-    """Seeds the global generators for each batch.
+def seed_globals(value: int) -> None:
+    """Seed the global generators of this process, for one batch.
 
-    It also sits in the import path of a worker process, because a batch may be the first to
-    import numpy.random or torch (numpy imports the former when it is first used): without
-    being seeded on arrival, the first batch of each worker would differ.
+    A batch may be the first to import numpy.random or torch (numpy imports the former when it is
+    first used). They are seeded on arrival then: otherwise the first batch of each worker would
+    differ.
     """
-
-    def __init__(self) -> None:
-        self._value: int | None = None
-
-    def seed(self, value: int) -> None:
-        self._value = value
-        for name in _SEEDED_MODULES:
-            if name in sys.modules:
-                _seed_module(name, value)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _SEEDED_MODULES or self._value is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        loader, value = spec.loader, self._value
-        execute = loader.exec_module
-
-        def exec_and_seed(module: Any) -> None:
-            execute(module)
-            _seed_module(fullname, value)
-
-        loader.exec_module = exec_and_seed  # type: ignore[method-assign]
-        return spec
+    global _value
+    if _value is None:
+        for name in _SEEDERS:
+            when_imported(name, _seed_arrival)
+    _value = value
+    for name, seed in _SEEDERS.items():
+        if name in sys.modules:
+            seed(sys.modules[name], value)
 
 
-seeds = _Seeds()
+def _seed_arrival(module: ModuleType) -> None:
+    if _value is not None:
+        _SEEDERS[module.__name__](module, _value)
 
-"""The one of this process."""
 
+def borrow_globals(value: int) -> Callable[[], None]:
+    """Seed the global generators of the caller's own process; return what gives them back."""
+    import numpy.random  # the one generator that every batch may use without importing it
 
-def borrow_globals() -> Callable[[], None]:
-    """Takes the global generators of the caller's own process; the result gives them back."""
-    import numpy.random  # the one generator every batch may use without importing it
-
-    torch = sys.modules.get("torch")
+    former, torch = _value, sys.modules.get("torch")
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     torch_state = torch and torch.default_generator.get_state()
-    sys.meta_path.insert(0, seeds)
+    seed_globals(value)
 
     def give_back() -> None:
-        sys.meta_path.remove(seeds)
+        global _value
+        _value = former  # that of an outer batch, whose dataset reads a loader of its own
+        if former is None:
+            for name in _SEEDERS:
+                forget(name, _seed_arrival)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:

@@ -1,31 +1,42 @@
-"""A worker process is born."""
+"""The beginning of a worker process, and its entry for tasks.
+
+    interpreter starts ──> start(setup, index) ──> run(task), run(task), ...
+                                 |
+       leads a process group, follows the parent, loads the job, makes its Worker
+
+Nothing here raises: an error in an executor's initializer would break the pool, with no more
+than a log entry. It is kept, and is the reply to each task.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing.util
 import os
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from minloader._memory.files import unlink
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
-from minloader._worker.heartbeat import READY, attend
+from minloader._memory.pickling import BatchPacker
+from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker, _thread
+from minloader._worker.seeds import seed_globals
 
 logger = logging.getLogger("minloader")
 
 _process_worker: Worker | None = None  # the one of a worker process, whatever its threads
 
-_start_reply: Reply | None = None  # of a worker that could not load its job
+_start_reply: Reply | None = None  # that of a worker process that could not load its job
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Tells code that makes batches where it runs; None outside a worker.
+    """Return where this code runs, if it makes batches; None outside a worker.
 
     In a worker process it answers in every thread; in a thread worker, and with
     ``num_workers=0``, in the thread that makes the batch, while it makes one.
@@ -37,13 +48,13 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 class WorkerSetup(NamedTuple):
-    """Where a worker finds what it needs.
+    """All that a worker process is given when it starts.
 
     Attributes:
-        address: the job.
+        address: where the job is.
         folder: where slots have names; None if they have none.
-        board: path of the board.
-        token: what everything is marked with that the worker starts.
+        heartbeats: path of the file of heartbeats.
+        token: value of the environment variable TOKEN for all that the worker starts.
         first_id: id of the first worker that is started from here.
         num_workers: of the loader.
         seed: of the loader.
@@ -51,24 +62,23 @@ class WorkerSetup(NamedTuple):
 
     address: JobAddress
     folder: str | None
-    board: str
+    heartbeats: str
     token: str
     first_id: int
     num_workers: int
     seed: int
 
     def load_dataset(self) -> Any:
-        """Another copy of the dataset; large arrays are mapped, not copied."""
+        """Return another copy of the dataset; large arrays are mapped, not copied."""
         return self.address.load(forever=True).dataset
 
     def clean_up(self) -> None:
-        """Removes files that have names, when the parent was killed."""
+        """Remove files that have names, when the parent was killed."""
         self.address.unlink()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.board.startswith("/proc/"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.board)
+        if not self.heartbeats.startswith("/proc/"):
+            unlink(self.heartbeats)
 
 
 TOKEN = "MINLOADER_TOKEN"
@@ -77,7 +87,7 @@ TOKEN = "MINLOADER_TOKEN"
 
 
 def start(setup: WorkerSetup, index: int) -> None:
-    """First thing that runs in a worker process. Never raises: that would break the pool."""
+    """Make this process a worker, before its first task. Never raises."""
     global _process_worker, _start_reply
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
@@ -86,15 +96,18 @@ def start(setup: WorkerSetup, index: int) -> None:
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
     lead_group()
-    follow_parent(last_act=setup.clean_up)
+    follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
     try:
         job = setup.address.load(forever=True)
-        mark = attend(setup.board, index)
+        beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
-        _process_worker = Worker(job, info, remote=True, mark=mark, reload=setup.load_dataset)
-        mark(READY, 0, time.perf_counter())
+        packer, reload = BatchPacker(), setup.load_dataset
+        _process_worker = Worker(
+            job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload
+        )
+        beat(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:
         stage = f"while worker {worker_id} loaded the dataset"
@@ -103,6 +116,12 @@ def start(setup: WorkerSetup, index: int) -> None:
         _start_reply = Reply(worker_id, os.getpid(), True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def worker_main(setup: WorkerSetup, index: int, target: Callable[..., Any], args: Any) -> None:
+    """Run a worker process: :func:`start` first, then what the executor has for it."""
+    start(setup, index)
+    target(*args)
 
 
 def _check_memory(limit: int | None) -> None:
@@ -114,7 +133,7 @@ def _check_memory(limit: int | None) -> None:
 
 
 def run(task: Task) -> Reply:
-    """Makes the batches of a task in a worker process."""
+    """Make the batches of a task in a worker process."""
     if _process_worker is None:
         assert _start_reply is not None
         return _start_reply._replace(outcomes=_start_reply.outcomes * len(task.items))
@@ -122,4 +141,4 @@ def run(task: Task) -> Reply:
 
 
 def warm_up() -> None:
-    """Does nothing: a task that makes an executor start a worker for it."""
+    """Do nothing: a task that makes an executor start a worker for it."""

@@ -20,7 +20,6 @@ import ctypes
 import dataclasses
 import gc
 import importlib
-import inspect
 import itertools
 import json
 import logging
@@ -31,23 +30,18 @@ import sys
 import textwrap
 import time
 import traceback
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minloader._checks import amount, check_int
 from minloader._insight.counters import Stats
+from minloader._inspect import inspect
 from minloader._loader import Loader
 from minloader._memory.limits import processors
-from minloader.testing import (
-    IrreproducibleError,
-    check_make_loader,
-    check_reproducible,
-    executors_of,
-    new_loader,
-)
+from minloader.testing import IrreproducibleError, NewLoaders, check_reproducible
 
 SECONDS = 3.0
 
@@ -306,8 +300,8 @@ class _Trial:
         self._names = {os.getpid(): "this process"}
         self._series: dict[int, list[_Usage]] = defaultdict(list)  # by pid
         self._first_epoch: int | None = None  # its number of batches, when it is over
-        self.executor = loader._group._executor
-        self.shards = loader._shards
+        self.executor = inspect(loader).executor
+        self.shards = inspect(loader).shards
         self.once = False
         self.making = self.computing = 0.0
         self.stats = Stats()
@@ -343,7 +337,7 @@ class _Trial:
 
     def _batches(self) -> Iterator[Any]:
         """Epoch after epoch."""
-        while not self._loader._items._used_up:
+        while not inspect(self._loader).sampler_used_up:
             count = 0
             for batch in self._loader:
                 count += 1
@@ -357,9 +351,8 @@ class _Trial:
 
     def _look(self, mark: _Mark, stop: float) -> None:
         self._marks.append(mark)
-        for executor in executors_of(self._loader):
-            for index, process in enumerate(executor.workers):
-                self._names[process.pid] = f"worker {executor.setup.first_id + index}"
+        for worker in inspect(self._loader).workers:
+            self._names[worker.pid] = f"worker {worker.number}"
         for pid in self._names:
             usage = _usage(pid, mark.batches)
             if usage is not None:
@@ -377,14 +370,14 @@ class _Trial:
         workers = self._loader.num_workers
         pids = [pid for pid in self._names if pid != os.getpid()]
         self.stats = _between(before, after)
-        self.making = self.stats._work / window
+        self.making = _work(self.stats) / window
         spent = (_processor_seconds(pid) - used.get(pid, 0.0) for pid in pids)
         self.computing = sum(max(0.0, each) for each in spent) / window  # one may be gone
-        self.once = self._loader._items._used_up
+        self.once = inspect(self._loader).sampler_used_up
         sizes = [size for size in map(_memory, pids) if size is not None]
         self.row = Row(
             num_workers=workers,
-            prefetch_factor=self._loader._group._prefetch_factor,
+            prefetch_factor=inspect(self._loader).prefetch_factor,
             batches=count,
             rate=count / window,
             noise=_noise(marks),
@@ -449,6 +442,12 @@ def _between(before: Stats, after: Stats) -> Stats:
     )
 
 
+def _work(stats: Stats) -> float:
+    """Seconds that all workers together were busy."""
+    packing = stats.transport - stats.unpacking
+    return stats.dataset + stats.transform + stats.collate + packing
+
+
 def _noise(marks: list[_Mark]) -> float:
     """Standard error of the rate between the first and the last, as a share of it."""
     if len(marks) < 5:
@@ -509,12 +508,11 @@ class _Examination:
         step: float,
         progress: Progress | None,
     ) -> None:
-        self._make_loader = make_loader
+        self._make_loader = NewLoaders(make_loader)
         self._takes = _takes(make_loader)
         self._seconds = seconds
         self._step = step
         self._progress = progress or (lambda share, text: None)
-        self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
         self._trials: list[_Trial] = []  # those with the first prefetch_factor first
         self._planned = 0
 
@@ -543,11 +541,9 @@ class _Examination:
     def _make(self, num_workers: int, prefetch_factor: int) -> Loader:
         """A new loader with these settings."""
         setting = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        made = self._make_loader(**{name: setting[name] for name in self._takes})
-        loader = new_loader(made, self._made)
-        if loader._group._prefetch_factor != prefetch_factor:
-            loader.num_workers = 0
-            loader._group._prefetch_factor = prefetch_factor  # pools that are made now have it
+        loader = self._make_loader(**{name: setting[name] for name in self._takes})
+        if inspect(loader).prefetch_factor != prefetch_factor:
+            inspect(loader).prefetch_factor = prefetch_factor
         loader.num_workers = num_workers
         return loader
 
@@ -671,8 +667,7 @@ class _Examination:
 
 def _takes(make_loader: Callable[..., Any]) -> set[str]:
     """Which of the settings a function takes by name."""
-    check_make_loader(make_loader)
-    parameters = inspect.signature(make_loader).parameters.values()
+    parameters = signature(make_loader).parameters.values()
     names = {"num_workers", "prefetch_factor"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return names
@@ -755,8 +750,10 @@ def _numbers(text: str) -> list[int]:
 
 def _is_plain(error: Exception) -> bool:
     """Whether an error says all by itself, since no code but ours had a part in it."""
-    places = {Path(frame.filename).parent for frame in traceback.extract_tb(error.__traceback__)}
-    return places == {Path(__file__).parent} and error.__cause__ is None
+    package = Path(__file__).parent.parent
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = all(package in Path(frame.filename).parents for frame in frames)
+    return ours and error.__cause__ is None
 
 
 class _Bar:

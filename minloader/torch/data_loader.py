@@ -1,9 +1,10 @@
-"""``minloader.torch.DataLoader``: torch's signature, minloader's workers; and the way to a device.
+"""Torch's ``DataLoader`` on minloader's workers.
 
-A :class:`DataLoader` is a :class:`minloader.Loader`, made when it is first iterated, and what
-torch would do around it: it draws from the generators what torch draws, in the same order, and so
-shuffles as torch does. Its workers collate into arrays in shared memory (``torchlike.py``), which
-arrive here as tensors over that memory. Workers import torch only if the dataset does.
+A :class:`DataLoader` makes a :class:`minloader.Loader` when it is first iterated, and does around
+it what torch's loader does in the parent: it draws the same random numbers from the same
+generators, and so shuffles as torch does. Workers collate into arrays in shared memory
+(``_sampling/torch_collate.py``), which arrive here as tensors over that memory. They import torch
+only if the dataset does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, TypeVar
@@ -29,24 +31,20 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minloader._checks import check_callable, check_context, check_int, check_iterable, shown
+from minloader._epochs.state import Note, Progress, latest_note
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
 from minloader._memory.job_file import fingerprint
 from minloader._prefetch import prefetch
+from minloader._sampling.base import used_up
 from minloader._sampling.torch_collate import collate, convert
-from minloader._worker.torch_conventions import (
-    Collated,
-    ExtendedCollate,
-    Samples,
-    Stream,
-    WorkerInit,
-)
-from minloader.torch.device import _pin
-from minloader.torch.order import _default_sampler, _order_of, _Start
+from minloader._worker import torch_conventions as conventions
+from minloader.torch.device import pin
+from minloader.torch.order import EpochStart, Order, default_sampler
 
 VERSION = 1
 
-"""Of the states."""
+"""Version of the states."""
 
 
 T = TypeVar("T")
@@ -56,6 +54,11 @@ _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 """Attributes that cannot be set once a loader is made, as in torch."""
 
 
+_BATCH_SAMPLER_ALONE = (
+    "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and drop_last, or "
+    "drop batch_sampler"
+)
+
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 """Torch's samplers that have a generator. They are finite, and keep their order in a list."""
@@ -63,132 +66,106 @@ _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
-    *("_context", "_seed"),
+    *("multiprocessing_context", "_seed"),
 )
 
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
 
+@dataclass(repr=False, eq=False)
 class DataLoader(Generic[T]):
     """Torch's ``DataLoader`` on minloader's workers: the same arguments, attributes and batches.
 
-    With the same ``torch.manual_seed``, or ``generator``, it shuffles as torch's does. Tensors in
-    a batch are views of shared memory, writable and the consumer's own.
+    ``for batch in loader`` is one epoch. With the same ``torch.manual_seed``, or ``generator``, it
+    has the order that torch's loader would give it. Tensors in a batch are views of shared memory.
+    They are writable, nobody else uses them, and one of them keeps its whole batch in memory.
 
-    What differs: ``random``, ``numpy.random`` and torch are seeded for each batch, from the seed
-    that is drawn when the first epoch begins, the number of the epoch and that of the batch, so
-    that every number of workers gives the same batches. Workers are spawned, stay between epochs,
-    and are replaced when they die. With ``persistent_workers=False`` they are made anew only if
-    the dataset, or a function, has changed (changes inside large arrays are not noticed).
+    What differs from torch's loader: ``random``, ``numpy.random`` and torch are seeded for each
+    batch, from the loader's seed, the number of the epoch and the number of the batch, so that the
+    batches are the same for every number of workers. The loader's seed is drawn when the first
+    epoch begins. Workers are spawned, stay between epochs, and are replaced when they die. With
+    ``persistent_workers=False`` they are started anew for an epoch only if the dataset,
+    ``collate_fn`` or ``worker_init_fn`` has changed. (A change inside a large array is not
+    noticed.)
 
     Args:
-        dataset: map-style (``__getitem__``), or a ``torch.utils.data.IterableDataset``.
-        batch_size: samples in a batch; None: the samples themselves.
-        shuffle: visit the dataset in another order each epoch.
-        sampler: iterable of indices, in place of ``shuffle``.
-        batch_sampler: iterable of lists of indices, in place of all of these and ``drop_last``.
-        num_workers: how many worker processes; 0 loads in this one.
-        collate_fn: makes a batch of a list of samples, in the worker; of a sample, without
-            batches. None: as torch's ``default_collate``, or ``default_convert``.
-        pin_memory: copy tensors into pinned memory, in a thread; where there is no accelerator,
-            there is a warning instead.
-        drop_last: leave out an incomplete last batch.
-        timeout: seconds that a batch may run, then it is tried once more, and fails with
-            :class:`minloader.BatchTimeout`; 0: no limit.
-        worker_init_fn: called in each worker with its number.
-        multiprocessing_context: how workers are started: a context, or the name of one. None:
-            "spawn".
-        generator: what shuffling and the seed are drawn from. None: torch's global one.
-        prefetch_factor: batches under way for each worker. None: 2.
-        persistent_workers: keep the workers' dataset even if the one here has changed.
-        pin_memory_device: the accelerator that is in use, or "".
-        in_order: False: batches as they get ready.
+        dataset: map-style (it has ``__getitem__``), or a ``torch.utils.data.IterableDataset``. The
+            workers read it.
+        batch_size: number of samples in a batch. None: each sample is a batch by itself.
+        shuffle: whether each epoch visits the dataset in another order.
+        sampler: iterable of indices, in place of ``shuffle``; read in this process.
+        batch_sampler: iterable of lists of indices, in place of ``batch_size``, ``shuffle``,
+            ``sampler`` and ``drop_last``; read in this process.
+        num_workers: number of worker processes. 0: batches are made in this process.
+        collate_fn: called in the worker with the list of samples, to make a batch of them; without
+            batches, with each sample. None: as torch's ``default_collate``, or
+            ``default_convert``.
+        pin_memory: whether to copy tensors into pinned memory, in a thread of this process.
+            Without an accelerator there is a warning instead.
+        drop_last: whether to leave out an incomplete last batch.
+        timeout: seconds that the making of a batch may take. The batch is then tried once more,
+            and after that fails with :class:`minloader.BatchTimeout`. 0: no limit.
+        worker_init_fn: called once in each worker, with the number of the worker.
+        multiprocessing_context: how workers are started: a ``multiprocessing`` context, or the
+            name of one. None: "spawn".
+        generator: the generator that the order and the loader's seed are drawn from. None: torch's
+            global one.
+        prefetch_factor: number of batches under way for each worker. None: 2.
+        persistent_workers: whether workers keep the dataset as it was when they were started.
+        pin_memory_device: type of the accelerator in use, or "".
+        in_order: False: batches come as they get ready.
 
     Raises:
-        ValueError: an argument is impossible, or excludes another.
-        TypeError: an argument is of the wrong kind.
+        ValueError: an argument has an impossible value, or excludes another.
+        TypeError: an argument is of the wrong type.
         NotImplementedError: the dataset is a ``DataPipe``.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], Any] | None = None,
-        multiprocessing_context: BaseContext | str | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-    ) -> None:
-        _check_numbers(num_workers, timeout, prefetch_factor, persistent_workers)
-        check_callable("collate_fn", collate_fn)
-        check_callable("worker_init_fn", worker_init_fn)
-        check_iterable("sampler", sampler)
-        check_iterable("batch_sampler", batch_sampler)
-        if not isinstance(generator, torch.Generator | None):
-            raise TypeError(f"generator must be a torch.Generator or None, got {shown(generator)}")
-        _check_dataset(dataset, shuffle, sampler, batch_sampler)
-        if sampler is not None and shuffle:
-            raise ValueError("sampler decides the order: drop shuffle, or drop sampler")
-        if batch_sampler is not None:
-            if batch_size != 1 or shuffle or sampler is not None or drop_last:
-                raise ValueError(
-                    "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and "
-                    "drop_last, or drop batch_sampler"
-                )
-            batch_size = None
-        elif batch_size is None and drop_last:
-            raise ValueError("drop_last is for batches: give a batch_size, or drop drop_last")
-        if pin_memory:
-            _check_pinning(pin_memory_device)
-        self._given = [sampler, batch_sampler]
-        if sampler is None:
-            sampler = _default_sampler(dataset, bool(shuffle), generator)
-        if batch_size is not None:
-            batch_sampler = BatchSampler(sampler, batch_size, drop_last)
+    dataset: Any
+    batch_size: int | None = 1
+    shuffle: bool | None = None
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+    num_workers: int = 0
+    collate_fn: Callable[[Any], Any] | None = None
+    pin_memory: bool = False
+    drop_last: bool = False
+    timeout: float = 0
+    worker_init_fn: Callable[[int], Any] | None = None
+    multiprocessing_context: BaseContext | str | None = None
+    generator: torch.Generator | None = None
+    _: KW_ONLY
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    pin_memory_device: str = ""
+    in_order: bool = True
 
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.sampler = sampler
-        self.batch_sampler = batch_sampler
-        self.num_workers = num_workers
-        if num_workers > 0 and prefetch_factor is None:
-            prefetch_factor = 2
-        self.prefetch_factor = prefetch_factor
-        if collate_fn is None:
-            collate_fn = default_convert if batch_sampler is None else default_collate
-        self.collate_fn: Callable[[Any], Any] = collate_fn
-        self.pin_memory = pin_memory
-        self.pin_memory_device = pin_memory_device
-        self.drop_last = drop_last
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
-        self.multiprocessing_context = multiprocessing_context
-        self.generator = generator
-        self.persistent_workers = persistent_workers
-        self.in_order = in_order
+    def __post_init__(self) -> None:
+        self._given = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        self._check_types()
+        self._check_combinations()
+        if self.pin_memory:
+            _check_pinning(self.pin_memory_device)
+        if self.batch_sampler is not None:
+            self.batch_size = None
+        if self.sampler is None:
+            self.sampler = default_sampler(self.dataset, bool(self.shuffle), self.generator)
+        if self.batch_size is not None:
+            self.batch_sampler = BatchSampler(self.sampler, self.batch_size, self.drop_last)
+        if self.num_workers > 0 and self.prefetch_factor is None:
+            self.prefetch_factor = 2
+        if self.collate_fn is None:
+            self.collate_fn = default_convert if self.batch_sampler is None else default_collate
 
-        index_sampler = sampler if batch_sampler is None else batch_sampler
-        self._order = _order_of(index_sampler)
+        self._order = Order(self.sampler if self.batch_sampler is None else self.batch_sampler)
         self._loader: Loader | None = None
         self._settings: list[Any] = []  # what the loader was made with
-        self._fingerprint: tuple[bytes, list[Any]] | None = None
+        self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
         self._seed: int | None = None
         self._begun = False
-        self._start: _Start | None = None  # of the epoch begun last
+        self._start: EpochStart | None = None  # of the epoch begun last
         self._resume: dict[str, Any] | None = None
-        self._delivered: Callable[[], Any] | None = None
+        self._progress: Progress | None = None  # of the consumer
         self._reported: int | None = None  # length of an IterableDataset
         self._closed = False
         self._initialized = True
@@ -196,28 +173,63 @@ class DataLoader(Generic[T]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and "_initialized" in vars(self):
             raise ValueError(f"{name} cannot be set once the DataLoader is made; make another one")
+        if name == "multiprocessing_context" and value is not None:
+            if not self.num_workers:
+                raise ValueError(f"{name}={value!r} is for workers, but num_workers is 0; drop it")
+            value = check_context(value, "process")
         super().__setattr__(name, value)
 
-    @property
-    def multiprocessing_context(self) -> BaseContext | None:
-        """How workers are started; None: "spawn". May be set, for the next epoch."""
-        return self._context
-
-    @multiprocessing_context.setter
-    def multiprocessing_context(self, context: BaseContext | str | None) -> None:
-        if context is not None and not self.num_workers:
-            raise ValueError(
-                f"multiprocessing_context={context!r} is for workers, but num_workers is 0; drop it"
+    def _check_types(self) -> None:
+        check_int("num_workers", self.num_workers, 0)
+        if self.prefetch_factor is not None:
+            check_int("prefetch_factor", self.prefetch_factor, 1)
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, got {shown(self.timeout)}")
+        for name in ("collate_fn", "worker_init_fn"):
+            check_callable(name, getattr(self, name))
+        for name, value in self._given.items():
+            check_iterable(name, value)
+        if not isinstance(self.generator, torch.Generator | None):
+            raise TypeError(
+                f"generator must be a torch.Generator or None, got {shown(self.generator)}"
             )
-        self._context = None if context is None else check_context(context, "process")
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            raise NotImplementedError(
+                f"dataset is a DataPipe, {type(self.dataset).__name__}, whose shuffling and "
+                "sharding are steered by torch's own loader; use that one, or an IterableDataset "
+                "that shards itself by torch.utils.data.get_worker_info()"
+            )
+
+    def _check_combinations(self) -> None:
+        sampled, batched = self.sampler is not None, self.batch_sampler is not None
+        other = self.batch_size != 1 or self.shuffle or sampled or self.drop_last
+        incomplete = self.drop_last and self.batch_size is None
+        rules = [
+            (self.timeout < 0, f"timeout must be 0 (no limit) or more seconds, got {self.timeout}"),
+            (sampled and self.shuffle, "sampler decides the order: drop shuffle, or drop sampler"),
+            (batched and other, _BATCH_SAMPLER_ALONE),
+            (incomplete, "drop_last is for batches: give a batch_size, or drop drop_last"),
+        ]
+        if not self.num_workers:
+            why = "{0}={1} is for workers, but num_workers is 0; drop {0}"
+            factor, persistent = self.prefetch_factor, self.persistent_workers or None
+            given: dict[str, Any] = {"prefetch_factor": factor, "persistent_workers": persistent}
+            rules += [(v is not None, why.format(name, v)) for name, v in given.items()]
+        if isinstance(self.dataset, IterableDataset):
+            why = "an IterableDataset decides its order itself, but {0} is {1}; drop {0}"
+            given = {"shuffle": self.shuffle or None, **self._given}
+            rules += [(v is not None, why.format(name, shown(v))) for name, v in given.items()]
+        for is_broken, why in rules:
+            if is_broken:
+                raise ValueError(why)
 
     @property
     def stats(self) -> Stats:
-        """How it went so far; see :class:`minloader.Stats`."""
+        """What took how long so far; see :class:`minloader.Stats`. A copy, as of now."""
         return Stats() if self._loader is None else self._loader.stats
 
     def __len__(self) -> int:
-        """Number of batches; of an ``IterableDataset``, what its own length comes to.
+        """Return the number of batches; for an ``IterableDataset``, as its own length has it.
 
         Raises:
             TypeError: the dataset, or the sampler, has no length.
@@ -232,39 +244,33 @@ class DataLoader(Generic[T]):
     # --- an epoch
 
     def __iter__(self) -> Batches[T]:
-        """Begins an epoch; with workers, its first batches are under way on return.
+        """Begin an epoch. With workers, its first batches are under way on return.
 
         Raises:
-            RuntimeError: the loader is closed, or a sampler is an iterator and used up.
+            RuntimeError: the loader is closed; or a sampler is an iterator, and used up.
             TypeError: what the workers need cannot be sent to them.
-            ValueError: an attribute was set to what does not go with the others.
+            ValueError: an attribute was set to a value that does not go with the others.
         """
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
-        resume, self._delivered = self._resume, None
-        start = _Start.decode(resume["order"]) if resume else None
-        if start is not None and start.within:
-            batches = self._go_on(start)
+        resume = self._resume
+        start = EpochStart.decode(resume["order"]) if resume else None
+        if start is not None and start.begun:
+            batches = self._continue_epoch(start)
         else:
             if start is not None:
-                self._restore(start)
-            self._check_used_up()
-            start = self._draw()
-            batches = self._iterate(start)
-        self._resume, self._begun = None, True
+                self._restore_generators(start)
+            for name, given in self._given.items():
+                once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
+                if self._begun and once:
+                    raise used_up(name, given)
+            batches = self._iterate(self._begin_order())
+        self._resume, self._begun, self._progress = None, True, batches.progress
         return batches
 
-    def _check_used_up(self) -> None:
-        for name, given in zip(("sampler", "batch_sampler"), self._given, strict=True):
-            if self._begun and hasattr(type(given), "__next__") and not hasattr(given, "set_epoch"):
-                raise RuntimeError(
-                    f"{name} is an iterator, {shown(given)}, which serves one epoch and has served "
-                    "it; pass a list, or an object whose __iter__ begins anew"
-                )
-
-    def _draw(self) -> _Start:
-        """Draws what torch draws when an epoch begins, in its order."""
-        start = _Start.now(self._generators(), seeded=True)
+    def _begin_order(self) -> EpochStart:
+        """Draw what torch draws when an epoch begins, in its order, and begin the sampler."""
+        start = EpochStart.now(self._generators(), seeded=True)
         self._order.begin()
         if self.persistent_workers and self._begun:
             start = start._replace(seeded=False)
@@ -273,16 +279,16 @@ class DataLoader(Generic[T]):
             if self._seed is None:
                 self._seed = seed
             if self.num_workers:  # torch's iterator resets itself as soon as it is made
-                start = _Start.now(self._generators(), seeded=False)
+                start = EpochStart.now(self._generators(), seeded=False)
                 self._order.begin()
-        if self._draws_on():
-            self._order.settle(whole=True)
+        if self._draws_while_read():
+            self._order.draw(whole=True)
         return start
 
-    def _draws_on(self) -> bool:
+    def _draws_while_read(self) -> bool:
         """Whether the sampler goes on drawing from a generator that later epochs draw from too.
 
-        What they get must not depend on how far it was read ahead in an epoch that was left early.
+        Their order must not depend on how far the sampler was read in an epoch that was left early.
         """
         inner = self.batch_sampler.sampler if type(self.batch_sampler) is BatchSampler else None
         return any(
@@ -294,19 +300,14 @@ class DataLoader(Generic[T]):
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that the order of an epoch may depend on, but for torch's global one."""
-        owners = (
-            self,
-            self.sampler,
-            self.batch_sampler,
-            getattr(self.batch_sampler, "sampler", None),
-        )
+        """Return those that an epoch's order may depend on, without torch's global one."""
+        inner = getattr(self.batch_sampler, "sampler", None)
+        owners = (self, self.sampler, self.batch_sampler, inner)
         found = [getattr(owner, "generator", None) for owner in owners]
-        own = {id(each): each for each in found if isinstance(each, torch.Generator)}
-        own.pop(id(torch.default_generator), None)
-        return list(own.values())
+        known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
+        return [each for each in known if each is not torch.default_generator]
 
-    def _restore(self, start: _Start) -> None:
+    def _restore_generators(self, start: EpochStart) -> None:
         generators = self._generators()
         if len(generators) != len(start.own):
             raise ValueError(
@@ -316,52 +317,47 @@ class DataLoader(Generic[T]):
         for generator, state in zip(generators, start.own, strict=True):
             generator.set_state(state)
 
-    def _go_on(self, start: _Start) -> Batches[T]:
-        """The rest of an epoch, in the order that it had; the global generator stays as it is."""
+    def _continue_epoch(self, start: EpochStart) -> Batches[T]:
+        """Begin the rest of an epoch in the order it had. Torch's global generator stays as is."""
         assert start.shared is not None
-        self._restore(start)
-        now = torch.get_rng_state()
-        torch.set_rng_state(start.shared)
-        try:
+        self._restore_generators(start)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(start.shared)
             self._order.begin()
             if start.seeded:
                 self._draw_seed()
-            self._order.settle(whole=self._draws_on())
+            self._order.draw(whole=self._draws_while_read())
             return self._iterate(start)
-        finally:
-            torch.set_rng_state(now)
 
-    def _iterate(self, start: _Start) -> Batches[T]:
+    def _iterate(self, start: EpochStart) -> Batches[T]:
         loader = self._ready()
         if self._resume is not None:
             loader.load_state_dict(self._resume["loader"])
         self._start = start._replace(epoch=loader.epoch)
         pinned = self.pin_memory and _can_pin()
         if pinned and self.num_workers:
-            return Batches(self, prefetch(loader, _pin))
-        return Batches(self, map(_pin, loader) if pinned else iter(loader))
+            return Batches(self, prefetch(loader, pin))
+        return Batches(self, map(pin, loader) if pinned else iter(loader))
 
     def _ready(self) -> Loader:
-        """The loader, a new one if what it was made of is no longer what there is."""
-        settings = [getattr(self, name) for name in _SETTINGS]
-        former = self._loader
-        if former is None or settings != self._settings or self._has_changed():
-            self._loader = self._make()
-            self._settings = settings
-            self._fingerprint = self._take_fingerprint()
-            if former is not None:
-                self._loader.set_epoch(former.epoch)
-        assert self._loader is not None
+        """Return the loader: a new one if an attribute, or what the workers have, has changed."""
+        former, settings = self._loader, [getattr(self, name) for name in _SETTINGS]
+        same = settings == self._settings
+        if former is not None and same and self._take_fingerprint()[0] == self._fingerprint[0]:
+            return former
+        self._loader = self._make()
+        self._settings, self._fingerprint = settings, self._take_fingerprint()
+        if former is not None:
+            self._loader.set_epoch(former.epoch)
         return self._loader
 
-    def _has_changed(self) -> bool:
-        """Whether what the workers have is not what there is here, where that matters."""
-        before, now = self._fingerprint, self._take_fingerprint()
-        return before is not None and now is not None and before[0] != now[0]
+    def _take_fingerprint(self) -> tuple[bytes, list[Any]]:
+        """Identify what the workers have: a digest, and the objects that must live to compare it.
 
-    def _take_fingerprint(self) -> tuple[bytes, list[Any]] | None:
+        The digest is empty where a change does not matter.
+        """
         if self.persistent_workers or not self.num_workers:
-            return None
+            return b"", []
         return fingerprint((self.dataset, self.collate_fn, self.worker_init_fn))
 
     def _make(self) -> Loader:
@@ -376,34 +372,34 @@ class DataLoader(Generic[T]):
             "num_workers": workers,
             "prefetch_factor": 2 if self.prefetch_factor is None else self.prefetch_factor,
             "timeout": self.timeout or None,
-            "mp_context": self._context,
+            "mp_context": self.multiprocessing_context,
             "in_order": self.in_order,
             "seed": self._seed,
         }
-        if not isinstance(self.dataset, IterableDataset):
+        stream = isinstance(self.dataset, IterableDataset)
+        if self.batch_sampler is None:
+            options["transform"] = collate_fn
+        else:
+            options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
+        if not stream:
             if workers:
-                options["worker_init_fn"] = WorkerInit(self.dataset, self.worker_init_fn)
-            if self.batch_sampler is None:
-                options["transform"] = collate_fn
-            else:
-                options["collate_fn"] = Collated(collate_fn)
-            return Loader(Samples(self.dataset), self._order, **options)
-        stream = Stream(
+                init = conventions.WorkerInit(self.dataset, self.worker_init_fn)
+                options["worker_init_fn"] = init
+            return Loader(conventions.Samples(self.dataset), self._order, **options)
+        if self.batch_size is not None:
+            last_batch = "discard" if self.drop_last else "keep"
+            options |= {"batch_size": self.batch_size, "last_batch": last_batch}
+        shard = conventions.Stream(
             self.dataset,
             self.worker_init_fn if workers else None,
             read_once=workers > 0 and not self.persistent_workers,
-            apart=workers > 0,
+            in_workers=workers > 0,
         )
-        if self.batch_size is None:
-            options["transform"] = collate_fn
-        else:
-            last_batch = "discard" if self.drop_last else "keep"
-            options |= {"batch_size": self.batch_size, "last_batch": last_batch}
-            options["collate_fn"] = collate_fn
-        return Loader(stream, **options)
+        return Loader(shard, **options)
 
     def _workers_collate(self) -> Callable[[Any], Any]:
-        """What makes batches where they are made."""
+        """Return the function that makes batches where they are made."""
+        assert self.collate_fn is not None
         if not self.num_workers:
             return self.collate_fn
         if self.collate_fn is default_convert:
@@ -412,7 +408,7 @@ class DataLoader(Generic[T]):
             return self.collate_fn
         home = default_collate.__module__
         added = {k: f for k, f in default_collate_fn_map.items() if f.__module__ != home}
-        return ExtendedCollate(added) if added else collate
+        return conventions.ExtendedCollate(added) if added else collate
 
     # --- state
 
@@ -423,21 +419,17 @@ class DataLoader(Generic[T]):
         gone on with. A few kilobytes, fit for JSON. Torch's global generator is not put back by
         it: a script that is to repeat a run saves that itself, with the model.
         """
-        state: dict[str, Any] = (self._delivered or self._note_state())()
-        return state
+        return latest_note(self._progress, self._note_state)()
 
-    def _note_state(self) -> Callable[[], dict[str, Any]]:
+    def _note_state(self) -> Note:
         """The state as of now, for whoever reads batches ahead; see :func:`minloader.prefetch`."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
-        now = _Start.now(self._generators(), seeded=False)._replace(shared=None)
+        now = EpochStart.now(self._generators(), seeded=False)._replace(shared=None)
         if self._loader is None:
             return partial(_state, None, now, now)
-        note = self._loader._delivered or self._loader._note_state()
+        note = latest_note(self._loader._progress, self._loader._note_state)
         return partial(_state, note, self._start or now, now)
-
-    def _deliver(self, note: Callable[[], Any] | None) -> None:
-        self._delivered = note
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``iter`` go on where :meth:`state_dict` was called, with the next batch.
@@ -455,17 +447,17 @@ class DataLoader(Generic[T]):
                 f"the state is of version {state['version']!r}, but this minloader reads version "
                 f"{VERSION}; load it with the minloader that saved it"
             )
-        start = _Start.decode(state["order"])
-        self._delivered = None
+        start = EpochStart.decode(state["order"])
+        self._progress = None
         if state["loader"] is None:  # nothing had been iterated
-            self._restore(start)
+            self._restore_generators(start)
             self._loader = self._seed = self._start = self._resume = None
             self._begun = False
             return
         self._seed = state["loader"]["seed"]
         self._ready().load_state_dict(state["loader"])
         self._resume = copy.deepcopy(dict(state))
-        self._begun = start.within or state["loader"]["epoch"] > 0
+        self._begun = start.begun or state["loader"]["epoch"] > 0
 
     # --- the end
 
@@ -491,6 +483,7 @@ class Batches(Generic[T]):
     """
 
     def __init__(self, owner: DataLoader[T], batches: Iterator[Any]) -> None:
+        self.progress = Progress()
         self._owner = owner
         self._batches = batches
         self._given = 0
@@ -516,7 +509,7 @@ class Batches(Generic[T]):
         return len(self._owner._order)
 
 
-def _state(note: Callable[[], Any] | None, start: _Start, now: _Start) -> dict[str, Any]:
+def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:
     """The state.
 
     Args:
@@ -526,47 +519,11 @@ def _state(note: Callable[[], Any] | None, start: _Start, now: _Start) -> dict[s
     """
     state = None if note is None else note()
     within = state is not None and state["epoch"] == start.epoch
-    return {"version": VERSION, "loader": state, "order": (start if within else now).encoded()}
-
-
-def _check_numbers(
-    num_workers: int, timeout: float, prefetch_factor: int | None, persistent_workers: bool
-) -> None:
-    check_int("num_workers", num_workers, 0)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
-    if timeout < 0:
-        raise ValueError(f"timeout must be 0 (no limit) or more seconds, got {timeout}")
-    if num_workers == 0 and prefetch_factor is not None:
-        raise ValueError(
-            f"prefetch_factor={prefetch_factor} is for workers, but num_workers is 0; drop it"
-        )
-    if prefetch_factor is not None:
-        check_int("prefetch_factor", prefetch_factor, 1)
-    if persistent_workers and num_workers == 0:
-        raise ValueError("persistent_workers needs workers, but num_workers is 0; drop it")
-
-
-def _check_dataset(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any) -> None:
-    if isinstance(dataset, IterDataPipe | MapDataPipe):
-        raise NotImplementedError(
-            f"dataset is a DataPipe, {type(dataset).__name__}, whose shuffling and sharding are "
-            "steered by torch's own loader; use that one, or an IterableDataset that shards itself "
-            "by torch.utils.data.get_worker_info()"
-        )
-    if not isinstance(dataset, IterableDataset):
-        return
-    given = {"shuffle": shuffle or None, "sampler": sampler, "batch_sampler": batch_sampler}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"an IterableDataset decides its order itself, but {name} is {shown(value)}; drop "
-                f"{name}"
-            )
+    return {"version": VERSION, "loader": state, "order": (start if within else now).encode()}
 
 
 def _check_pinning(device: str) -> None:
-    accelerator = torch.accelerator.current_accelerator() if _has_accelerator() else None
+    accelerator = _accelerator()
     if device and accelerator is not None and torch.device(device).type != accelerator.type:
         raise ValueError(
             f"pin_memory_device={device!r}, but memory is pinned for the accelerator that is in "
@@ -574,17 +531,14 @@ def _check_pinning(device: str) -> None:
         )
 
 
-def _has_accelerator() -> bool:
-    return bool(torch.accelerator.is_available())
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _can_pin() -> bool:
-    if not _has_accelerator():
-        warnings.warn(
-            "pin_memory=True, but no accelerator is found: memory is not pinned", stacklevel=4
-        )
-        return False
-    if str(torch.accelerator.current_accelerator()) == "mps":
-        warnings.warn("pin_memory=True, but MPS cannot: memory is not pinned", stacklevel=4)
-        return False
-    return True
+    accelerator = _accelerator()
+    if accelerator is not None and accelerator.type != "mps":
+        return True
+    why = "no accelerator is found" if accelerator is None else "MPS cannot"
+    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=4)
+    return False

@@ -1,4 +1,14 @@
-"""The way to a device."""
+"""The way to a device: pinned memory, and copies ahead of the consumer.
+
+::
+
+      |=========== the thread ===========|                |========== the consumer ==========|
+       next(batches) --> pin --> copy, on a     _Moved
+                                 stream of its  ------->   its stream waits for the copy, and
+                                 own; event               marks the memory as in use --> batch
+
+Nothing here waits for a copy: the consumer's stream does, on the device.
+"""
 
 from __future__ import annotations
 
@@ -10,114 +20,98 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minloader._prefetch import Prefetch, prefetch
-from minloader._sampling.torch_collate import mapping_like, sequence_like
+from minloader._prefetch import Prefetch
+from minloader._sampling.torch_collate import map_children
 
 
-def _pin(batch: Any) -> Any:
-    return _walk(batch, lambda tensor: tensor.pin_memory(), "pin_memory", lambda x: x.pin_memory())
+def pin(batch: Any) -> Any:
+    return _replace(batch, "pin_memory", lambda value: value.pin_memory())
 
 
-def _walk(
-    batch: Any,
-    of_tensor: Callable[[torch.Tensor], Any],
-    method: str,
-    of_object: Callable[[Any], Any],
-) -> Any:
-    """A batch of the same structure, its tensors, and objects with the method, replaced."""
+def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
+    """Return a batch of the same structure, with other tensors in it.
+
+    Args:
+        batch: not changed; walked through mappings, sequences and dataclasses.
+        method: name of a method that all tensors have: "to". Any other object that has it is
+            replaced as well.
+        function: returns what is to be there in place of a tensor or of such an object.
+    """
 
     def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return of_tensor(value)
         if hasattr(value, method) and not isinstance(value, type):
-            return of_object(value)
-        if isinstance(value, str | bytes):
-            return value
-        if isinstance(value, Mapping):
-            return mapping_like(value, {k: walk(v) for k, v in value.items()})
-        if isinstance(value, tuple):
-            values = map(walk, value)
-            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-        if isinstance(value, Sequence):
-            return sequence_like(value, list(map(walk, value)))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return function(value)
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return type(value)(map(walk, value))  # where collating would make a list
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
             made = copy.copy(value)
             for field in dataclasses.fields(value):
                 object.__setattr__(made, field.name, walk(getattr(value, field.name)))
             return made
-        return value
+        return map_children(walk, value)
 
     return walk(batch)
 
 
 def to_device(batches: Iterable[Any], device: torch.device | str | int, depth: int = 1) -> OnDevice:
-    """Moves batches to a device, ahead of the consumer, in a thread of this process.
-
-    Tensors are moved wherever they are in dicts, lists, tuples, named tuples and dataclasses, and
-    so is what has a ``to`` method; all else, arrays too, stays as it is. For a CUDA device they
-    are copied through pinned memory, on a stream of their own, while the consumer computes::
+    """Move batches to a device ahead of the consumer, in a thread of this process. ::
 
         for images, labels in to_device(loader, "cuda"):
             train(images, labels)
 
-    ``state_dict()`` of the loader counts what the consumer was given.
+    Tensors in dicts, lists, tuples, named tuples and dataclasses are moved, and so is any object
+    that has a ``to`` method. All else stays as it is, numpy arrays too. To a CUDA device tensors
+    are copied through pinned memory, on a stream of their own, while the consumer computes.
+
+    ``state_dict()`` of the result, and of the loader, counts the batches that the consumer was
+    given.
 
     Args:
-        batches: a loader with workers, or any iterable; iterated once, here, see
+        batches: a loader with workers, or any iterable. It is iterated once, from now on; see
             :func:`minloader.prefetch`.
-        device: where to.
-        depth: most batches that are there, or on their way, beyond the one that the consumer has.
+        device: where to move the batches.
+        depth: largest number of batches that are on the device, or on their way there, beyond the
+            one that the consumer has. The device must have memory for so many more.
+
+    Returns:
+        An iterator over the batches, in the same order. An error of ``batches`` is raised in place
+        of its batch.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong type.
+        ValueError: ``depth`` is below 1.
+        RuntimeError: torch does not know the device.
     """
     return OnDevice(batches, torch.device(device), depth)
 
 
-class OnDevice:
+class OnDevice(Prefetch[Any]):
     """Iterator over batches on a device, see :func:`to_device`. For one thread to use."""
 
     def __init__(self, batches: Iterable[Any], device: torch.device, depth: int) -> None:
         self._device = device
         mover = _CudaMover(device) if device.type == "cuda" else partial(_move, device)
-        self._ahead: Prefetch[_Moved] = prefetch(batches, mover, depth)
-
-    def __iter__(self) -> OnDevice:
-        return self
+        super().__init__(batches, mover, depth)
 
     def __next__(self) -> Any:
-        moved = next(self._ahead)
+        moved: _Moved = super().__next__()
         if moved.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(moved.done)
             for tensor in moved.tensors:
-                # Their memory is the other stream's: it must not be used again before this one's
-                # work on them is done.
+                # This memory is the other stream's, which must not use it again before the work
+                # of this stream on it is done.
                 tensor.record_stream(stream)
         return moved.batch
-
-    def state_dict(self) -> Any:
-        """The state of ``batches`` as of the batch that the consumer was given last."""
-        return self._ahead.state_dict()
-
-    def close(self) -> None:
-        """Ends the thread, and drops what is ready."""
-        self._ahead.close()
-
-    def __enter__(self) -> OnDevice:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class _Moved(NamedTuple):
     """A batch on its way to a device.
 
     Attributes:
-        batch: there, or on its way.
-        done: when it is there; None if it is.
-        tensors: that are on their way.
+        batch: its tensors are those of the device.
+        done: event after which they can be used; None if they can be used now.
+        tensors: those that are being copied.
     """
 
     batch: Any
@@ -126,11 +120,11 @@ class _Moved(NamedTuple):
 
 
 def _move(device: torch.device, batch: Any) -> _Moved:
-    return _Moved(_walk(batch, lambda tensor: tensor.to(device), "to", lambda x: x.to(device)))
+    return _Moved(_replace(batch, "to", lambda value: value.to(device)))
 
 
 class _CudaMover:
-    """Copies on a stream of its own. Made in the consumer's thread, called in the other one."""
+    """Copy on a stream of its own. Made in the consumer's thread, and called in the other one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,18 +134,17 @@ class _CudaMover:
     def __call__(self, batch: Any) -> _Moved:
         tensors: list[torch.Tensor] = []
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-            moved = tensor.to(self._device, non_blocking=True)
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                # Its memory cannot be recorded: let it belong to the consumer's stream.
+                with torch.cuda.stream(self._consumers):
+                    return value.to(self._device)
+            if value.device.type == "cpu" and not value.is_pinned():
+                value = value.pin_memory()
+            moved = value.to(self._device, non_blocking=True)
             tensors.append(moved)
             return moved
 
-        def move_object(value: Any) -> Any:
-            # What memory it has cannot be recorded: let it be the consumer's stream's own.
-            with torch.cuda.stream(self._consumers):
-                return value.to(self._device)
-
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = _walk(batch, move, "to", move_object)
+            batch = _replace(batch, "to", move)
             return _Moved(batch, self._stream.record_event(), tensors)

@@ -1,4 +1,9 @@
-"""The order of an epoch, as torch draws it."""
+"""The order of an epoch, as torch draws it.
+
+Runs in the parent. Torch's samplers draw random numbers from torch's global generator, or from
+generators of their own, when an epoch begins. Whoever restores these generators and begins the
+samplers again gets the same order.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +14,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from minloader._checks import is_stateful, shown
+from minloader._worker.torch_conventions import PassesState
 
 
-class _Start(NamedTuple):
-    """What the order of an epoch depends on, just before the sampler is begun.
+class EpochStart(NamedTuple):
+    """All that the order of an epoch depends on, just before its sampler is begun.
 
     Attributes:
-        own: states of the generators of the loader and of the samplers.
-        shared: state of torch's global one; None between epochs.
-        seeded: whether the base seed is drawn after the sampler was begun.
-        epoch: number that the epoch has for the loader.
+        own: states of the generators of the loader and of its samplers.
+        shared: state of torch's global generator; None between epochs.
+        seeded: whether the loader draws its seed after it has begun the sampler.
+        epoch: number of the epoch in the :class:`minloader.Loader`.
     """
 
     own: list[torch.Tensor]
@@ -34,24 +36,28 @@ class _Start(NamedTuple):
     epoch: int = -1
 
     @property
-    def within(self) -> bool:
+    def begun(self) -> bool:
         """Whether the epoch has begun."""
         return self.shared is not None
 
     @classmethod
-    def now(cls, generators: list[torch.Generator], *, seeded: bool) -> _Start:
+    def now(cls, generators: list[torch.Generator], *, seeded: bool) -> EpochStart:
+        """Record the generators as they are."""
         return cls([each.get_state() for each in generators], torch.get_rng_state(), seeded)
 
-    def encoded(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
+        """Return a part of a state, fit for JSON."""
         shared = None if self.shared is None else _to_text(self.shared)
-        return {
-            "own": [_to_text(each) for each in self.own],
-            "shared": shared,
-            "seeded": self.seeded,
-        }
+        own = [_to_text(each) for each in self.own]
+        return {"own": own, "shared": shared, "seeded": self.seeded}
 
     @classmethod
-    def decode(cls, order: Any) -> _Start:
+    def decode(cls, order: Any) -> EpochStart:
+        """Undo :meth:`encode`.
+
+        Raises:
+            ValueError: the state is damaged.
+        """
         try:
             shared = None if order["shared"] is None else _from_text(order["shared"])
             return cls([_from_text(text) for text in order["own"]], shared, bool(order["seeded"]))
@@ -68,26 +74,27 @@ def _from_text(text: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-class _Order:
-    """What torch's samplers give, as a sampler for the loader.
+class Order(PassesState):
+    """What a sampler of torch's kind yields, as a sampler for :class:`minloader.Loader`.
 
-    The epochs of a sampler with ``set_epoch`` are the user's to set, as with torch, so the loader
-    is not shown that.
+    The loader does not see ``set_epoch``: as with torch, the user calls it. A sampler with
+    ``state_dict`` and ``load_state_dict`` is put back by these, and any other is read again.
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
+        self._sampler = self._stateful = sampler
         self._items: Iterator[Any] | None = None
 
     def begin(self) -> None:
-        """Begins an epoch of the sampler, which may draw random numbers for it now."""
-        self._items = iter(self._sampler)
+        """Begin an epoch of the sampler, which may draw random numbers for it now."""
+        if not is_stateful(self._sampler):  # such a one may be put back by the loader first
+            self._items = iter(self._sampler)
 
-    def settle(self, *, whole: bool) -> None:
-        """Has the sampler draw its random numbers now: those for its first item, or for all."""
-        assert self._items is not None
-        first = list(self._items if whole else itertools.islice(self._items, 1))
-        self._items = itertools.chain(first, self._items)
+    def draw(self, *, whole: bool) -> None:
+        """Make the sampler draw its random numbers now, for its first item or for all."""
+        if self._items is not None:
+            first = list(self._items if whole else itertools.islice(self._items, 1))
+            self._items = itertools.chain(first, self._items)
 
     def __iter__(self) -> Iterator[Any]:
         items, self._items = self._items, None
@@ -97,40 +104,25 @@ class _Order:
         return len(self._sampler)  # type: ignore[arg-type]
 
 
-class _StatefulOrder(_Order):
-    """A sampler that can tell where it is: it is put back by that rather than read again."""
-
-    def begin(self) -> None:
-        """Not yet: the loader may put it back first."""
-
-    def settle(self, *, whole: bool) -> None: ...
-
-    def state_dict(self) -> Any:
-        return self._sampler.state_dict()  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state: Any) -> None:
-        self._sampler.load_state_dict(state)  # type: ignore[attr-defined]
-
-
-def _order_of(sampler: Iterable[Any]) -> _Order:
-    kind = _StatefulOrder if is_stateful(sampler) else _Order
-    return kind(sampler)
-
-
 def _as_item(indices: Any) -> Any:
-    """A batch of indices that are lists themselves, which the loader would take for batches."""
+    """Return a batch of indices as an item for the loader.
+
+    Where each index is itself a list, it becomes a tuple: the loader would take a list of lists
+    for several batches.
+    """
     nested = type(indices) is list and indices and isinstance(indices[0], list)
     return tuple(indices) if nested else indices
 
 
-class _NoOrder:
-    """Stands for the sampler of an ``IterableDataset``, which has its own order."""
+class NoOrder:
+    """The sampler of an ``IterableDataset``, which has an order of its own."""
 
     def __iter__(self) -> Iterator[None]:
         return itertools.repeat(None)
 
 
-def _default_sampler(dataset: Any, shuffle: bool, generator: Any) -> Iterable[Any]:
+def default_sampler(dataset: Any, shuffle: bool, generator: Any) -> Iterable[Any]:
+    """Return the sampler that torch makes where none is given."""
     if isinstance(dataset, IterableDataset):
-        return _NoOrder()
+        return NoOrder()
     return RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)

@@ -36,6 +36,7 @@ import numpy as np
 
 import minloader
 from minloader import Loader, get_worker_info
+from minloader._inspect import inspect
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "slots": {"size": 60_000},  # up to 480 kB a batch
@@ -180,12 +181,8 @@ class Killer(threading.Thread):
 
     def worked(self) -> bool:
         """Whether a batch was made since the last death; nobody is there to make one at times."""
-        try:
-            return self.loader is not None and any(
-                pool._executors[-1].worked for pool in self.loader._group.pools
-            )
-        except (AttributeError, IndexError):
-            return False
+        loader = self.loader
+        return loader is not None and inspect(loader).has_worked
 
     def kill(self, victims: int) -> None:
         workers = children()

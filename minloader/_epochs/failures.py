@@ -1,0 +1,113 @@
+"""A batch that failed: the error that the user sees, and what ``on_error`` makes of it.
+
+All of it runs in the consumer's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+from minloader._checks import shown
+from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
+from minloader._memory import pickling
+from minloader._pools.base import Death
+from minloader._worker.messages import Failure, Reply
+
+logger = logging.getLogger("minloader")
+
+OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+
+
+def handle(
+    failure: Failure, reply: Reply, ordinal: int, epoch: int, item: Any, on_error: OnError
+) -> Any:
+    """Do with a failed batch what ``on_error`` says.
+
+    Args:
+        failure: what happened.
+        reply: of which task.
+        ordinal: what the user is told for the place of the batch in its epoch.
+        epoch: number of the epoch.
+        item: that the sampler yielded for the batch.
+        on_error: as the user gave it.
+
+    Returns:
+        What takes the batch's place, or SKIP.
+
+    Raises:
+        BaseException: the original error, with a note that names the batch.
+    """
+    pid = reply.pid if reply.pid >= 0 else None
+    worker = reply.worker if reply.worker >= 0 else None
+    who = "a worker" if worker is None else f"worker {worker}"
+    where = "in the parent" if pid is None else f"{who} (pid {pid})"
+    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}, {where}"
+    what += failure.stage and f", {failure.stage}"
+    place = {"ordinal": ordinal, "epoch": epoch, "item": item, "worker": worker, "pid": pid}
+    remote = WorkerTraceback(failure.traceback) if failure.traceback else None
+
+    error = _load_error(failure, packed=reply.packed)
+    if isinstance(error, BatchError):  # our own, which does not know its place yet
+        vars(error).update(place)
+        report: BatchError = error
+    else:
+        report = BatchError(f"{what}: {failure.summary}", **place)
+        report.__cause__ = error or remote
+
+    skippable = isinstance(error, Exception | None) and not failure.fatal
+    if on_error == "raise" or not skippable:
+        try:
+            if error is None or isinstance(error, StopIteration):
+                # It cannot be carried; or it would end the loop as if the epoch were over.
+                raise report
+            add_note(error, f"minloader: {what}")
+            if remote is None:
+                raise error
+            raise error from remote
+        finally:
+            # The error's traceback holds this frame. If the frame held the error, the loader
+            # would live until the garbage collector finds the cycle.
+            del error, report
+    if on_error == "skip":
+        logger.warning("skipped %s: %s", what, failure.summary)
+        return SKIP
+    assert callable(on_error)
+    return on_error(report)
+
+
+def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
+    if not packed or failure.error is None:
+        error: BaseException | None = failure.error
+        return error
+    try:
+        error = pickling.unpack(failure.error)
+    except Exception:  # its class exists in the worker only: the text must do
+        return None
+    return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, if the error takes one."""
+    try:
+        error.add_note(note)
+    except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
+        logger.debug("%s; the error takes no notes (%s)", note, refusal)
+
+
+def lethal(death: Death, ordinal: int, epoch: int, item: Any, tries: int) -> BatchError:
+    """Return the error for a batch that no worker survives."""
+    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}"
+    times = f" (tried {tries} times)" if tries > 1 else ""
+    if death.stack is None:
+        return WorkerDied(
+            f"a worker (pid {death.pid}) died while it made {what}: {death.cause}{times}",
+            exitcode=death.exitcode,
+        )
+    stack = death.stack or "(the worker did not answer)\n"
+    return BatchTimeout(
+        f"{what}, took longer than timeout allows{times}; worker {death.worker} (pid {death.pid}) "
+        f"was at\n{stack}",
+        stack=death.stack,
+    )

@@ -1,0 +1,156 @@
+"""What is inside a loader now, for the doctor, the audit and the tests.
+
+No other room reads private attributes of another wing in order to look at a loader. When the
+internals change, this is the one file to adapt.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, NamedTuple
+
+from minloader._loader import Loader
+from minloader._memory.slots import Slot, Slots
+from minloader._pools.base import Pool
+from minloader._pools.job_server import JobServer
+from minloader._pools.processes import ProcessPool
+
+
+class WorkerProcess(NamedTuple):
+    """A worker process that the loader started.
+
+    Attributes:
+        number: the worker's id, the same as ``get_worker_info().id`` in it.
+        pid: its process id.
+        process: the ``multiprocessing`` process object.
+        is_ready: whether it has loaded the dataset, or never will since its executor is broken.
+    """
+
+    number: int
+    pid: int
+    process: Any
+    is_ready: bool
+
+
+def inspect(loader: Any) -> Inspection:
+    """Look into a loader.
+
+    Args:
+        loader: a :class:`minloader.Loader`, or a :class:`minloader.torch.DataLoader` that has
+            been iterated.
+
+    Raises:
+        TypeError: it is neither, or the DataLoader has made no Loader yet.
+    """
+    inner = loader if isinstance(loader, Loader) else getattr(loader, "_loader", None)
+    if not isinstance(inner, Loader):
+        raise TypeError(f"there is no Loader in {loader!r}")
+    return Inspection(inner)
+
+
+class Inspection:
+    """A view of one loader, in the process that made it. It keeps the loader alive.
+
+    What users can see too is in ``loader.stats``: ``num_workers``, the tasks in flight, how many
+    workers were replaced, how many slots there are and their bytes. Properties are read anew each
+    time.
+
+    Attributes:
+        settings: what the epochs read for each batch. ``in_order`` and ``retries`` may be set
+            between epochs.
+        group: the pools, with all that they are made from.
+        executor: the loader's argument: "process", "thread" or the user's executor.
+        shards: number of shards of a stream; None where the dataset is no stream.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.settings = loader._settings
+        self.group = loader._group
+        self.executor = loader._group.executor
+        self.shards = loader._shards
+
+    @property
+    def sampler_used_up(self) -> bool:
+        """Whether the sampler is an iterator that has served its one epoch."""
+        return self._loader._items._used_up
+
+    @property
+    def prefetch_factor(self) -> int:
+        """Tasks in flight for each worker. Setting it replaces all workers."""
+        return self.group.prefetch_factor
+
+    @prefetch_factor.setter
+    def prefetch_factor(self, prefetch_factor: int) -> None:
+        num_workers, self._loader.num_workers = self._loader.num_workers, 0
+        self.group.prefetch_factor = prefetch_factor
+        self._loader.num_workers = num_workers  # the pools that this makes read the factor
+
+    # --- the pools and their workers
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The pools that take tasks: one, or for a stream one for each worker."""
+        return self.group.pools
+
+    @property
+    def executors(self) -> list[Any]:
+        """The executors of the process pools that are not removed yet; a pool's newest is last."""
+        pools = [pool for pool in self.pools if isinstance(pool, ProcessPool)]
+        return [executor for pool in pools for executor in pool._executors]
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The worker processes of all executors, with dead ones until their executor is removed."""
+        return [
+            WorkerProcess(
+                number=executor.setup.first_id + index,
+                pid=process.pid,
+                process=process,
+                is_ready=executor.broken or executor.is_ready(index),
+            )
+            for executor in self.executors
+            for index, process in enumerate(executor.workers)
+        ]
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether a worker of an executor that is not broken has finished a task."""
+        return any(executor.tasks.any_done and not executor.broken for executor in self.executors)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the workers of an executor died, and it is not removed yet."""
+        return any(executor.broken for executor in self.executors)
+
+    @property
+    def losses(self) -> int:
+        """How often tasks were lost. Reading it removes broken executors whose workers are gone."""
+        return sum(pool.losses() for pool in self.pools)
+
+    # --- the shared memory and the job server
+
+    @property
+    def slots(self) -> Slots | None:
+        """The shared memory of the first pool; None where batches need or want none."""
+        return self.pools[0].slots
+
+    @property
+    def all_slots(self) -> list[Slot]:
+        """The slots of the first pool: free, lent to a task, or leased to batches."""
+        return list(self.slots._all) if self.slots else []
+
+    @property
+    def leased_slots(self) -> list[Slot]:
+        """The slots of the first pool whose memory batches still use."""
+        return list(self.slots._leased) if self.slots else []
+
+    @property
+    def job_server(self) -> JobServer | None:
+        """The server that workers on other machines fetch the job from; None if there is none."""
+        return self.group._job_server
+
+    @property
+    def job_clients(self) -> list[socket.socket]:
+        """The job server's connections, one for each process that fetched the job."""
+        return list(self.job_server._clients) if self.job_server else []

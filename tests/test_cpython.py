@@ -1,0 +1,332 @@
+"""What ``_pools/cpython.py`` mends is really so, and nothing else touches CPython's private parts.
+
+A piece that the running CPython no longer needs makes its test fail: then the piece can go, as soon
+as no supported version needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import multiprocessing.spawn
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trouble
+from conftest import eventually
+from helpers import Squares
+
+import minloader
+from minloader import Loader
+from minloader._pools import cpython
+from minloader._pools import processes as spawned
+
+FOLDER = Path(minloader.__file__).parent
+ROOM = FOLDER / "_pools" / "cpython.py"
+
+# --- one room ------------------------------------------------------------------------------------
+
+PRIVATE_TO = ("concurrent", "multiprocessing", "threading")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Underscored names that a piece of code defines, or has as attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return set(filter(is_private, names))
+
+
+def names_of_cpython() -> set[str]:
+    library = Path(threading.__file__).parent
+    paths = [library / "threading.py", *(library / "concurrent" / "futures").glob("*.py")]
+    paths += (library / "multiprocessing").glob("*.py")
+    return set().union(*(private_names(ast.parse(path.read_text())) for path in paths))
+
+
+def touches(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """Uses of some names, but for those of ``self``, of ``os``, and of numpy's arrays."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            text = ast.unparse(node)
+            if text.split("._")[0] not in ("self", "cls", "super()", "os", "array"):
+                yield text
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PRIVATE_TO):
+            yield from (each.name for each in node.names if is_private(each.name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value in names:
+                yield ast.unparse(node)
+
+
+def test_no_other_room_touches_private_parts():
+    names = names_of_cpython()
+    assert {"_processes", "_pending_work_items", "_popen", "_register_atexit"} <= names
+    found = {
+        str(path.relative_to(FOLDER)): list(touches(ast.parse(path.read_text()), names))
+        for path in FOLDER.rglob("*.py")
+    }
+    own = found.pop("_pools/cpython.py")
+    assert "threading._register_atexit" in own
+    assert {path: texts for path, texts in found.items() if texts} == {}
+
+
+def derived_classes() -> Iterator[tuple[type, list[type]]]:
+    """Classes of the package that derive from CPython's, and those."""
+    for info in pkgutil.walk_packages([str(FOLDER)], "minloader."):
+        if info.name.startswith(("minloader._pools", "minloader._worker", "minloader._prefetch")):
+            for each in vars(importlib.import_module(info.name)).values():
+                if isinstance(each, type) and each.__module__ == info.name:
+                    bases = [b for b in each.__mro__ if b.__module__.startswith(PRIVATE_TO)]
+                    if bases:
+                        yield each, bases
+
+
+def test_no_derived_class_uses_private_parts_of_its_base():
+    """There ``self`` is CPython's too."""
+    seen = set()
+    for each, bases in derived_classes():
+        seen.add(each.__qualname__)
+        if Path(inspect.getfile(each)) == ROOM:
+            continue
+        own = private_names(ast.parse(textwrap.dedent(inspect.getsource(each))))
+        theirs = [private_names(ast.parse(inspect.getsource(base))) for base in bases]
+        assert own & set().union(*theirs) == set(), each
+    assert {"Executor", "_Executor", "_Thread"} <= seen
+
+
+# --- a context of ours ---------------------------------------------------------------------------
+
+
+class OwnContext(type(get_context("spawn"))):  # type: ignore[misc]
+    """A context that a user has made; the names of its processes are its own."""
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        return super().Process(*args, **kwargs, name="own")
+
+
+def name(item: int) -> str:
+    return multiprocessing.current_process().name
+
+
+def test_a_context_of_the_users():
+    with Loader(name, range(4), num_workers=2, mp_context=OwnContext()) as loader:
+        assert list(loader) == ["own"] * 4
+
+
+# --- what CPython does ---------------------------------------------------------------------------
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    folders = str(FOLDER.parent), str(Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+
+
+def test_1_children_are_told_of_the_main_module():
+    told = {"init_main_from_name", "init_main_from_path"}
+    assert told & set(cpython._get_preparation_data("any"))
+    assert told & set(multiprocessing.spawn.get_preparation_data("any"))
+    with cpython.main_module_left_out():
+        assert not told & set(multiprocessing.spawn.get_preparation_data("any"))
+
+
+def test_2_an_exit_waits_for_what_is_queued(tmp_path):
+    """Both ways end; but without the piece all that was queued is done before."""
+    code = """
+import threading
+{before}
+from functools import partial
+import trouble
+from minloader import Loader
+def work(item):
+    trouble.wait_until({go!r})
+    trouble.note({calls!r}, item)
+loader = Loader(work, range(20), num_workers=1, prefetch_factor=8)
+batches = iter(loader)
+threading.Timer(0.1, lambda: open({go!r}, "w").close()).start()
+"""
+    counts = []
+    # The piece's own call is all that is left out: concurrent.futures must have made its own.
+    without = "import concurrent.futures.process; threading._register_atexit = lambda f: None"
+    for n, before in enumerate(["", without]):
+        calls, go = tmp_path / f"calls{n}", tmp_path / f"go{n}"
+        done = python(code.format(before=before, go=str(go), calls=str(calls)))
+        assert (done.returncode, done.stderr) == (0, "")
+        counts.append(len(calls.read_text().split()) if calls.exists() else 0)
+    assert counts[1] == 8
+    assert counts[0] < 8
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_2_a_child_of_multiprocessing_joins_its_children_first(tmp_path, method):
+    """A loader that is still open there must not hang it."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import multiprocessing
+from minloader import Loader
+def use():
+    global batches
+    batches = iter(Loader(abs, range(10), num_workers=2))
+    print(next(batches), flush=True)
+if __name__ == "__main__":
+    process = multiprocessing.get_context({method!r}).Process(target=use)
+    process.start()
+    process.join()
+    print(process.exitcode)
+""")
+    done = python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
+    if method == "spawn":
+        environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+        )
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+
+
+def wait_for(path: str) -> None:
+    trouble.wait_until(path)
+
+
+def broken_future(path: Path, before: Any) -> tuple[list[Any], list[Future[Any]]]:
+    """Kills the worker of a plain executor; what ``before(executor, futures)`` does comes before.
+
+    Returns:
+        The types of errors that ended threads, and the futures.
+    """
+    errors: list[Any] = []
+    hook = threading.excepthook
+    threading.excepthook = lambda args: errors.append(args.exc_type)
+    executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    try:
+        futures = [executor.submit(os.getpid)]
+        pid = futures[0].result()
+        futures += [executor.submit(wait_for, str(path)) for _ in range(6)]
+        assert eventually(futures[1].running)
+        before(executor, futures)
+        manager: Any = executor._executor_manager_thread
+        (process,), tasks = executor._processes.values(), executor._call_queue
+        os.kill(pid, signal.SIGKILL)
+        manager.join(10)
+        assert not manager.is_alive()
+        process.join()  # as the manager thread would have done
+        tasks.close()
+    finally:
+        threading.excepthook = hook
+        executor.shutdown(wait=False)
+    return errors, futures
+
+
+def test_3_a_cancelled_future_ends_the_manager_thread(tmp_path):
+    """cpython #107219"""
+
+    def cancel(executor: Any, futures: list[Future[Any]]) -> None:
+        assert futures[-2].cancel()
+
+    errors, futures = broken_future(tmp_path / "never", cancel)
+    is_needed = sys.version_info < (3, 12)
+    assert errors == [InvalidStateError] * is_needed
+    assert futures[-1].done() == (not is_needed)
+
+
+def test_3_a_tolerant_future_keeps_what_it_has():
+    future: Any = Future()
+    future.__class__ = cpython._TolerantFuture
+    future.cancel()
+    future.set_exception(ValueError())
+    with pytest.raises(CancelledError):
+        future.result()
+
+
+def test_4_an_executor_breaks_without_the_lock_of_submit(tmp_path):
+    """cpython #109047"""
+    is_free = []
+
+    def look(executor: Any, futures: list[Future[Any]]) -> None:
+        lock = executor._shutdown_lock
+
+        def try_lock(future: Future[Any]) -> None:  # called from the walk over the tasks
+            is_free.append(lock.acquire(blocking=False))
+            if is_free[-1]:
+                lock.release()
+
+        futures[-1].add_done_callback(try_lock)
+
+    errors, futures = broken_future(tmp_path / "never", look)
+    assert errors == []
+    assert isinstance(futures[-1].exception(), BrokenProcessPool)
+    assert is_free == [sys.version_info < (3, 12, 1)]
+
+
+def test_5_a_shutdown_forgets_the_manager_thread():
+    executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    assert executor.submit(abs, -1).result() == 1
+    (thread,) = (each for each in vars(executor).values() if isinstance(each, threading.Thread))
+    executor.shutdown(wait=False)
+    assert not any(isinstance(each, threading.Thread) for each in vars(executor).values())
+    thread.join()
+
+
+def send_half(path: str) -> bytes:
+    trouble.DiesSending(path)(None)
+    return bytes(2_000_000)
+
+
+def test_6_an_unfinished_message_is_waited_for(tmp_path):
+    executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    future = executor.submit(send_half, str(tmp_path / "did"))
+    (worker,) = executor._processes.values()
+    results, manager = executor._result_queue, executor._executor_manager_thread
+    worker.join()  # it has died, and its reply is in the pipe, as far as it goes
+    manager.join(0.5)
+    assert not future.done()
+    results._writer.close()
+    assert isinstance(future.exception(10), BrokenProcessPool)
+    executor.shutdown()
+
+
+def test_no_public_name_tells_that_an_executor_is_broken():
+    assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
+    assert "broken" in dir(cpython.Executor)
+
+
+def test_workers_are_listed_in_order():
+    with Loader(Squares(20), num_workers=3) as loader:
+        loader.start()
+        assert len(list(loader)) == 20
+        (executor,) = loader._group.pools[0]._executors
+        assert [type(each) for each in executor.workers] == [spawned.WorkerProcess] * 3
+        pids = {worker.pid for worker in executor.workers}
+        assert pids == set(executor._processes)
