@@ -28,7 +28,7 @@ napoleon_use_ivar = True  # or a field named under "Attributes:" would be descri
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|multiprocessing|os|weakref|numpy|np|jax|torch)\..+"),
-    ("py:.*", r"BaseContext|DTypeLike|NDArray|OnDevice|OnError"),
+    ("py:.*", r"BaseContext|DTypeLike|NDArray|OnDevice|OnError|Shape"),
     ("py:.*", r"minloader\.(\w+\.)*_.+"),
 ]
 

@@ -29,6 +29,7 @@ PACKAGE = Path(minloader.__file__).parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+SLOW = {"README", "recipes", "stats", "torch"}  # their code starts many workers, or imports torch
 FENCE = "```"
 
 
@@ -67,7 +68,14 @@ def named(pages: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
 
 
-@named([page for page in PAGES if any(blocks(page))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+        for page in PAGES
+        if any(blocks(page))
+    ],
+)
 def test_the_code_of_a_page_runs(page, tmp_path):
     found = list(blocks(page))
     optional = {needed(note) for _, note, _ in found} - {None}
@@ -187,12 +195,11 @@ def test_every_public_name_is_in_the_reference():
     assert set(described) == {f"minloader.{name}" for name in ("torch", "jax", "testing", "doctor")}
     for module, names in described.items():
         # It is read rather than imported: jax in this process would be in the way of later tests.
-        path = PACKAGE / module.split(".")[1]
-        source = (
-            path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-        )
+        name = module.split(".")[1]
+        files = [PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py"]
+        (source,) = (path.read_text() for path in files if path.exists())
         bound = set()
-        for node in ast.parse(source.read_text()).body:
+        for node in ast.parse(source).body:
             if isinstance(node, ast.ImportFrom):
                 bound |= {alias.asname or alias.name for alias in node.names}
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
