@@ -360,7 +360,7 @@ class Loader:
         run.begin()
         self._resume = None  # not before: a state that was refused is not forgotten
         self._progress = progress
-        self.epoch = run.epoch + 1
+        self.epoch += 1
         self._settings.counters.began_epoch(begin, working=False)
         return run
 
