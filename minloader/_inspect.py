@@ -1,4 +1,4 @@
-"""What is inside a loader now, for the doctor, the audit and the tests.
+"""A view into a loader, for the doctor, the audit and the tests.
 
 No other room reads private attributes of another wing in order to look at a loader. When the
 internals change, this is the one file to adapt.
@@ -51,9 +51,8 @@ def inspect(loader: Any) -> Inspection:
 class Inspection:
     """A view of one loader, in the process that made it. It keeps the loader alive.
 
-    What users can see too is in ``loader.stats``: ``num_workers``, the tasks in flight, how many
-    workers were replaced, how many slots there are and their bytes. Properties are read anew each
-    time.
+    ``loader.stats`` has what users can see too: ``num_workers``, the tasks in flight, how many
+    workers were replaced, the slots and their bytes. Each property reads what is so at that moment.
 
     Attributes:
         settings: what the epochs read for each batch. ``in_order`` and ``retries`` may be set

@@ -1,4 +1,7 @@
-"""For JAX: :func:`to_device`. Nothing else in the package imports jax, and no worker does."""
+"""Put batches on JAX devices ahead of the consumer: :func:`to_device`.
+
+Runs in the parent. Nothing else in the package imports jax, and no worker does.
+"""
 
 from __future__ import annotations
 
@@ -14,66 +17,69 @@ from minloader._prefetch import Prefetch, prefetch
 
 UNFIT = "USOMm"
 
-"""Kinds of numpy's types that no device has: strings, bytes, objects, dates and spans of time."""
+"""Kinds of numpy's types that no device has: strings, bytes, objects, dates and time spans."""
 
 
 def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Prefetch[Any]:
-    """Puts batches on a device, or distributes them over several, ahead of the consumer. ::
+    """Put batches on a device, or distribute them over several, ahead of the consumer. ::
 
         for images, labels in to_device(loader):
             state = train_step(state, images, labels)
 
-    A thread waits for the loader, calls ``jax.device_put`` and waits for the transfer, while the
-    consumer is busy with an earlier batch: see :func:`minloader.prefetch`, also for errors, for
-    ``state_dict()`` (it and the loader's count what the consumer was given) and for ``close()``.
+    A thread of this process waits for the loader, calls ``jax.device_put`` and waits for the
+    transfer, while the consumer computes on an earlier batch. See :func:`minloader.prefetch` for
+    errors, for ``close()`` and for ``state_dict()``, which counts the batches that the consumer was
+    given, as the loader's does.
 
-    A batch is a pytree. Its arrays, and tensors of the CPU, become ``jax.Array`` of the same
-    shape; 64-bit types become those of 32 bits unless ``jax_enable_x64`` is set, as everywhere in
-    JAX. All other leaves stay as they are: strings, single numbers (the epoch of
-    ``loader.epochs()``, say), arrays of strings, bytes, objects or dates.
+    A batch is a pytree. Its arrays, and its tensors on the CPU, become ``jax.Array`` of the same
+    shape. As everywhere in JAX, 64-bit types become 32-bit types unless ``jax_enable_x64`` is set.
+    All other leaves stay as they are: strings, single numbers (such as the epoch of
+    ``loader.epochs()``), arrays of strings, bytes, objects or dates.
 
-    The memory that a batch came in is free again when the consumer gets it. On the CPU, JAX goes
-    on using it, until the last array dies, without a copy; what did not come in shared memory from
-    a worker process may be somebody else's, who may write to it, and is copied.
+    When the consumer gets a batch, the shared memory that it came in is free again. Not so on the
+    CPU, where JAX uses this memory without a copy until the last array over it dies. Arrays that
+    did not come from a worker process are copied on the CPU, since others may write to them.
 
     Args:
         batches: a :class:`minloader.Loader`, ``loader.epochs(n)``, or any iterable.
         device: what ``jax.device_put`` takes: a device; a sharding, such as ``NamedSharding(mesh,
-            PartitionSpec("data"))`` to split each array along its first axis; a pytree of these
-            that is a prefix of the batch; None for the default device of the calling thread.
-            Of a sharding over devices of several processes each process gives its own part of the
-            batch (samplers have ``rank`` and ``world_size``), and gets the whole ``jax.Array``.
-        depth: most batches beyond the consumer's that are on the device or on their way; its
-            memory must hold as many more.
+            PartitionSpec("data"))``, which splits each array along its first axis; a pytree of
+            devices and shardings that is a prefix of the batch; None for the default device of the
+            calling thread. For a sharding over devices of several processes, each process gives
+            its own part of the batch (samplers have ``rank`` and ``world_size``) and gets the
+            whole ``jax.Array``.
+        depth: largest number of batches that are on the device, or on their way there, beyond the
+            one that the consumer has. The device must have memory for so many more.
 
     Returns:
-        An iterator over one epoch (or those of ``epochs``).
+        An iterator over one epoch (or over those of ``epochs``).
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind. What JAX says of a batch, such as
-            one that a sharding cannot split evenly, is raised in place of that batch.
+        TypeError, ValueError: an argument is of the wrong type, or ``depth`` is below 1. An error
+            of JAX about a batch, such as one that a sharding cannot split evenly, is raised in
+            place of that batch.
     """
     return prefetch(batches, _Put(device), depth)
 
 
 class _Put:
-    """Puts one batch after another, in the thread."""
+    """Put batches on devices. Made in the consumer's thread, and called in the other one."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         here = [getattr(each, "is_fully_addressable", True) for each in jax.tree.leaves(device)]
         self._parts = not all(here)  # whether other processes put parts of the same batch
-        # It may be set for a thread, and it is another one that puts.
+        # The default may be set for the consumer's thread alone.
         config: Any = jax.config
         self._default = config.jax_default_device
-        self._copy = True  # until it is known where batches go
+        self._copy = True  # until it is known that batches go to no CPU
 
     def __call__(self, batch: Any) -> Any:
         leaves, tree = jax.tree.flatten(batch)
         arrays = [_as_array(leaf, copy=self._copy) for leaf in leaves]
         with nullcontext() if self._default is None else jax.default_device(self._default):
-            # In place of a leaf that stays here is None, which is no leaf: what is around it must
-            # be there, or it would not match a pytree of devices.
+            # None, which JAX takes for no leaf, stands for one that stays here. The containers
+            # around it must stay, or the batch would not match a pytree of devices.
             here = jax.tree.unflatten(tree, arrays)
             if self._parts:
                 join: Any = jax.make_array_from_process_local_data
@@ -93,7 +99,7 @@ class _Put:
 
 
 def _as_array(leaf: Any, *, copy: bool) -> Any:
-    """What of a leaf goes to a device; None if it stays here."""
+    """Return what to put on a device for a leaf; None if the leaf stays here."""
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, np.generic) or not hasattr(leaf, "__array__"):

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from inspect import signature
 from typing import Any, NamedTuple
 
 from minloader._checks import check_int, shown
@@ -38,6 +39,8 @@ PATIENCE = 10.0
 so that nothing can be seen of it. One that failed to load the dataset is never ready; its error
 comes with the first batch."""
 
+
+# Hints: where to look if a run of this kind differs from the reference.
 
 AGAIN = (
     "something is not seeded, or remembers: random.SystemRandom, os.urandom, default_rng() without "
@@ -173,17 +176,17 @@ class NewLoaders:
         self._make_loader = make_loader
         self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
 
-    def __call__(self, **settings: int) -> Loader:
+    def __call__(self, **settings: Any) -> Loader:
         """Return the next loader.
 
         Args:
-            settings: what to call ``make_loader`` with.
+            settings: arguments for ``make_loader``. It is given those that it takes by name.
 
         Raises:
             TypeError: it returned no Loader.
             ValueError: it returned one that it had returned before.
         """
-        loader = self._make_loader(**settings)
+        loader = self._make_loader(**{k: v for k, v in settings.items() if self._takes(k)})
         if not isinstance(loader, Loader):
             raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
         if loader in self._made:
@@ -192,6 +195,13 @@ class NewLoaders:
             )
         self._made.add(loader)
         return loader
+
+    def _takes(self, name: str) -> bool:
+        try:
+            signature(self._make_loader).bind_partial(**{name: None})
+        except TypeError:
+            return False
+        return True
 
 
 class _Run(NamedTuple):

@@ -439,7 +439,7 @@ def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
 
     expected = inline(Mine(), range(20))
     # The generators of this process are the program's: Dask itself draws from them.
-    monkeypatch.setattr("minloader._worker.seeds._SEEDERS", None)
+    monkeypatch.setattr("minloader._worker.seeds.SEEDERS", None)
     with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
         loader = make(Mine(), range(20))
         assert list(loader) == expected

@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from inspect import getsourcelines
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -43,6 +43,7 @@ from trouble import (
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
 from minloader._inspect import inspect
+from minloader._pools import cpython
 from minloader._pools import processes as spawned
 
 AT_ONCE = 4.0
@@ -204,6 +205,7 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
                 assert text is None or re.search(text, str(results[2]), re.DOTALL)
         assert loader.stats.replaced == (expected is WorkerDied)
         del results
+        gc.collect()  # an error knows the frame that the results are in
         loader.close()
         assert (loader.stats.slots, loader.stats.slot_bytes) == (0, 0)  # none is lent for ever
 
@@ -818,10 +820,15 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
 # --- races in the executor -----------------------------------------------------------------------
 
 
-class Between(spawned.CopyingDict):
-    """The tasks of an executor; the next one is added just when the executor breaks."""
+class Between(cpython.CopyingDict):
+    """Tasks or processes of an executor; the next one is added just when the executor breaks."""
 
+    made: ClassVar[list[Between]] = []
     armed: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(self)
 
     def __setitem__(self, key: int, value: Any) -> None:
         if self.armed is not None:
@@ -830,54 +837,60 @@ class Between(spawned.CopyingDict):
         super().__setitem__(key, value)
 
 
-def broken(executor: Any) -> Any:
+@pytest.fixture
+def tasks_of(monkeypatch):
+    """Gives the tasks that the first executor has under way."""
+    monkeypatch.setattr(cpython, "CopyingDict", Between)
+    monkeypatch.setattr(Between, "made", [])
+    return lambda: Between.made[1]  # its processes are made before
+
+
+def broken(executor: Any, tasks: Between) -> Any:
     """Whether the executor has gone through all it had to when it broke; on CPython 3.11 it does
     without the lock that is held here, later ones wait for that."""
-    return eventually(lambda: executor._broken and not executor._pending_work_items, 1)
+    return eventually(lambda: executor.broken and not tasks, 1)
 
 
-def test_a_task_submitted_just_when_the_executor_breaks(monkeypatch):
+def test_a_task_submitted_just_when_the_executor_breaks(tasks_of):
     """After the check that it is sound, and after the tasks have had their error."""
-    monkeypatch.setattr(spawned, "CopyingDict", Between)
     with Loader(Squares(40), num_workers=2, prefetch_factor=4) as loader:
         batches = iter(loader)
         got = [next(batches)]
-        executor = loader._group.pools[0]._executors[-1]
+        (executor,) = inspect(loader).executors
 
         def kill_and_wait() -> None:
             os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor)
+            broken(executor, tasks_of())
 
-        executor._pending_work_items.armed = kill_and_wait
+        tasks_of().armed = kill_and_wait
         got += list(batches)
-        assert executor._pending_work_items.armed is None
+        assert tasks_of().armed is None
         assert got == [n * n for n in range(40)]
 
 
-def test_a_worker_started_just_when_the_executor_breaks(monkeypatch):
+def test_a_worker_started_just_when_the_executor_breaks(monkeypatch, tasks_of):
     """On CPython 3.11 the executor walks over its workers meanwhile."""
     started = threading.Event()
-    end = spawned._end_survivor
+    terminate, start = spawned.WorkerProcess.terminate, spawned.WorkerProcess.start
 
-    def end_late(*arguments: Any) -> None:
+    def terminate_late(process: Any) -> None:
         started.wait(1)
-        end(*arguments)
+        terminate(process)
 
-    monkeypatch.setattr(spawned, "_end_survivor", end_late)
-    spawn = spawned._Executor._spawn_process
-
-    def spawn_late(executor: Any) -> None:
+    def start_late(process: Any) -> None:
+        (executor,) = inspect(loader).executors
         if len(executor.workers) == 1:
             os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor)
-        spawn(executor)
+            broken(executor, tasks_of())
+        start(process)
         if len(executor.workers) == 2:
             started.set()
 
-    monkeypatch.setattr(spawned._Executor, "_spawn_process", spawn_late)
+    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    monkeypatch.setattr(spawned.WorkerProcess, "start", start_late)
     with Loader(Squares(12), num_workers=2, retries=3) as loader:
         batches = iter(loader)
-        monkeypatch.setattr(spawned._Executor, "_spawn_process", spawn)
+        monkeypatch.setattr(spawned.WorkerProcess, "start", start)
         assert list(batches) == [n * n for n in range(12)]
 
 

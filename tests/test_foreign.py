@@ -133,7 +133,7 @@ def test_executors_of_this_machine_need_no_port():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_does_not_close_the_depot_of_its_parent():
+def test_a_fork_does_not_close_the_job_server_of_its_parent():
     job_file = JobFile("here")
     store = JobServer(job_file)
     hosts, port = store.open()

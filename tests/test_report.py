@@ -743,6 +743,49 @@ def test_pages_look_right_in_a_browser(tmp_path):
     assert backgrounds == {False: {"rgb(255, 255, 255)"}, True: {"rgb(21, 23, 27)"}}
 
 
+def use(name: str, actions: str, folder: Path, address: str = "") -> str:
+    """The document of a run's page after some actions of its user, in JavaScript."""
+    file = folder / f"{name}.html"
+    text = render(run_data(name)).replace("</body>", f"<script>{actions}</script></body>")
+    file.write_text(text, encoding="utf-8")
+    return dump(file.as_uri() + address, folder / "profile", dark=False)
+
+
+def test_a_mark_that_the_address_names_stands_out(tmp_path):
+    text = use("death", "", tmp_path, "#mark1")
+    marks = re.findall(r'<g class="(mark[^"]*)" id="(\w+)">', text)
+    assert marks == [("mark", "mark0"), ("mark chosen", "mark1")]
+
+
+def test_words_about_a_death_lead_to_its_mark(tmp_path):
+    click = """
+    const [, more] = document.querySelectorAll(".zoom button");
+    more.click();  // so that not all of it is in view
+    scroll.scrollLeft = 0;
+    addEventListener("load", () => setTimeout(() => find(".marks a").click()));
+    (function check() {
+      const line = find("#mark0.chosen line")?.getBoundingClientRect();
+      const view = scroll.getBoundingClientRect();
+      if (line && view.left < line.left && line.left < view.right) document.title = "in view";
+      else setTimeout(check, 20);
+    })();"""
+    assert "<title>in view</title>" in use("death", click, tmp_path)
+
+
+def test_the_wheel_zooms_where_the_pointer_is(tmp_path):
+    turn = """
+    const at = scroll.getBoundingClientRect().left + 300, before = svg.clientWidth;
+    const point = () => (scroll.scrollLeft + 300) / svg.clientWidth, first = point();
+    const event = {deltaY: -1, ctrlKey: true, clientX: at, cancelable: true};
+    scroll.dispatchEvent(new WheelEvent("wheel", event));
+    (function check() {
+      const larger = svg.clientWidth / before, moved = point() - first;
+      if (Math.abs(larger - 1.25) < 0.01 && Math.abs(moved) < 0.01) document.title = "larger";
+      else setTimeout(check, 20);
+    })();"""
+    assert "<title>larger</title>" in use("eight", turn, tmp_path)
+
+
 def test_without_scripts_the_verdict_and_the_table_are_there(tmp_path):
     data = {name: run_data(name) for name in RUNS}
     frames = [

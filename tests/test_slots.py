@@ -631,7 +631,7 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     job = Job(numbered, None, None, refuse)
     run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run
     if stage == "load":
-        monkeypatch.setattr(start, "_start_reply", run(Task(0, 0, [0])))
+        monkeypatch.setattr(start, "failed_start", run(Task(0, 0, [0])))
         run = start.run
     elif stage == "attach":
         monkeypatch.setattr(foreign, "_find_job", refuse)

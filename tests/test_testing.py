@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import eventually, require
 from helpers import (
     AllNoise,
     Faulty,
@@ -46,6 +46,7 @@ from minloader import (
     pad_collate,
 )
 from minloader._insight.leaves import MOST_LEAVES, leaves
+from minloader._inspect import inspect
 from minloader.testing import IrreproducibleError, check_reproducible
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -622,3 +623,36 @@ def test_tensors():
     check_reproducible(
         lambda: Loader(lambda item: {"x": torch.rand(3)}, range(4), num_workers=0), workers=()
     )
+
+
+# --- the inspection ------------------------------------------------------------------------------
+
+
+def test_workers_are_seen():
+    with Loader(Squares(), range(6), num_workers=2) as loader:
+        view = inspect(loader)
+        assert view.workers == []
+        loader.start()
+        assert eventually(lambda: all(worker.is_ready for worker in view.workers))
+        assert [worker.number for worker in view.workers] == [0, 1]
+        assert all(worker.process.pid == worker.pid for worker in view.workers)
+        assert not view.has_worked
+        view.prefetch_factor = 3
+        assert (view.prefetch_factor, view.settings.depth, loader.num_workers) == (3, 6, 2)
+        assert list(loader) == [n * n for n in range(6)]
+        assert view.has_worked
+        assert not view.is_broken
+        assert view.losses == 0
+
+
+def test_where_there_is_no_loader():
+    with pytest.raises(TypeError, match="there is no Loader in 5"):
+        inspect(5)
+    require("torch")
+    from minloader.torch import DataLoader
+
+    loader = DataLoader(range(3))
+    with pytest.raises(TypeError, match="there is no Loader in"):
+        inspect(loader)
+    list(loader)
+    assert inspect(loader).executor == "process"

@@ -461,8 +461,8 @@ class Epoch(TimedIterator):
                 self._losses = -1  # look again, even if the loss was counted already
                 return
             self._reclaim(pending)
-            died = WorkerDied(f"a worker of the executor died, which is broken since: {error}")
-            reply = _replied(*[died] * len(task.items), fatal=True)
+            text = f"a worker of the executor died, which is broken since: {error}"
+            reply = _replied(*(WorkerDied(text) for _ in task.items), fatal=True)
         except Exception as error:  # of an executor that the user brought
             self._reclaim(pending)
             reply, alone = self._reply_of_executor(pending, error), True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,13 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
 
 
+def _failing_parts(obj: Any) -> Iterator[tuple[str, Any, Exception]]:
+    for suffix, part in _parts(obj):
+        error = _pickling_error(part)
+        if error is not None:
+            yield suffix, part, error
+
+
 def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
     """Find a part of an object that cannot be pickled though all its own parts can.
 
@@ -68,21 +76,14 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
         return None
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
-    failures = 0
+    left = MOST_FAILURES
     for path, obj, error in found:  # grows while we walk
-        innermost = True
-        for suffix, part in _parts(obj):
-            if failures == MOST_FAILURES:
-                innermost = False  # for all we know
-                break
-            part_error = _pickling_error(part)
-            if part_error is None:
-                continue
-            innermost = False
-            failures += 1
+        failing = list(islice(_failing_parts(obj), left))
+        left -= len(failing)
+        if not failing and (left or not any(True for _ in _parts(obj))):
+            return path, obj, error
+        for suffix, part, part_error in failing:
             if id(part) not in seen:
                 seen.add(id(part))
                 found.append((path + suffix, part, part_error))
-        if innermost:
-            return path, obj, error
     return found[0]

@@ -98,19 +98,13 @@ def open_shared(path: str, inode: int, flags: int) -> int:
     raise FileNotFoundError(f"{path} is gone, or now holds something else")
 
 
-class _LibC:
-    """The two calls that the mmap module makes only with a descriptor kept for each mapping."""
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.mmap, self.munmap = libc.mmap, libc.munmap
-        size, flag = ctypes.c_size_t, ctypes.c_int
-        self.mmap.restype = ctypes.c_void_p
-        self.mmap.argtypes = (ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long)
-        self.munmap.argtypes = (ctypes.c_void_p, size)
-
-
-libc = _LibC() if os.name == "posix" else None  # elsewhere batches go through the pipe
+# The mmap module keeps a descriptor for each mapping, which would be one for each slot.
+libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+if libc is not None:  # elsewhere batches go through the pipe
+    _SIZE, _FLAG = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, _SIZE, _FLAG, _FLAG, _FLAG, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
 
 
 class SharedMapping:

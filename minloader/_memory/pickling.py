@@ -278,14 +278,15 @@ def _reduce_tensor(tensor: Any) -> Any:
     if not is_plain_tensor(tensor):
         return tensor.__reduce_ex__(5)
     if tensor.dtype in (torch.bfloat16,):  # numpy has none
-        return _tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
+        return as_tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
     try:
-        return _tensor, (tensor.numpy(), None)
+        return as_tensor, (tensor.numpy(), None)
     except TypeError:  # some newer kind of number
         return tensor.__reduce_ex__(5)
 
 
-def _tensor(array: Any, dtype: Any) -> Any:
+def as_tensor(array: Any, dtype: Any) -> Any:
+    """Return a tensor over the memory of an array, which has the bits of ``dtype`` if given."""
     tensor = importlib.import_module("torch").from_numpy(array)
     return tensor if dtype is None else tensor.view(dtype)
 

@@ -126,7 +126,7 @@ class _TolerantFuture(Future[Any]):
 # worker started then gets queues that are closed already, so that submit() raises an OSError.
 
 
-class _CopyingDict(dict[int, Any]):
+class CopyingDict(dict[int, Any]):
     """Tasks or processes of an executor, which may grow while somebody walks over them."""
 
     def items(self) -> Any:
@@ -149,8 +149,8 @@ class Executor(ProcessPoolExecutor):
 
     def __init__(self, num_workers: int, context: Any) -> None:
         super().__init__(num_workers, mp_context=context)
-        self._processes = _CopyingDict()
-        self._pending_work_items = _CopyingDict()
+        self._processes = CopyingDict()
+        self._pending_work_items = CopyingDict()
         cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
         self._results = cast(Any, self._result_queue)  # shutdown() forgets it
         self.manager: threading.Thread | None = None

@@ -10,8 +10,11 @@ the job fetches it.
 Client and server know the job's token, and prove it to each other, by a keyed hash of a challenge,
 before a byte of the job is sent or unpickled::
 
-    client: connects             server: 32 random bytes
-    client: hash, 32 random bytes    server: hash, the file
+    client                                     server
+    connects                        --------->
+                                    <---------  challenge
+    hash of it, another challenge   --------->
+                                    <---------  hash of it, the job file
 
 The connection stays open as long as both sides live. When the loader is closed, or its process is
 dead, so is the connection, and the worker lets go of the job.

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from minloader._pools.base import Death, Pool
-from minloader._worker.heartbeat import Heartbeat
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 
@@ -73,17 +72,17 @@ class ThreadPool(Pool):
                 threads[:] = [self._replace_if_late(thread, self.timeout) for thread in threads]
 
     def _replace_if_late(self, thread: _Thread, timeout: float) -> _Thread:
-        entry, heartbeat = thread.entry, thread.heartbeat
-        if entry is None or time.perf_counter() - heartbeat.began <= timeout:
+        entry, item, began = thread.entry, thread.item, thread.began
+        if entry is None or time.perf_counter() - began <= timeout:
             return thread
         stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
-        if thread.entry is not entry or thread.heartbeat is not heartbeat:
+        if thread.entry is not entry or thread.item != item:
             return thread  # it has just finished
         # It cannot be ended: it is left alone, and ends when its batch does.
         thread.abandoned = True
         future, task = entry
         cause = f"thread {thread.name} took too long"
-        death = Death(heartbeat.item, thread.info.id, os.getpid(), None, cause, stack, final=True)
+        death = Death(item, thread.info.id, os.getpid(), None, cause, stack, final=True)
         self.deaths[task.id] = death
         self.replaced += 1
         _finish(future, BrokenExecutor(cause))
@@ -126,7 +125,8 @@ class _Thread(threading.Thread):
         info: where its code is told that it runs.
         tasks: where its tasks come from, until there is None.
         entry: the task that it is working on, with its future.
-        heartbeat: which item of that, and since when.
+        item: index of the item of it that it is making.
+        began: when it began with that, by ``time.perf_counter``.
         abandoned: whether another has taken its place.
     """
 
@@ -136,12 +136,13 @@ class _Thread(threading.Thread):
         self.info = info
         self.tasks = tasks
         self.entry: tuple[Future[Reply], Task] | None = None
-        self.heartbeat = Heartbeat(0, 0, 0.0)
+        self.item = 0
+        self.began = 0.0
         self.abandoned = False
         self.start()
 
     def _beat(self, task: int, item: int, now: float) -> None:
-        self.heartbeat = Heartbeat(task, item, now)
+        self.item, self.began = item, now
 
     def run(self) -> None:
         worker: Worker | None = None

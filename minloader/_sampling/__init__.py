@@ -1,1 +1,1 @@
-"""What a batch is made of: samplers and collate functions."""
+"""Samplers, which decide what a batch is, and collate functions, which make one."""

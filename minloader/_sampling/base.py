@@ -13,15 +13,14 @@ of a like size, so that no rank waits for another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minloader._checks import check_int, shown
 
 if TYPE_CHECKING:
     import numpy as np
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-from minloader._checks import check_int, shown
 
 VERSION = 1
 

@@ -1,7 +1,7 @@
-"""Samples to batch: :func:`collate` stacks, :class:`pad_collate` pads to the longest first.
+"""Make one batch of samples: :func:`collate` stacks them, :class:`pad_collate` pads them first.
 
-Both run wherever the batch is made, normally in a worker process, and write the batch right
-where it travels (:func:`minloader.empty`).
+Both run where the batch is made, normally in a worker process, and write the arrays of the batch
+directly into the shared memory that it travels in (:func:`minloader.empty`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Padded(NamedTuple):
     """Sequences of different lengths as one array.
 
     Attributes:
-        values: shape ``(n, longest, ...)``.
-        lengths: shape ``(n,)``, int64: how many entries of each row are real.
+        values: array of shape ``(n, longest, ...)``: one row for each sequence, padded.
+        lengths: array of shape ``(n,)``, int64: number of entries of each row that are no padding.
     """
 
     values: NDArray[Any]
@@ -32,36 +32,44 @@ class Padded(NamedTuple):
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Makes one batch of many samples, of the same structure as one sample.
+    """Make one batch of samples, with the structure of one sample.
 
-    Arrays (and what converts to one by ``__array__``, such as CPU tensors) are stacked along a
-    new first axis, numbers become an array of shape ``(n,)``, dicts, tuples, named tuples and
-    lists are walked; strings, bytes and None stay lists.
+    Runs where the batch is made, normally in a worker process. Arrays (and whatever converts to
+    one by ``__array__``, such as CPU tensors) are stacked along a new first axis: ``n`` arrays of
+    shape ``s`` become one of shape ``(n, *s)``, of a type that holds them all. Numbers become an
+    array of shape ``(n,)``. Mappings become dicts; tuples, named tuples and lists are walked.
+    Strings, bytes and None become lists.
 
     Args:
         samples: at least one sample.
 
+    Returns:
+        The batch, which shares no memory with the samples.
+
     Raises:
         ValueError: the samples differ in shape, length or keys, or there are none.
-        TypeError: there is a sample of a type that cannot be stacked.
+        TypeError: a sample is of a type that cannot be stacked.
     """
     return _join(samples, "sample")
 
 
 @dataclass(frozen=True)
-class pad_collate:  # noqa: N801  # used like the function it stands beside
+class pad_collate:  # noqa: N801  # used as a function, like collate
     """A ``collate_fn`` that pads sequences along their first axis to the longest of the batch.
 
-    Every array of at least one dimension, and every list of numbers, becomes a
-    :class:`Padded` pair ``(values, lengths)``; everything else is collated as by
-    :func:`collate`.
+    ``collate_fn=pad_collate()`` runs where the batch is made, normally in a worker process. Every
+    array of at least one dimension, and every list of numbers, becomes a :class:`Padded` pair:
+    ``values`` of shape ``(n, longest, ...)`` and ``lengths`` of shape ``(n,)``. All else is
+    collated as by :func:`collate`.
 
     Args:
-        value: what to pad with.
-        multiple_of: the padded length is rounded up to a multiple of this.
+        value: what to pad with. The type of the arrays must be able to hold it.
+        multiple_of: the padded length is rounded up to a multiple of this number of entries.
 
     Raises:
-        ValueError: the sequences differ in more than their first axis.
+        TypeError, ValueError: ``multiple_of`` is not an int, or below 1. When called, also: the
+            sequences differ in more than their first axis, or cannot hold ``value``; and whatever
+            :func:`collate` raises.
     """
 
     value: Any = 0
@@ -100,7 +108,7 @@ class pad_collate:  # noqa: N801  # used like the function it stands beside
 
 
 def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether an array of this type can hold the value as it is, or as near as floats come."""
+    """Whether an array of this type can hold the value, exactly or as nearly as floats can."""
     import numpy as np
 
     try:

@@ -1,4 +1,15 @@
-"""Batches of as many samples as a budget allows, of like cost in every rank."""
+"""Batches of as many samples as a budget allows, of like cost in every rank.
+
+Planned in the parent, in this order:
+
+1. The cost of each sample is worked out and checked (``_checked``).
+2. Samples, shuffled or in order, fill one batch for each bucket at a time (``_fill``). With one
+   rank this is all.
+3. With ranks, whole batches of like cost make a step (``_match``): ``world_size`` batches, one for
+   each rank. The samples of the other batches are dealt out anew (``_deal``).
+
+Every rank plans all steps from the same seed and takes its own batch of each.
+"""
 
 from __future__ import annotations
 
@@ -16,61 +27,67 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    _Window = tuple[NDArray[Any], NDArray[Any]]  # indices and costs of samples
-    _Costly = tuple[float, list[int]]  # a batch and what it costs
+    _Window = tuple[NDArray[Any], NDArray[Any]]  # indices of some samples, and their costs
+    _Costly = tuple[float, list[int]]  # the cost of a batch, and the batch
     _Step = list[list[int]]  # a batch for each rank
 
 WINDOW = 10_000
 
-"""Lengths that a lazy DynamicBatchSampler reads ahead to sort or shuffle: more makes tighter
+"""Number of lazy lengths that are read ahead to be sorted or shuffled. More of them make tighter
 buckets and better shuffling, but the first batch waits for all of them."""
 
 
 SPREAD = 0.05
 
-"""By how much of the largest the costs of a step's batches may differ: the share of its time that
-a rank may wait for another. Less breaks up more batches to deal their samples out anew."""
+"""How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
+time that a rank may wait for another. With less, the samples of more batches are dealt out anew."""
 
 
 SPARE = 100
 
-"""One in so many samples may be dropped where the costs of a step would differ by more than that:
-fewer, and a few outliers in an epoch keep ranks waiting."""
+"""One in so many samples may be dropped where the costs of a step would differ by more than
+:data:`SPREAD`. With fewer, the outliers of an epoch make ranks wait."""
 
 
 class DynamicBatchSampler(Sampler):
     """Batches of as many samples as a budget allows: few long ones or many short ones.
 
-    With ranks, batches are made as for one alone, and those of like cost put side by side, in one
-    step: of the same bucket if there are enough. What finds no match is dealt out anew, sorted by
-    cost, and so are the samples of incomplete batches. The costs of a step then differ by at most
-    5 % of the largest, if need be by dropping outliers: no more than 1 % of the samples, or
-    ``world_size - 1``. Where that does not suffice, as with few samples for many ranks, some
-    steps' costs differ by more. At the end, fewer than ``world_size`` samples may be left over and
-    are dropped too. With one rank nothing is ever dropped.
+    Runs in the process that iterates it, normally the parent. A million lengths in an array are
+    planned in about half a second.
 
-    Unshuffled, batches come in the order in which they are full; with ranks, steps come in the
+    Unshuffled, batches come in the order in which they become full; with ranks, steps come in the
     order of their first samples.
 
+    With one rank, no sample is ever dropped. With ranks, batches are made as for one rank, and
+    those of like cost form a step, from the same bucket if it has enough of them. The samples of
+    batches without a match, and of incomplete batches, are sorted by cost and dealt out to the
+    ranks anew. The costs in a step then differ by at most 5 % of the highest. Outliers are dropped
+    for that if need be, but no more than 1 % of the samples, or ``world_size - 1``. If this is not
+    enough, as with few samples for many ranks, the costs of some steps differ by more. At the end,
+    fewer than ``world_size`` samples may be left over, which are dropped too.
+
     Args:
-        lengths: length of each sample (tokens, seconds, ...), a sequence or array; or any
-            iterable, which is read lazily, at most 10,000 ahead. With ranks, the same in each.
-        max_total: most that the lengths of a batch may add up to. Either this or
-        max_padded: most that ``len(batch) * longest`` may come to.
-        max_batch: most samples in a batch.
-        buckets: how many groups of like length to keep apart, so that little is padded.
-        shuffle: another order each epoch, of samples and batches. Lazy lengths are shuffled, and
-            ranks matched, within what is read ahead.
-        seed: non-negative int that, with the epoch, decides the order.
-        rank: which of the ranks this is, from 0.
+        lengths: length of each sample (tokens, seconds, ...), as a sequence or an array of shape
+            ``(n,)``; or as any iterable, which is read lazily, at most 10,000 lengths ahead. All
+            ranks must be given the same lengths.
+        max_total: largest sum of the lengths in a batch. Give either this or ``max_padded``.
+        max_padded: largest value of ``len(batch) * longest``, the size of the padded batch.
+        max_batch: largest number of samples in a batch. None: no limit.
+        buckets: number of groups of like length to batch separately, so that little is padded.
+        shuffle: whether each epoch has another order, of the samples and of the batches. Lazy
+            lengths are shuffled, and matched for ranks, among those that are read ahead.
+        seed: non-negative int. The order depends on it and on the epoch.
+        rank: number of this rank, from 0.
         world_size: number of ranks.
-        cost: what a sample of one length costs, a non-negative number, where that is not the
-            length itself: ``cost=lambda n: n * n``. The budget is then one of costs, and with
-            max_padded ``len(batch)`` times the highest. Called once for each length that occurs.
+        cost: returns the cost of a sample, a non-negative number, for its length, where the cost
+            is not the length: ``cost=lambda n: n * n``. The budget is then one of costs, and with
+            ``max_padded`` it limits ``len(batch)`` times the highest cost. Called once for each
+            length that occurs.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or a single sample exceeds the
-            budget.
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument has an impossible value, or a single sample exceeds the budget.
+            (Lazy lengths raise it when they are read.)
     """
 
     def __init__(
@@ -111,7 +128,7 @@ class DynamicBatchSampler(Sampler):
         self._plan: tuple[int, list[list[int]], int] | None = None  # epoch, batches, dropped
 
     def __len__(self) -> int:
-        """Number of batches of the epoch, the same for every rank.
+        """Return the number of batches of the epoch, the same for every rank.
 
         Raises:
             TypeError: the lengths are lazy.
@@ -122,7 +139,10 @@ class DynamicBatchSampler(Sampler):
 
     @property
     def dropped(self) -> int:
-        """Samples of the epoch that no rank gets; lazy: of the last epoch gone through."""
+        """Number of samples of the epoch that no rank gets.
+
+        With lazy lengths: of the last epoch that was iterated to its end.
+        """
         return self._dropped if self._costs is None else self._planned(self._costs, self.epoch)[1]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -148,17 +168,17 @@ class DynamicBatchSampler(Sampler):
         return {
             **super()._identity(),
             "n": None if costs is None else len(costs),
-            "lengths": self._digest,  # or rather of what they cost
+            "lengths": self._digest,  # or rather their costs
             "budget": [self._budget_name, self._budget],
             "max_batch": self._max_batch,
             "buckets": self._buckets,
             "shuffle": self.shuffle,
         }
 
-    # --- steps: what every rank plans alike
+    # --- steps, which every rank plans alike
 
     def _planned(self, costs: NDArray[Any], epoch: int) -> tuple[list[list[int]], int]:
-        """The batches of this rank, and how many samples no rank gets."""
+        """Return the batches of this rank, and the number of samples that no rank gets."""
         import numpy as np
 
         key = epoch if self.shuffle else 0
@@ -170,7 +190,7 @@ class DynamicBatchSampler(Sampler):
         return self._plan[1:]
 
     def _lazily(self, lengths: Iterator[float], epoch: int) -> Iterator[list[int]]:
-        """The batches of this rank, window by window. The first decides the buckets."""
+        """Yield the batches of this rank, window by window. The first decides the buckets."""
         import numpy as np
 
         rng = self._rng(epoch)
@@ -186,8 +206,8 @@ class DynamicBatchSampler(Sampler):
         for window in chain(windows, [rest]):
             indices, costs = map(np.concatenate, zip(rest, window, strict=True))
             seen += len(window[0])
-            # What finds no match has another chance in the next window, up to half of it; what is
-            # left at the end has none.
+            # Samples without a match have another chance in the next window, if they are no more
+            # than half of this one. Those at the end, after the last window, have none.
             spare = len(indices) // 2 if len(window[0]) else self._spare(seen)
             steps, dropped = self._steps((indices, costs), edges, rng, spare)
             yield from map(itemgetter(self.rank), steps)
@@ -196,7 +216,7 @@ class DynamicBatchSampler(Sampler):
         self._dropped = len(rest[0])
 
     def _windows(self, lengths: Iterator[float]) -> Iterator[_Window]:
-        """As many samples at a time as sorting, shuffling and matching ranks need."""
+        """Yield as many samples at a time as sorting, shuffling and matching need."""
         import numpy as np
 
         ahead = self.shuffle or self._buckets > 1 or self.world_size > 1
@@ -208,10 +228,13 @@ class DynamicBatchSampler(Sampler):
     def _steps(
         self, window: _Window, edges: NDArray[Any], rng: np.random.Generator, spare: int
     ) -> tuple[list[_Step], list[int]]:
-        """Steps, each of one batch for every rank, and the samples that no rank gets.
+        """Return steps, and the samples that are in none of them.
 
-        The indices of the window must ascend. Of its samples, ``spare`` may be left out so that
-        steps are of like cost.
+        Args:
+            window: its indices must ascend.
+            edges: of the buckets.
+            rng: what to shuffle with.
+            spare: how many samples may be left out so that steps are of like cost.
         """
         import numpy as np
 
@@ -224,7 +247,7 @@ class DynamicBatchSampler(Sampler):
             buckets: list[list[_Costly]] = [[] for _ in range(self._buckets)]
             for bucket, size, batch in filled:
                 buckets[bucket].append((size * len(batch) if self._padded else size, batch))
-            # First within each bucket: there the batches of a step are of like shape as well.
+            # First within each bucket, where the batches of a step have a like shape as well.
             odd = [other for batches in buckets for other in self._match(batches, steps)]
             odd = self._match(odd, steps)
             rest = np.array([index for _, batch in odd for index in batch], np.int64)
@@ -240,7 +263,7 @@ class DynamicBatchSampler(Sampler):
         return max(self.world_size - 1, samples // SPARE)
 
     def _match(self, batches: list[_Costly], steps: list[_Step]) -> list[_Costly]:
-        """Adds steps of batches of like cost, and returns those that match no others."""
+        """Add steps of batches of like cost. Return the batches that match no others."""
         batches = sorted(batches, key=itemgetter(0), reverse=True)
         odd, at = [], 0
         while at < len(batches):
@@ -254,15 +277,15 @@ class DynamicBatchSampler(Sampler):
         return odd
 
     def _deal(self, samples: _Window, spare: int, steps: list[_Step]) -> list[int]:
-        """Deals samples out like cards, the costliest first, in rows of one for each rank.
+        """Deal samples out like cards, the costliest first, in rows of one for each rank.
 
-        A step takes as many rows as the budget allows while the ranks' costs are alike. Those of
-        its first row must be, for which samples before it may be dropped.
+        A step takes as many rows as the budget allows while the ranks' costs are alike. The costs
+        of its first row must be alike: samples before it are dropped for that.
 
         Args:
-            samples: to deal.
-            spare: how many may be dropped to that end.
-            steps: to add to.
+            samples: the samples to deal.
+            spare: how many of them may be dropped.
+            steps: what to add the steps to.
 
         Returns:
             The samples that are in none of the steps.
@@ -297,10 +320,10 @@ class DynamicBatchSampler(Sampler):
         dropped += indices.tolist()
         return dropped
 
-    # --- batches: what one rank alone would get
+    # --- batches, as one rank alone would get them
 
     def _edges(self, costs: NDArray[Any]) -> NDArray[Any]:
-        """Highest cost in each bucket but the last, such that all are equally full."""
+        """Return the highest cost in each bucket but the last, such that all are equally full."""
         import numpy as np
 
         if self._buckets == 1 or not len(costs):
@@ -311,7 +334,7 @@ class DynamicBatchSampler(Sampler):
     def _samples(
         self, window: _Window, edges: NDArray[Any], rng: np.random.Generator
     ) -> Iterator[tuple[int, float, int]]:
-        """Index, cost and bucket of each sample, in the order in which to take them."""
+        """Return index, cost and bucket of each sample, in the order in which to take them."""
         import numpy as np
 
         columns: list[NDArray[Any]] = [*window, np.searchsorted(edges, window[1])]
@@ -323,23 +346,20 @@ class DynamicBatchSampler(Sampler):
     def _fill(
         self, samples: Iterable[tuple[int, float, int]]
     ) -> Iterator[tuple[int, float, list[int]]]:
-        """Fills one batch per bucket, and yields each when the next sample would not fit.
+        """Fill one batch for each bucket, and yield each when the next sample does not fit.
 
         Yields:
-            The bucket; the sum of the costs, or the highest for max_padded; the batch.
+            The number of the bucket, the sum of the costs (for ``max_padded`` the highest), and
+            the batch.
         """
         budget, padded, most = self._budget, self._padded, self._max_batch
         batches: list[list[int]] = [[] for _ in range(self._buckets)]
         sizes = [0.0] * self._buckets
         for index, cost, bucket in samples:
             batch, size = batches[bucket], sizes[bucket]
-            if padded:
-                grown = max(size, cost)
-                over = grown * (len(batch) + 1) > budget
-            else:
-                grown = size + cost
-                over = grown > budget
-            if batch and (over or len(batch) == most):
+            grown = max(size, cost) if padded else size + cost
+            total = grown * (len(batch) + 1) if padded else grown
+            if batch and (total > budget or len(batch) == most):
                 yield bucket, size, batch
                 batch = batches[bucket] = []
                 grown = cost
@@ -352,7 +372,16 @@ class DynamicBatchSampler(Sampler):
     # --- lengths and costs
 
     def _checked(self, lengths: Iterable[float], first: int) -> NDArray[Any]:
-        """What each sample costs, as an array; each usable and within the budget."""
+        """Return the cost of each sample as an array.
+
+        Args:
+            lengths: the lengths, which are checked.
+            first: index of the first sample, for messages.
+
+        Raises:
+            TypeError: a length is no number.
+            ValueError: a length, or a cost, is impossible or exceeds the budget.
+        """
         import numpy as np
 
         values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
@@ -360,7 +389,7 @@ class DynamicBatchSampler(Sampler):
             raise TypeError(f"lengths must be one number for each sample, got {shown(lengths)}")
         # Wide enough to add up in: a sum of float16 or uint8 would overflow.
         values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
-        costs, wrong = values, ~(values >= 0)  # so is NaN
+        costs, wrong = values, ~(values >= 0)  # NaN is wrong too
         if self._cost is not None and not wrong.any():
             costs = self._costs_of(values, self._cost)
         wrong |= ~(costs <= self._budget)
@@ -375,7 +404,7 @@ class DynamicBatchSampler(Sampler):
         return costs
 
     def _costs_of(self, lengths: NDArray[Any], cost: Callable[[Any], float]) -> NDArray[Any]:
-        """Each distinct length is asked for once, as a Python number: any callable will do."""
+        """Return the cost of each length. ``cost`` gets Python numbers: any callable will do."""
         import numpy as np
 
         distinct, where = np.unique(lengths, return_inverse=True)
@@ -393,11 +422,11 @@ class DynamicBatchSampler(Sampler):
 
 
 def _alike(costs: NDArray[Any], ranks: int, spare: int) -> tuple[int, float]:
-    """Finds the first ``ranks`` neighbours, in descending costs, that are alike.
+    """Find the first ``ranks`` neighbours, in descending costs, whose costs are alike.
 
     Returns:
-        How many to skip, ``spare`` at most, and by how much of the first the last costs less.
-        Where that does not do, nothing is skipped.
+        How many samples come before them, at most ``spare``, and how much less the last of them
+        costs than the first, as a fraction. If there are none, these are the first ``ranks``.
     """
     import numpy as np
 

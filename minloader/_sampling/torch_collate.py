@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minloader._checks import shown
-from minloader._memory.pickling import PLAIN_DTYPES, _tensor
+from minloader._memory.pickling import PLAIN_DTYPES, as_tensor
 from minloader._memory.slot_writer import empty
 
 TEXT = "SaUO"
@@ -38,7 +38,7 @@ class Leaf:
     dtype: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _tensor, (self.array, self.dtype)
+        return as_tensor, (self.array, self.dtype)
 
 
 def collate(samples: Sequence[Any]) -> Any:

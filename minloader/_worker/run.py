@@ -47,6 +47,11 @@ CHUNK_SECONDS = 2e-3
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
+in_thread = threading.local()
+
+"""Its ``info`` is the WorkerInfo of the batch that this thread is making."""
+
+
 READING = "when the stream was read"
 
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
@@ -90,7 +95,7 @@ class Worker:
         self._broken: Failure | None = None
         if job.worker_init_fn is not None:
             try:
-                self._call(job.worker_init_fn, info, batch_seed(info.seed, -1, info.id))
+                self._call(batch_seed(info.seed, -1, info.id), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._broken = self._failure(error, "in worker_init_fn", fatal=True)
 
@@ -146,13 +151,12 @@ class Worker:
         try:
             if task.shard is not None:
                 reader = self._find_reader(task, n, task.shard)
-                seed = self._batch_seed(task, reader.begin())
-                batch = self._call(reader.fetch, None, seed)
+                batch = self._call(self._batch_seed(task, reader.begin()), reader.fetch)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed else item
                 seed = self._batch_seed(task, task.ordinal + n)
-                batch = self._call(self._maker.fetch, item, seed)
+                batch = self._call(seed, self._maker.fetch, item)
         except BaseException as error:
             return self._failure(error, READING if reader is not None and reader.reading else "")
         if self._packer is None or batch is END:
@@ -171,21 +175,21 @@ class Worker:
             return packed
         return PackedBatch(packed.stream, writer.end(packed.buffers))
 
-    def _call(self, function: Callable[[Any], Any], argument: Any, seed: int) -> Any:
+    def _call(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
 
         No context managers: contextlib sets attributes of an exception that passes, which a
         frozen dataclass refuses with an error of its own.
         """
-        before = getattr(_thread, "info", None)  # of a batch that reads a loader of its own
-        _thread.info = self.info
+        before = getattr(in_thread, "info", None)  # of a batch that reads a loader of its own
+        in_thread.info = self.info
         give_back = None
         try:
             if self._seed is not None:
                 give_back = self._seed(seed)
-            return function(argument)
+            return function(*args)
         finally:
-            _thread.info = before
+            in_thread.info = before
             if give_back is not None:
                 give_back()
 
@@ -217,7 +221,7 @@ class Worker:
         while reader.position < index and not reader.ended:
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
             try:
-                samples = self._call(reader.draw, None, self._batch_seed(task, reader.begin()))
+                samples = self._call(self._batch_seed(task, reader.begin()), reader.draw)
             except BaseException as error:
                 if reader.ended:
                     raise
@@ -260,6 +264,3 @@ def _unpackable(batch: Any, error: BaseException) -> Failure:
     except BaseException as other:  # sys.exit() in __reduce__
         error = other
     return Failure.of(error, packed=True)
-
-
-_thread = threading.local()  # .info: set while this thread makes a batch

@@ -50,7 +50,7 @@ def _seed_torch(module: Any, value: int) -> None:
         module.default_generator.manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)
 
 
-_SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
+SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
 
 _value: int | None = None  # the seed of the present batch; None if we are not to seed anything
 
@@ -64,17 +64,17 @@ def seed_globals(value: int) -> None:
     """
     global _value
     if _value is None:
-        for name in _SEEDERS:
+        for name in SEEDERS:
             when_imported(name, _seed_arrival)
     _value = value
-    for name, seed in _SEEDERS.items():
+    for name, seed in SEEDERS.items():
         if name in sys.modules:
             seed(sys.modules[name], value)
 
 
 def _seed_arrival(module: ModuleType) -> None:
     if _value is not None:
-        _SEEDERS[module.__name__](module, _value)
+        SEEDERS[module.__name__](module, _value)
 
 
 def borrow_globals(value: int) -> Callable[[], None]:
@@ -90,7 +90,7 @@ def borrow_globals(value: int) -> Callable[[], None]:
         global _value
         _value = former  # that of an outer batch, whose dataset reads a loader of its own
         if former is None:
-            for name in _SEEDERS:
+            for name in SEEDERS:
                 forget(name, _seed_arrival)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

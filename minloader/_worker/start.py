@@ -25,14 +25,14 @@ from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
-from minloader._worker.run import Worker, _thread
+from minloader._worker.run import Worker, in_thread
 from minloader._worker.seeds import seed_globals
 
 logger = logging.getLogger("minloader")
 
 _process_worker: Worker | None = None  # the one of a worker process, whatever its threads
 
-_start_reply: Reply | None = None  # that of a worker process that could not load its job
+failed_start: Reply | None = None  # that of a worker process that could not load its job
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -41,7 +41,7 @@ def get_worker_info() -> WorkerInfo | None:
     In a worker process it answers in every thread; in a thread worker, and with
     ``num_workers=0``, in the thread that makes the batch, while it makes one.
     """
-    info: WorkerInfo | None = getattr(_thread, "info", None)
+    info: WorkerInfo | None = getattr(in_thread, "info", None)
     if info is None and _process_worker is not None:
         info = _process_worker.info
     return info
@@ -88,7 +88,7 @@ TOKEN = "MINLOADER_TOKEN"
 
 def start(setup: WorkerSetup, index: int) -> None:
     """Make this process a worker, before its first task. Never raises."""
-    global _process_worker, _start_reply
+    global _process_worker, failed_start
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
     pid, worker_id = os.getpid(), setup.first_id + index
@@ -113,7 +113,7 @@ def start(setup: WorkerSetup, index: int) -> None:
         stage = f"while worker {worker_id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         _process_worker = None
-        _start_reply = Reply(worker_id, os.getpid(), True, [failure])
+        failed_start = Reply(worker_id, os.getpid(), True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
 
@@ -135,8 +135,8 @@ def _check_memory(limit: int | None) -> None:
 def run(task: Task) -> Reply:
     """Make the batches of a task in a worker process."""
     if _process_worker is None:
-        assert _start_reply is not None
-        return _start_reply._replace(outcomes=_start_reply.outcomes * len(task.items))
+        assert failed_start is not None
+        return failed_start._replace(outcomes=failed_start.outcomes * len(task.items))
     return _process_worker.run(task)
 
 

@@ -59,7 +59,7 @@ class ShardReader:
         self.info._begin(self.epoch, ordinal)
         return ordinal
 
-    def draw(self, _: Any = None) -> Any:
+    def draw(self) -> Any:
         """Return the samples of the next batch, a list, or END."""
         if self.ended:
             return END
@@ -74,7 +74,7 @@ class ShardReader:
         self.ended = len(samples) < size
         return samples if samples and (self.maker.job.keep_last or not self.ended) else END
 
-    def fetch(self, _: Any = None) -> Any:
+    def fetch(self) -> Any:
         """Return the next batch, or END."""
         samples = self.draw()
         if samples is END:

@@ -1,4 +1,4 @@
-"""``minloader.torch``: torch's ``DataLoader`` on minloader's workers, and the way to a device."""
+"""Torch's ``DataLoader`` on minloader's workers, and :func:`to_device`. Imports torch."""
 
 from minloader.torch.data_loader import DataLoader
 from minloader.torch.device import to_device

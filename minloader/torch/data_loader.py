@@ -413,16 +413,17 @@ class DataLoader(Generic[T]):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, exactly, whatever was read ahead; see :class:`minloader.Loader`.
+        """Return which batches were delivered, as a dict of a few kilobytes that is fit for JSON.
 
-        It holds the generators as they were when the epoch began, so that a shuffled one can be
-        gone on with. A few kilobytes, fit for JSON. Torch's global generator is not put back by
-        it: a script that is to repeat a run saves that itself, with the model.
+        Batches that were only read ahead do not count; see :meth:`minloader.Loader.state_dict`.
+        The state holds the generators as they were when the epoch began, so that a shuffled epoch
+        can be continued. It does not restore torch's global generator: a script that must repeat a
+        run saves that itself, with the model.
         """
         return latest_note(self._progress, self._note_state)()
 
     def _note_state(self) -> Note:
-        """The state as of now, for whoever reads batches ahead; see :func:`minloader.prefetch`."""
+        """Return a function for the state as of now; see :func:`minloader.prefetch`."""
         if self._resume is not None:
             return partial(copy.deepcopy, self._resume)
         now = EpochStart.now(self._generators(), seeded=False)._replace(shared=None)
@@ -432,13 +433,17 @@ class DataLoader(Generic[T]):
         return partial(_state, note, self._start or now, now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next ``iter`` go on where :meth:`state_dict` was called, with the next batch.
+        """Make the next ``iter`` continue with the batch after those that a state has delivered.
 
-        The dataset and the samplers must be as they were; the number of workers may be another.
-        A sampler with ``set_epoch`` must be told the epoch that the state is of.
+        The dataset and the samplers must be as they were. The number of workers may be another. If
+        the sampler has ``set_epoch``, call it with the epoch that the state was taken in.
+
+        Args:
+            state: from :meth:`state_dict`, here or in another process.
 
         Raises:
-            TypeError, ValueError: it is no state, or not of a loader like this one.
+            TypeError, ValueError: that is no state, or that of a loader unlike this one. (Some of
+                it is noticed only by ``iter``.)
         """
         if not isinstance(state, Mapping) or not {"version", "order", "loader"} <= state.keys():
             raise TypeError(f"state must be what state_dict() gave, got {shown(state)}")
@@ -462,7 +467,7 @@ class DataLoader(Generic[T]):
     # --- the end
 
     def close(self) -> None:
-        """Ends the workers at once. Runs by itself when the loader is garbage-collected."""
+        """End the workers at once, as happens when the loader is garbage-collected."""
         self._closed = True
         if self._loader is not None:
             self._loader.close()
@@ -475,11 +480,11 @@ class DataLoader(Generic[T]):
 
 
 class Batches(Generic[T]):
-    """Iterator over the batches of one epoch. Goes on after an error.
+    """Iterator over the batches of one epoch. After an error, ``next`` goes on with the next batch.
 
     Args:
-        owner: the loader, which must live as long as this.
-        batches: of the epoch.
+        owner: the loader. The iterator keeps it alive, since its workers end with it.
+        batches: the batches of the epoch.
     """
 
     def __init__(self, owner: DataLoader[T], batches: Iterator[Any]) -> None:
@@ -510,12 +515,12 @@ class Batches(Generic[T]):
 
 
 def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:
-    """The state.
+    """Return the state of a ``DataLoader``.
 
     Args:
-        note: of the loader; None if there is none yet.
-        start: of the epoch begun last.
-        now: what the next one would begin from.
+        note: returns the state of its :class:`minloader.Loader`; None if there is none yet.
+        start: start of the epoch that was begun last.
+        now: what the next epoch would start from.
     """
     state = None if note is None else note()
     within = state is not None and state["epoch"] == start.epoch
