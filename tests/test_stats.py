@@ -408,7 +408,7 @@ def test_the_table(make):
 # --- the timeline
 
 
-def check_lanes(events: list[Event]) -> None:
+def check_tracks(events: list[Event]) -> None:
     """In each track but the consumer's (whose waits have the draws in them), one after another."""
     tracks: dict[str, list[Event]] = {}
     for event in events:
@@ -425,7 +425,7 @@ def test_the_timeline_has_all_that_was_done(make):
         stats = run(loader)
     end = time.perf_counter()
     events = stats.events
-    check_lanes(events)
+    check_tracks(events)
     assert all(begin <= each.start <= each.start + each.seconds <= end for each in events)
     tasks = [event for event in events if event.name == "task"]
     assert sorted(task.args["batch"] for task in tasks) == [0, 1, 2]

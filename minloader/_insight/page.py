@@ -110,12 +110,12 @@ def table(stats: Stats) -> list[Row]:
     """Return the figures: name, value, remark of each."""
     total, work, each = stats.seconds, stats._work, max(stats.batches, 1)
     rate = stats.batches / total if total else 0.0
-    told_rate = f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"
+    speed = f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"
     if stats.bytes:
-        told_rate += f", {amount(stats.bytes)}, {amount(stats.bytes / total if total else 0)}/s"
+        speed += f", {amount(stats.bytes)}, {amount(stats.bytes / total if total else 0)}/s"
     drawing = f"of the wait; {duration(stats.sampler / each)} a batch"
     rows = [
-        ("batches", f"{stats.batches:,}", told_rate),
+        ("batches", f"{stats.batches:,}", speed),
         ("consumer's own time", duration(stats.consumer), share(stats.consumer, total)),
         ("consumer waited", duration(stats.wait), share(stats.wait, total)),
         ("until the first batch", duration(stats.startup), "of the wait"),

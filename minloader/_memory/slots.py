@@ -201,7 +201,7 @@ class Slots:
             if self.folder is not None and os.getpid() == self._pid:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _after_fork(self) -> None:
+    def leave_to_parent(self) -> None:
         """Let go of the slots in a fork: they are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self._ended = True
@@ -231,11 +231,11 @@ def _before_fork() -> None:
     before_fork()
 
 
-def _after_fork_in_child() -> None:
+def _in_forked_child() -> None:
     use(None)  # the slot is the worker's
     for slots in list(_all_slots):
-        slots._after_fork()
+        slots.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
