@@ -67,7 +67,11 @@ def names_of_cpython() -> set[str]:
 
 
 def touches(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Uses of some names, but for those of ``self``, of ``os``, and of numpy's arrays."""
+    """Uses of some names, but for those of ``self``, of ``os``, of numpy's arrays, and for methods
+    that the room defines itself.
+    """
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = names - {node.name for node in ast.walk(tree) if isinstance(node, functions)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in names:
             text = ast.unparse(node)
