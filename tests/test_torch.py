@@ -730,7 +730,7 @@ def test_pinning_without_an_accelerator():
 def test_pinning(monkeypatch):
     """Where there is an accelerator; here, of what can pin itself."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     for num_workers in (0, 1):
         loader = DataLoader(
             Numbers(8), 2, True, num_workers=num_workers, pin_memory=True, collate_fn=zoo.pinnable
