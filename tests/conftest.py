@@ -86,10 +86,21 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
 
 
+@pytest.fixture(scope="module")
+def foreign_processes() -> Iterator[ProcessPoolExecutor]:
+    """An executor that a user brings. It survives the loaders of all tests of a module."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(int), pool.submit(int)]:  # so that both are started
+            future.result()
+        yield pool
+
+
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test: no process, thread, descriptor or file more than before."""
     resource_tracker.ensure_running()  # once started, it stays, by the standard library's design
+    if "foreign-process" in request.node.name:
+        request.getfixturevalue("foreign_processes")
     before = belongings()
     yield
 
@@ -116,25 +127,24 @@ EXECUTORS = {
 
 
 @contextmanager
-def making(name: str) -> Iterator[Callable[..., Loader]]:
-    """Gives a function that makes loaders on one of the executors."""
-    options = dict(EXECUTORS[name])
+def making(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
+    """Gives a function that makes loaders on the executor that is the fixture's parameter."""
+    options = dict(EXECUTORS[request.param])
     with ExitStack() as stack:
         if options.get("executor") is ProcessPoolExecutor:
-            pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"))
-            options["executor"] = stack.enter_context(pool)
+            options["executor"] = request.getfixturevalue("foreign_processes")
         elif options.get("executor") is ThreadPoolExecutor:
             options["executor"] = stack.enter_context(ThreadPoolExecutor(2))
 
         def factory(*args: Any, **kwargs: Any) -> Loader:
             return stack.enter_context(Loader(*args, **(options | kwargs)))
 
-        factory.name = name  # type: ignore[attr-defined]
+        factory.name = request.param  # type: ignore[attr-defined]
         yield factory
 
 
 @pytest.fixture(params=EXECUTORS)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
     """Makes a Loader as the test says, on each of the executors in turn."""
-    with making(request.param) as factory:
+    with making(request) as factory:
         yield factory

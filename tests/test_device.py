@@ -560,8 +560,7 @@ def digestible(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_the_state_is_the_consumers(options, sampler, depth):
+def test_the_state_is_the_consumers(options, sampler):
     """Before the first batch, after every one, and at the end: from the iterator and from the
     loader alike, and the same as without reading ahead."""
 
@@ -571,23 +570,28 @@ def test_the_state_is_the_consumers(options, sampler, depth):
     with make(num_workers=0) as loader:
         whole = [digestible(batch) for batch in loader]
         following = [digestible(batch) for batch in loader]
+    runs = []
     with make(**options) as loader:
-        batches = prefetch(loader, digestible, depth)
-        states = [batches.state_dict()]
-        assert loader.state_dict() == states[0]
-        for batch in batches:
-            assert batch == whole[len(states) - 1]
-            states.append(copy.deepcopy(batches.state_dict()))
+        for depth in (1, 2, 5):
+            loader.set_epoch(0)
+            batches = prefetch(loader, digestible, depth)
+            states = [batches.state_dict()]
+            assert loader.state_dict() == states[0]
+            for batch in batches:
+                assert batch == whole[len(states) - 1]
+                states.append(copy.deepcopy(batches.state_dict()))
+                assert loader.state_dict() == states[-1]
+            assert len(states) == len(whole) + 1
+            states.append(batches.state_dict())
             assert loader.state_dict() == states[-1]
-        assert len(states) == len(whole) + 1
-        states.append(batches.state_dict())
-        assert loader.state_dict() == states[-1]
-    for k, state in enumerate(states):
-        state = json.loads(json.dumps(state))
-        with make(num_workers=0) as loader:
-            loader.load_state_dict(state)
-            rest = [digestible(batch) for batch in loader]
-        assert rest == (whole[k:] if k <= len(whole) else following), k
+            runs.append(states)
+    for states in runs:
+        for k, state in enumerate(states):
+            state = json.loads(json.dumps(state))
+            with make(num_workers=0) as loader:
+                loader.load_state_dict(state)
+                rest = [digestible(batch) for batch in loader]
+            assert rest == (whole[k:] if k <= len(whole) else following), k
 
 
 def test_the_state_of_a_loop_that_was_left(options):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import signal
-import subprocess
 import threading
 import traceback
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,10 +14,24 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, workers
+from conftest import alive, eventually, making, workers
 from helpers import Squares, TwoArguments
+from raising import (
+    FailsToLoad,
+    Frozen,
+    exits,
+    ignore_sigterm,
+    kill_self,
+    loads_badly,
+    raise_deep,
+    raise_frozen,
+    raise_hopeless,
+    raise_locked,
+    raise_two,
+    unpicklable,
+)
 
-from minloader import BatchError, Loader, TransportError, WorkerDied, WorkerInfo
+from minloader import BatchError, Loader, TransportError, WorkerDied
 from minloader._checks import amount, duration
 from minloader._inspect import inspect
 
@@ -28,33 +40,18 @@ def loader_of(function: Any, items: Any = range(3), **options: Any) -> Loader:
     return Loader(function, items, **options)
 
 
-@pytest.fixture(params=["own", "foreign"])
+@pytest.fixture(params=["process-1", "foreign-process"])
 def across(request):
     """Makes loaders whose batches are made in another process."""
-    loaders = []
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with making(request) as make:
 
-        def make(function: Any, items: Any = range(3), **options: Any) -> Loader:
-            if request.param == "foreign":
-                options["executor"] = pool
-            loaders.append(Loader(function, items, **options))
-            return loaders[-1]
+        def across(function: Any, items: Any = range(3), **options: Any) -> Loader:
+            return make(function, items, **({"num_workers": 1} | options))
 
-        yield make
-        for loader in loaders:
-            loader.close()
+        yield across
 
 
 # --- exceptions on their way back ------------------------------------------------------------
-
-
-def raise_deep(item: int) -> int:
-    def innermost_function() -> None:
-        raise ValueError("deep down")
-
-    if item == 1:
-        innermost_function()
-    return item
 
 
 def test_the_workers_traceback_is_shown(across):
@@ -68,12 +65,6 @@ def test_the_workers_traceback_is_shown(across):
     assert next(batches) == 2
 
 
-def raise_two(item: int) -> int:
-    if item == 1:
-        raise TwoArguments(7, "seven")
-    return item
-
-
 def test_exceptions_with_two_arguments_keep_type_and_attributes(across):
     batches = iter(across(raise_two))
     assert next(batches) == 0
@@ -81,15 +72,6 @@ def test_exceptions_with_two_arguments_keep_type_and_attributes(across):
         next(batches)
     assert (caught.value.code, caught.value.reason) == (7, "seven")
     assert next(batches) == 2
-
-
-def raise_locked(item: int) -> int:
-    if item == 1:
-        error = RuntimeError("has a lock", threading.Lock())
-        error.lock = threading.Lock()  # type: ignore[attr-defined]
-        error.hint = "kept"  # type: ignore[attr-defined]
-        raise error
-    return item
 
 
 def test_exceptions_that_hold_something_unpicklable(across):
@@ -102,22 +84,6 @@ def test_exceptions_that_hold_something_unpicklable(across):
     assert next(batches) == 2
 
 
-class Hopeless(Exception):
-    """Can be made in one way only, which no pickle knows."""
-
-    def __new__(cls, *args: Any, key: str) -> Any:
-        return super().__new__(cls, *args)
-
-    def __init__(self, *args: Any, key: str) -> None:
-        super().__init__(*args)
-
-
-def raise_hopeless(item: int) -> int:
-    if item == 1:
-        raise Hopeless("cannot travel", key="k")
-    return item
-
-
 def test_exceptions_that_cannot_travel_are_named(across):
     batches = iter(across(raise_hopeless))
     next(batches)
@@ -126,17 +92,6 @@ def test_exceptions_that_cannot_travel_are_named(across):
     assert "raise_hopeless" in "".join(traceback.format_exception(caught.value))
     assert (caught.value.ordinal, caught.value.item) == (1, 1)
     assert next(batches) == 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
-def raise_frozen(item: int) -> int:
-    if item == 1:
-        raise Frozen(5)
-    return item
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -150,12 +105,6 @@ def test_exceptions_that_refuse_attributes(num_workers):
         assert next(batches) == 2
 
 
-def exits(item: int) -> int:
-    if item == 1:
-        raise SystemExit(3)
-    return item
-
-
 def test_sys_exit_in_a_dataset_is_never_skipped(across):
     batches = iter(across(exits, on_error="skip"))
     next(batches)
@@ -167,10 +116,6 @@ def test_sys_exit_in_a_dataset_is_never_skipped(across):
 # --- batches that cannot be pickled ----------------------------------------------------------
 
 
-def unpicklable(item: int) -> Any:
-    return {"x": [0, threading.Lock()]} if item == 1 else item
-
-
 def test_unpicklable_batches_are_named(across):
     batches = iter(across(unpicklable))
     assert next(batches) == 0
@@ -178,19 +123,6 @@ def test_unpicklable_batches_are_named(across):
         next(batches)
     assert (caught.value.ordinal, caught.value.epoch, caught.value.item) == (1, 0, 1)
     assert next(batches) == 2
-
-
-class LoadsBadly:
-    def __reduce__(self) -> Any:
-        return _explode, ()
-
-
-def _explode() -> None:
-    raise ZeroDivisionError("while unpickling")
-
-
-def loads_badly(item: int) -> Any:
-    return LoadsBadly() if item == 1 else item
 
 
 def test_batches_that_fail_to_unpickle_do_not_break_the_pool(across):
@@ -254,11 +186,6 @@ def test_what_cannot_be_serialized_is_refused_at_once(arguments, culprit):
         next(iter(loader))
 
 
-class FailsToLoad(Squares):
-    def __setstate__(self, state: Any) -> None:
-        raise ConnectionError("database is down")
-
-
 def test_a_dataset_that_fails_to_load(across):
     batches = iter(across(FailsToLoad(), on_error="skip"))
     for _ in range(2):
@@ -270,12 +197,6 @@ def test_a_dataset_that_fails_to_load(across):
 
 
 # --- a worker that dies ----------------------------------------------------------------------
-
-
-def kill_self(item: int) -> int:
-    if item == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return item
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -318,11 +239,6 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
         assert list(other) == [0, 1, 4]
         other.close()
         assert next(iter(loader)) == 0
-
-
-def ignore_sigterm(info: WorkerInfo) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
 @pytest.mark.parametrize("end", ["go on", "close"])

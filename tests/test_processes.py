@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from children import (
+    RELEASE,
+    Big,
+    Large,
+    leave_child_and_die,
+    register_exit,
+    run_loader,
+    run_pool,
+    run_process,
+    run_subprocess,
+    wait_for_release,
+)
 from conftest import alive, eventually, workers
 from helpers import Squares, Whereabouts
 
@@ -33,40 +45,6 @@ PROMISE = 2.0
 
 
 # --- what a worker may do --------------------------------------------------------------------
-
-
-def triple(number: int) -> int:
-    return 3 * number
-
-
-def put_triple(queue: Any, number: int) -> None:
-    queue.put(triple(number))
-
-
-def run_subprocess(item: int) -> str:
-    code = f"print({item} * 3)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    return result.stdout.decode().strip()
-
-
-def run_process(item: int) -> int:
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=put_triple, args=(queue, item))
-    process.start()
-    process.join()
-    value: int = queue.get()
-    return value
-
-
-def run_pool(item: int) -> list[int]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(triple, range(item)))
-
-
-def run_loader(item: int) -> list[int]:
-    with Loader(triple, range(item), num_workers=1) as loader:
-        return list(loader)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +71,6 @@ def test_start_methods(method):
 
 
 # --- the dataset is serialized once and shared -------------------------------------------------
-
-
-class Big:
-    """400 MB, and a count of how often it was serialized."""
-
-    serialized = 0
-
-    def __init__(self) -> None:
-        self.array = np.ones(50_000_000)
-        self.blob = bytes(50_000_000)
-
-    def __getstate__(self) -> dict[str, Any]:
-        Big.serialized += 1
-        return self.__dict__
-
-    def __getitem__(self, item: int) -> tuple[int, float, int]:
-        self.array[item] = -1  # its own copy of that page
-        return os.getpid(), float(self.array[item : item + 10].sum()), len(self.blob)
 
 
 def test_the_dataset_is_serialized_once_and_not_copied():
@@ -403,14 +363,6 @@ def test_a_handled_error_does_not_keep_the_loader():
         gc.enable()
 
 
-RELEASE = threading.Event()  # never set in a worker process
-
-
-def wait_for_release(path: Path) -> None:
-    path.touch()
-    RELEASE.wait()
-
-
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_close_from_another_thread_while_next_waits(executor, tmp_path):
     """The wait ends, with the reason, and no new workers are started for what is left."""
@@ -443,19 +395,6 @@ def test_a_worker_leaves_in_good_order(tmp_path):
         (child,) = loader
     assert (tmp_path / "left").exists()
     assert not alive(child)
-
-
-def register_exit(folder: str) -> int:
-    import atexit
-
-    atexit.register(Path(folder, "left").touch)
-    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
-
-
-def leave_child_and_die(item: int) -> None:
-    child = subprocess.Popen(["sleep", "600"])
-    Path(tempfile.gettempdir(), f"child-{item}").write_text(str(child.pid))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_worker_started_is_killed():
@@ -542,14 +481,6 @@ def close_early(loader: Loader) -> None:
     batches = iter(loader)
     next(batches)
     loader.close()
-
-
-class Large(Squares):
-    """Has a large array, which must not outlive the loader."""
-
-    def __init__(self) -> None:
-        super().__init__(20)
-        self.table = np.zeros(100_000)
 
 
 @pytest.mark.parametrize("use", [list, leave_early, close_early])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import belongings, eventually, making, require
+from conftest import alive, eventually, making, require, workers
 from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,14 +31,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "thread-3": {"executor": "thread", "num_workers": 3},
     "process-1": {"num_workers": 1},
-    "process-3": {"num_workers": 3},
+    "process-2": {"num_workers": 2},
 }
 
 
 @pytest.fixture(params=["inline", "thread", "process-2", "foreign-process"])
 def make(request):
     """One executor of each kind: how many workers there are is tested with every sampler below."""
-    with making(request.param) as factory:
+    with making(request) as factory:
         yield factory
 
 
@@ -49,38 +49,80 @@ def plain(batches: Any) -> Any:
 
 # --- after every batch ---------------------------------------------------------------------------
 
-RESTORE = """
-import json, sys
-from test_state import restore
-print(json.dumps([restore(*arguments) for arguments in json.load(sys.stdin)]))
-"""
+EPOCH = 2
 
 
-def restore(kind: str, epoch: int, states: list[Any], way: str, fresh: bool) -> Any:
-    """What is delivered from each state on. Loading what was delivered before is an error."""
+def restore(kind: str, states: list[Any], way: str, fresh: bool) -> Any:
+    """What is delivered from each state on. Loading what was delivered before is an error.
+
+    Args:
+        kind: of the sampler.
+        states: to go on from, one after the other.
+        way: where batches are made.
+        fresh: make a loader for each state; else one goes from state to state.
+    """
     loader, given = None, []
-    everything = list(make_sampler(kind, epoch))
+    everything = list(make_sampler(kind, EPOCH))
     for state in states:
         if fresh or loader is None:
             loader = Loader(Guarded(), make_sampler(kind), **WAYS[way])
         loader.load_state_dict(state)
         Guarded.forbid(loader, everything[: state["batches"]])
         given.append(plain(list(loader)))
-        if fresh:
-            following = list(make_sampler(kind, epoch + 1))
+        if fresh or state["batches"] == N // 3:
+            following = list(make_sampler(kind, EPOCH + 1))
             Guarded.forbid(loader, [])
             assert [batch[0] for batch in loader] == following, "the next epoch is not whole"
+        if fresh or state is states[-1]:
             loader.close()
-    loader.close()
     return given
 
 
-def in_fresh_process(*arguments: Any) -> Any:
-    """What ``restore`` gives for each of these."""
+def run(kind: str, way: str) -> tuple[list[Any], list[Any]]:
+    """All batches of an epoch, and the states before the first and after each."""
+    with Loader(Guarded(), make_sampler(kind), **WAYS[way]) as loader:
+        loader.set_epoch(EPOCH)
+        batches = iter(loader)
+        states, expected = [loader.state_dict()], []
+        for batch in batches:
+            expected.append(plain(batch))
+            states.append(plain(loader.state_dict()))
+        assert len(expected) == N
+        assert loader.state_dict()["epoch"] == EPOCH + 1
+    return expected, states
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+def test_after_every_batch_of_an_epoch(kind, way):
+    """The states of one run, restored without workers."""
+    expected, states = run(kind, way)
+    assert restore(kind, states[::7], "inline", True) == [expected[k:] for k in range(0, N + 1, 7)]
+
+
+ELSEWHERE = [("thread-3", True), ("process-1", False), ("process-2", False)]
+
+RESTORE = """
+import json, sys
+from test_state import ELSEWHERE, restore
+runs = json.load(sys.stdin)
+for kind, states in runs.items():
+    runs[kind] = [restore(kind, states, *way) for way in ELSEWHERE]
+json.dump(runs, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def restored():
+    """For each kind of sampler all batches of a run, and what its states gave elsewhere.
+
+    That is one fresh process for all of them, which knows nothing but the states.
+    """
+    runs = {kind: run(kind, "inline") for kind in SAMPLERS}
     root = Path(__file__).resolve().parent
     done = subprocess.run(
         [sys.executable, "-c", RESTORE],
-        input=json.dumps(arguments),
+        input=json.dumps({kind: states for kind, (_, states) in runs.items()}),
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
         capture_output=True,
         encoding="utf-8",
@@ -88,35 +130,15 @@ def in_fresh_process(*arguments: Any) -> Any:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    given = json.loads(done.stdout)
+    return {kind: (expected, given[kind]) for kind, (expected, _) in runs.items()}
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_after_every_batch_of_an_epoch(kind, way):
-    """The states of one run, restored in a fresh process with other numbers of workers."""
-    epoch = 2
-    with Loader(Guarded(), make_sampler(kind), **WAYS[way]) as loader:
-        loader.set_epoch(epoch)
-        batches = iter(loader)
-        states, expected = [loader.state_dict()], []
-        for batch in batches:
-            expected.append(plain(batch))
-            states.append(plain(loader.state_dict()))
-        assert len(expected) == N
-        assert loader.state_dict()["epoch"] == epoch + 1
-    if way != "inline":  # with states that say the same, the rest would be the same once more
-        given = restore(kind, epoch, states[::7], "inline", True)
-        assert given == [expected[k:] for k in range(0, N + 1, 7)]
-        return
-    *most, some = in_fresh_process(
-        (kind, epoch, states, "thread-3", True),
-        (kind, epoch, states, "process-1", False),
-        (kind, epoch, states, "process-3", False),
-        (kind, epoch, states[13:14], "process-3", True),
-    )
-    assert most == [[expected[k:] for k in range(N + 1)]] * 3
-    assert some == [expected[13:]]
+def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
+    """The states of a run without workers, restored with several numbers of them."""
+    expected, given = restored[kind]
+    assert given == [[expected[k:] for k in range(N + 1)]] * len(ELSEWHERE)
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +175,7 @@ def test_several_interruptions(kind, stops, ways, depth, in_order, faults, epoch
         assert sorted(map(str, given)) == sorted(map(str, expected))
 
 
-@pytest.mark.parametrize("way", ["inline", "thread-3", "process-3"])
+@pytest.mark.parametrize("way", ["inline", "thread-3", "process-2"])
 def test_what_is_ready_first_is_not_given_again(way, tmp_path):
     """Batch 0 is held up while 20 others are delivered."""
     gate = tmp_path / "open"
@@ -175,14 +197,14 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
     monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
-    with Loader(Guarded(), range(1000), executor="thread", num_workers=2) as loader:
+    with Loader(Guarded(), range(400), executor="thread", num_workers=2) as loader:
         expected = list(loader)
         loader.set_epoch(0)
         batches = iter(loader)
         states = [(k, loader.state_dict()) for k, _ in enumerate(batches, 1)]
         assert loader.stats.chunk_size > 1
-    with Loader(Guarded(), range(1000), num_workers=0) as loader:
-        for k, state in states[::37]:
+    with Loader(Guarded(), range(400), num_workers=0) as loader:
+        for k, state in states[::23]:
             loader.load_state_dict(state)
             Guarded.forbid(loader, range(k))
             assert plain(list(loader)) == plain(expected[k:])
@@ -194,13 +216,12 @@ def test_chunks(monkeypatch):
 def test_the_epoch_goes_on_and_the_next_is_whole(make):
     loader = make(np.arange(10), batch_size=3, shuffle=True)
     expected = [[batch.tolist() for batch in loader] for _ in range(3)]
+    again = make(np.arange(10), batch_size=3, shuffle=True)
     for k in range(5):
-        other = make(np.arange(10), batch_size=3, shuffle=True)
-        other.set_epoch(1)
-        for _ in zip(range(k), other, strict=False):
+        loader.set_epoch(1)
+        for _ in zip(range(k), loader, strict=False):
             pass
-        state = other.state_dict()
-        again = make(np.arange(10), batch_size=3, shuffle=True)
+        state = loader.state_dict()
         again.load_state_dict(state)
         assert again.epoch == state["epoch"]
         assert again.state_dict() == state
@@ -362,17 +383,17 @@ def test_a_sampler_with_a_state_is_put_back(make, kind):
 
 
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
-@pytest.mark.parametrize("taken", [0, 5, 20])
-def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, taken, monkeypatch):
+def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, monkeypatch):
     monkeypatch.setattr("minloader._epochs.state.STATE_COST", 0)  # the mark is where the state is
-    loader = make(Guarded(), kind(range(20)))
-    batches = iter(loader)
-    for _ in range(taken):
-        next(batches)
-    again = make(Guarded(), kind(range(20)))
-    again.load_state_dict(loader.state_dict())
-    iter(again)  # and left at once
-    assert [batch[0] for batch in again] == list(range(20))
+    loader, again = make(Guarded(), kind(range(20))), make(Guarded(), kind(range(20)))
+    for taken in (0, 5, 20):
+        loader.set_epoch(0)
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        again.load_state_dict(loader.state_dict())
+        iter(again)  # and left at once
+        assert [batch[0] for batch in again] == list(range(20))
 
 
 def test_a_sampler_that_is_its_own_iterator_serves_every_epoch(make):
@@ -469,7 +490,8 @@ def test_torch_samplers(make):
         ]
 
     for which in range(3):
-        expected = list(make(Guarded(), samplers()[which]))
+        with Loader(Guarded(), samplers()[which], num_workers=0) as loader:
+            expected = list(loader)
         half = make(Guarded(), samplers()[which])
         batches = iter(half)
         first = [next(batches) for _ in range(3)]
@@ -600,8 +622,8 @@ def test_epochs_go_on_from_every_state(make):
         expected.append((epoch, plain(batch)))
         states.append(plain(first.state_dict()))
     assert [(epoch, plain(batch)) for epoch, batch in run] == expected
+    again = loader()
     for k, state in enumerate(states, 1):
-        again = loader()
         again.load_state_dict(state)
         rest = again.epochs(3 - state["epoch"])
         assert [(epoch, plain(batch)) for epoch, batch in rest] == expected[k:]
@@ -723,14 +745,18 @@ def test_resized_between_epochs(make):
         assert plain(list(loader)) == expected[epoch]
 
 
+def running(loader: Loader) -> int:
+    return sum(alive(process.pid) for process in workers(loader))
+
+
 def test_the_workers_are_as_many_as_was_said():
     with Loader(Guarded(), range(4), num_workers=2) as loader:
         loader.num_workers = 3
         loader.start()
-        assert eventually(lambda: len(belongings()["children"]) == 3)
+        assert eventually(lambda: running(loader) == 3)
         loader.num_workers = 1
         loader.start()
-        assert eventually(lambda: len(belongings()["children"]) == 1)
+        assert eventually(lambda: running(loader) == 1)
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])

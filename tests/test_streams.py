@@ -7,21 +7,25 @@ import json
 import logging
 import os
 import random
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
-import trouble
 from conftest import eventually, require, workers
 from helpers import (
     BrokenStream,
+    Deadly,
     Numbers,
+    Refuses,
     Scripted,
+    Slowly,
     StatefulIterator,
     StatefulNumbers,
     add_noise,
-    once_in,
+    draw,
+    open_files,
+    whereabouts,
+    wide,
 )
 
 from minloader import SKIP, BatchTimeout, Loader, WorkerDied, get_worker_info, pad_collate
@@ -50,11 +54,11 @@ def in_turns(n: int, shards: int, size: int, last: str = "keep") -> list[list[in
 
 @own
 @pytest.mark.parametrize("last", ["keep", "discard"])
-@pytest.mark.parametrize("n", [0, 1, 2, 12, 23, 24, 25])
-def test_shards_in_turns(make, n, last):
-    loader = make(Numbers(n), batch_size=3, last_batch=last)
-    expected = in_turns(n, max(1, loader.num_workers), 3, last)
-    for _ in range(2):
+def test_shards_in_turns(make, last):
+    lengths = [n for n in (0, 1, 2, 12, 23, 24, 25) for _ in range(2)]
+    loader = make(Numbers(lengths), batch_size=3, last_batch=last)
+    for n in lengths:
+        expected = in_turns(n, max(1, loader.num_workers), 3, last)
         assert [batch.tolist() for batch in loader] == expected
 
 
@@ -85,10 +89,6 @@ def test_batches_are_born_in_the_slot():
         assert loader.stats.overflowed == 0
 
 
-def wide(number: int) -> Any:
-    return np.full(100_000, number)
-
-
 @own
 def test_infinite_streams(make):
     loader = make(Numbers(None), batch_size=2)
@@ -111,12 +111,6 @@ def test_each_shard_stays_with_its_worker():
     assert [shard for _, shard, _ in places] == [0, 1, 2] * 8
     assert len({(pid, shard) for pid, shard, _ in places}) == 3
     assert {count for _, _, count in places} == {3}
-
-
-def whereabouts(sample: Any) -> Any:
-    info = get_worker_info()
-    assert info is not None
-    return os.getpid(), info.id, info.num_workers
 
 
 @own
@@ -172,11 +166,6 @@ def test_what_was_left_is_let_go(tmp_path):
     with Loader(stream, transform=open_files, num_workers=1) as loader:
         for _ in range(5):
             assert next(iter(loader)) == 1
-
-
-def open_files(sample: Any) -> int:
-    names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return sum(name.endswith("file") for name in names)
 
 
 @own
@@ -239,20 +228,15 @@ def test_random_streams_are_the_same_everywhere(kind):
                 next(batches)
             state = plain(loader.state_dict())
         runs.append(epochs)
-        for number in (0, 1, 3):
-            with Loader(Scripted(30, {}, noise=kind), **options | {"num_workers": number}) as again:
+        with Loader(Scripted(30, {}, noise=kind), **options | {"num_workers": 0}) as again:
+            for number in (0, 1, 3):
+                again.num_workers = number
                 if kind == "global" and number == 0:
                     random.seed(99)
                 again.load_state_dict(state)
                 assert plain(list(again)) == epochs[1][5:]
     assert all(run == runs[0] for run in runs)
     assert runs[0][0] != runs[0][1]
-
-
-def draw(sample: float) -> Any:
-    info = get_worker_info()
-    assert info is not None
-    return sample, info.rng.random()
 
 
 @own
@@ -290,8 +274,8 @@ def test_after_every_batch(make, stream):
                 assert [batch.tolist() for batch in other] == expected[k:]
                 assert other.epoch == 4
                 assert [batch.tolist() for batch in other] == expected
-    for k in (0, 3, len(expected)):
-        with Loader(stream(31), batch_size=2, num_workers=2) as other:
+    with Loader(stream(31), batch_size=2, num_workers=2) as other:
+        for k in (0, 3, len(expected)):
             other.load_state_dict(states[k])
             assert [batch.tolist() for batch in other] == expected[k:]
             assert [batch.tolist() for batch in other] == expected
@@ -397,16 +381,6 @@ def test_an_error_in_transform_costs_a_batch(make):
     assert [batch.tolist() for batch in loader] == rest
 
 
-class Refuses:
-    def __init__(self, bad: int) -> None:
-        self.bad = bad
-
-    def __call__(self, number: int) -> int:
-        if number == self.bad:
-            raise ValueError(f"{number} is bad")
-        return number
-
-
 @own
 def test_an_error_in_the_stream_ends_a_generator(make, caplog):
     """As it does without a loader; but it is said."""
@@ -476,19 +450,6 @@ def test_a_death_loses_nothing(stream, where, tmp_path):
         assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
 
 
-class Deadly:
-    """Kills the worker at some numbers, once each, or always."""
-
-    def __init__(self, numbers: set[int], folder: str | None) -> None:
-        self.numbers = numbers
-        self.folder = folder
-
-    def __call__(self, number: int) -> int:
-        if number in self.numbers and (self.folder is None or once_in(self.folder, number)):
-            trouble.die()
-        return number
-
-
 def test_a_transform_that_always_kills_costs_one_batch():
     deadly = Deadly({13}, None)
     expected = [batch for batch in in_turns(40, 2, 3) if 13 not in batch]
@@ -544,12 +505,6 @@ def test_passing_over_takes_its_time():
         process.kill()
         assert first + list(batches) == list(range(60))
         assert loader.stats.retries <= 1
-
-
-class Slowly:
-    def __call__(self, number: int) -> int:
-        threading.Event().wait(0.05)
-        return number
 
 
 def test_samples_that_differ_when_read_again_are_noticed(tmp_path):

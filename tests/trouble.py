@@ -1,4 +1,7 @@
-"""Datasets and functions that go wrong, each in its own way; worker processes import them."""
+"""Datasets and functions that go wrong, each in its own way; worker processes import them.
+
+Numpy is imported where it is needed: a worker starts in half the time without it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ import subprocess
 import tempfile
 import threading
 from typing import Any
-
-import numpy as np
 
 from minloader import empty, get_worker_info
 from minloader._memory.limits import private_memory
@@ -77,6 +78,8 @@ class Noisy:
         self.size = size
 
     def __getitem__(self, item: int) -> tuple[Any, ...]:
+        import numpy as np
+
         info = get_worker_info()
         assert info is not None
         array = empty(self.size)
@@ -308,8 +311,23 @@ class Zoo:
         self.way, self.arguments = way, arguments
 
     def __getitem__(self, item: int) -> Any:
+        import numpy as np
+
         array = np.full(5000, item)
         return (array, self.way(*self.arguments)) if item == 2 else (array, None)
+
+
+class Cages:
+    """Each item says what goes wrong; the batch is an array with the result of that.
+
+    An item is a number and a function with its arguments, or an empty tuple.
+    """
+
+    def __getitem__(self, item: tuple[int, tuple[Any, ...]]) -> Any:
+        import numpy as np
+
+        number, (*way,) = item
+        return np.full(5000, number), way[0](*way[1:]) if way else None
 
 
 class Springs(Zoo):
@@ -333,6 +351,8 @@ class SpringsWhenLoaded(Zoo):
         self.way(*self.arguments)
 
     def __getitem__(self, item: int) -> Any:
+        import numpy as np
+
         return np.full(5000, item), None
 
 
@@ -507,7 +527,7 @@ class Leaky(Noisy):
         self.kept: list[Any] = []
 
     def __getitem__(self, item: int) -> tuple[Any, ...]:
-        self.kept.append(np.ones(self.leak, np.uint8))
+        self.kept.append(b"1" * self.leak)
         return os.getpid(), *super().__getitem__(item)
 
 
@@ -527,6 +547,8 @@ class Greedy:
     """Takes as many bytes as it is told."""
 
     def __getitem__(self, size: int) -> int:
+        import numpy as np
+
         return int(np.ones(size, np.uint8).sum(dtype=np.int64))
 
 
@@ -545,7 +567,7 @@ def loops() -> None:
 
 def keep(size: int) -> None:
     """Takes memory for good."""
-    _kept.append(np.ones(size, np.uint8))
+    _kept.append(b"1" * size)
 
 
 class LargeOnce:
