@@ -20,7 +20,6 @@ class _Skip:
 
 
 SKIP: Final = _Skip()
-
 """What an ``on_error`` callable returns to leave the failed batch out."""
 
 

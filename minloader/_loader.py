@@ -73,7 +73,6 @@ from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
 
 PATIENCE = 0.5
-
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
 
 

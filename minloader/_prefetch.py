@@ -30,11 +30,9 @@ from minloader._checks import check_int, shown
 from minloader._epochs.state import Note, Progress
 
 GRACE = 0.5
-
 """Seconds that closing waits for the thread, which may be waiting for a batch, or be inside ``fn``.
 An idle thread needs none. One that takes longer is left to end by itself: what it still makes is
 dropped."""
-
 
 CLOSED = "this prefetch is closed; make a new one"
 

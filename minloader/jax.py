@@ -16,7 +16,6 @@ from minloader._memory.files import is_leased
 from minloader._prefetch import Prefetch, prefetch
 
 UNFIT = "USOMm"
-
 """Kinds of numpy's types that no device has: strings, bytes, objects, dates and time spans."""
 
 

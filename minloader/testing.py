@@ -34,7 +34,6 @@ from minloader._loader import Loader
 logger = logging.getLogger("minloader")
 
 PATIENCE = 10.0
-
 """Seconds to wait until all workers have started. A worker that is later than that makes no batch,
 so that nothing can be seen of it. One that failed to load the dataset is never ready; its error
 comes with the first batch."""
@@ -72,12 +71,9 @@ DEATH = (
 )
 
 ABSENT = Leaf(b"", "is not there")
-
 """Stands for a leaf that the other batch has."""
 
-
 END: Leaves = {}
-
 """Stands for the leaves of a batch where an epoch ends. Every batch has at least one leaf."""
 
 

@@ -69,8 +69,8 @@ def workers(loader: Any) -> list[Any]:
 
 def made_and_room(batches: Any) -> tuple[int, int]:
     """How many batches a prefetch has ready, and how many more its thread may make by now."""
-    line = batches._line
-    return line.ready.qsize(), line.room.qsize()
+    exchange = batches._exchange
+    return exchange.ready.qsize(), exchange.room.qsize()
 
 
 def _target(fd: str) -> str:

@@ -17,7 +17,6 @@ from minloader._insight.verdict import judge
 from minloader._worker.messages import Reply
 
 EVENTS_KEPT = 3000
-
 """Number of events kept for the timeline, the last ones: some 1,000 tasks, in less than 1 MB."""
 
 

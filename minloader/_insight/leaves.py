@@ -21,13 +21,10 @@ from minloader._checks import shown
 logger = logging.getLogger("minloader")
 
 MOST_LEAVES = 1_000
-
 """Leaves of a batch that are kept one by one, at some 300 bytes each. Of the others only a sum is
 kept."""
 
-
 MOST_VALUES = 64
-
 """Values of an array up to which they are kept, so that the first that differs can be named."""
 
 
@@ -47,7 +44,6 @@ class Leaf:
 
 
 Leaves = dict[str, Leaf]
-
 """The leaves of a batch by path, such as ``batch["audio"][0]``."""
 
 

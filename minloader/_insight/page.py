@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from minloader._insight.counters import Stats
 
 Row = tuple[str, str, str]
-
 """A row of the table: name, value, remark."""
 
 

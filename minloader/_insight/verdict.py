@@ -17,17 +17,12 @@ STAGES = {
     "collate": "collate_fn",
     "transport": "packing batches",
 }
-
 """The stages of a worker's task, and their names in a sentence."""
 
-
 LITTLE_WORK = 30e-6
-
 """Seconds of work a batch below which its delivery costs more than its making."""
 
-
 LITTLE_TIME = 200e-6
-
 """Seconds of the loop a batch below which larger batches are the advice."""
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from minloader._memory.pickling import Pickler
 
 MOST_FAILURES = 200
-
 """How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
 with all that is below it: an object that makes its parts anew would have endlessly many."""
 

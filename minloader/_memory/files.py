@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGE = 16 * 1024
-
 """Bytes from which a buffer lies in shared memory of its own rather than in the message: four
 pages, where a copy through a pipe starts to cost more than a view object."""
 
-
 ALIGN = 64
-
 """Bytes; the alignment numpy gives its own arrays, a cache line."""
 
 

@@ -155,7 +155,6 @@ _CAN_MAP_BYTES = (
 )
 
 _ENDLESS = 1 << 30
-
 """Reference count of a mapped bytes object: it is never freed, since no allocator owns it."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 NO_LIMIT = 1 << 60
-
 """Bytes from which a limit is none."""
 
 

@@ -30,7 +30,6 @@ from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
 unpack = pickle.loads
-
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
 
@@ -247,7 +246,6 @@ def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
 
 
 PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
-
 """Types of numbers, as numpy's one-letter codes, which are enough to describe them. Torch has
 tensors of just these."""
 

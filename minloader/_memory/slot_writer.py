@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Shape = SupportsIndex | Sequence[SupportsIndex]
 
 GRAIN = 256 * 1024
-
 """Bytes; slots grow in multiples of this, and by a quarter at least, so that batches of
 increasing size do not make one grow each time."""
 
@@ -203,9 +202,7 @@ class SlotWriter(NoSlot):
 
 
 _mappings: dict[tuple[str, int], SharedMapping] = {}
-
 """The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
-
 
 _closed = 0
 

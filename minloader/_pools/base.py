@@ -25,7 +25,6 @@ from minloader._worker.seeds import borrow_globals
 logger = logging.getLogger("minloader")
 
 GRACE = 0.5
-
 """Seconds that workers get to finish and leave by themselves, with their exit handlers, before
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
 

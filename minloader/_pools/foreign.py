@@ -198,17 +198,12 @@ class _Job:
 
 
 _jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
-
 """Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
 
-
 _loaded_jobs: dict[bytes, _Job] = {}
-
 """Jobs of loaders of other processes, by their token."""
 
-
 _lock = threading.Lock()
-
 """Held while a job of another process is loaded, and while its worker makes a batch."""
 
 

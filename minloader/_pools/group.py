@@ -26,7 +26,6 @@ from minloader._worker.messages import Job
 logger = logging.getLogger("minloader")
 
 WORKER_BYTES = 50 << 20
-
 """Bytes of memory that a worker takes which imports numpy and does little else."""
 
 

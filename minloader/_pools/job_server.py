@@ -40,19 +40,13 @@ from minloader._memory.job_file import JobAddress, JobFile
 logger = logging.getLogger("minloader")
 
 CONNECT_SECONDS = 10.0
-
 """How long one address of the loader is tried, and how long it waits for the proof."""
 
-
 STALL_SECONDS = 60.0
-
 """How long a transfer may stand still. A consumer that holds the interpreter delays its begin."""
 
-
 KEEPALIVE_SECONDS = 60
-
 """After so much silence the connection is probed, so that no router forgets it."""
-
 
 _HASH = 32  # bytes of a challenge, and of the answer to it
 

@@ -61,12 +61,9 @@ from minloader._worker.start import TOKEN, WorkerSetup, run, warm_up, worker_mai
 logger = logging.getLogger("minloader")
 
 MOST_FAILED_STARTS = 8
-
 """How many workers in a row may die before they are ready. Fewer might be bad luck."""
 
-
 STUCK = 1.0
-
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
 

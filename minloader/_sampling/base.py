@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-
 """Version of the states. To be raised whenever the same arguments lead to another order."""
 
 

@@ -12,7 +12,6 @@ from minloader._checks import check_int, is_stateful, shown
 from minloader._sampling.base import Position, Repeatable, Sampler
 
 CHUNK = 65_536
-
 """Indices that exist as Python integers at a time, 2 MB. More of them would gain no speed."""
 
 

@@ -32,19 +32,14 @@ if TYPE_CHECKING:
     _Step = list[list[int]]  # a batch for each rank
 
 WINDOW = 10_000
-
 """Number of lazy lengths that are read ahead to be sorted or shuffled. More of them make tighter
 buckets and better shuffling, but the first batch waits for all of them."""
 
-
 SPREAD = 0.05
-
 """How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
 time that a rank may wait for another. With less, the samples of more batches are dealt out anew."""
 
-
 SPARE = 100
-
 """One in so many samples may be dropped where the costs of a step would differ by more than
 :data:`SPREAD`. With fewer, the outliers of an epoch make ranks wait."""
 

@@ -20,7 +20,6 @@ from minloader._memory.pickling import PLAIN_DTYPES, as_tensor
 from minloader._memory.slot_writer import empty
 
 TEXT = "SaUO"
-
 """Kinds of numpy's types that torch leaves as they are: strings, bytes and objects."""
 
 

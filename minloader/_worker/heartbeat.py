@@ -19,15 +19,11 @@ from typing import Any, NamedTuple
 from minloader._memory.files import SharedFile
 
 Beat = Callable[[int, int, float], None]
-
 """Called by a worker before it begins with an item: id of the task, index of the item, and the time
 by :func:`time.perf_counter`, which every process of a machine reads alike."""
 
-
 READY = -1
-
 """In place of a task's id: the worker has started and waits for its first. Before that it is 0."""
-
 
 _FORMAT = struct.Struct("qqd")
 

@@ -46,7 +46,6 @@ def forget(name: str, action: Action) -> None:
 
 
 _waiting: dict[str, list[Action]] = {}
-
 """Actions by the name of the module that they wait for."""
 
 

@@ -69,7 +69,6 @@ class _End:
 
 
 END: Final = _End()
-
 """Stands for a batch: the shard has no more."""
 
 

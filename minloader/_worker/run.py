@@ -42,18 +42,14 @@ from minloader._worker.stream_reader import ShardReader, ShardReaders
 logger = logging.getLogger("minloader")
 
 CHUNK_SECONDS = 2e-3
-
 """Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
 in_thread = threading.local()
-
 """Its ``info`` is the WorkerInfo of the batch that this thread is making."""
 
-
 READING = "when the stream was read"
-
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from minloader._worker.import_hook import forget, when_imported
 
 Seed = Callable[[int], Callable[[], None] | None]
-
 """Seeds the global generators for one batch; may return what is to be called after the batch."""
 
 

@@ -82,7 +82,6 @@ class WorkerSetup(NamedTuple):
 
 
 TOKEN = "MINLOADER_TOKEN"
-
 """Environment variable by which the processes that a worker started are known when it is dead."""
 
 

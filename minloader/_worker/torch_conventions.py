@@ -146,7 +146,6 @@ class StreamReader(PassesState):
 
 
 _current: tuple[Any, Any] = (None, None)
-
 """What torch's ``get_worker_info`` shall answer: a :class:`WorkerInfo` and a dataset."""
 
 

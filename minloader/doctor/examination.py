@@ -21,17 +21,12 @@ from minloader.doctor.trials import HEAD, Row, Trial
 from minloader.testing import IrreproducibleError, NewLoaders, check_reproducible
 
 SECONDS = 3.0
-
 """Seconds of a trial: short enough for a dozen of them, and some hundred batches for most."""
 
-
 WIDTH = 96
-
 """Columns of a report."""
 
-
 Progress = Callable[[float, str], object]
-
 """Called with the share that is done, 0 to 1, and what is being done."""
 
 

@@ -16,20 +16,14 @@ from minloader._memory.limits import processors
 from minloader.doctor.trials import Row, Sample, Trial
 
 TOLERANCE = 0.05
-
 """Share of the best rate that is not worth more workers, or more prefetching."""
 
-
 LEAST_SAMPLES = 12
-
 """Samples from which on a trend can be told from chance."""
 
-
 LEAK = 2 << 20
-
 """Bytes that a process may grow by: half for what allocators round up, half for the events that a
 loader keeps."""
-
 
 CACHE = "; or a cache is still being filled: run more --seconds than an epoch takes to tell"
 

@@ -17,12 +17,9 @@ from minloader._inspect import inspect
 from minloader._loader import Loader
 
 SAMPLES = 40
-
 """How often a trial looks at its processes: often enough for a trend, in 1 % of its time."""
 
-
 HEAD = ["workers", "prefetch", "batches/s", "+-", "MB/s", "wait", "busy", "memory", "first"]
-
 """The heads of the table's columns."""
 
 
@@ -245,7 +242,6 @@ SUMS = (
     *("batches", "bytes", "overflowed", "wait", "consumer", "sampler", "unpacking"),
     *("dataset", "transform", "collate", "transport"),
 )
-
 """The stats that only grow, and on which a verdict depends."""
 
 

@@ -43,16 +43,12 @@ from minloader.torch.device import pin
 from minloader.torch.order import EpochStart, Order, default_sampler
 
 VERSION = 1
-
 """Version of the states."""
-
 
 T = TypeVar("T")
 
 _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-
 """Attributes that cannot be set once a loader is made, as in torch."""
-
 
 _BATCH_SAMPLER_ALONE = (
     "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and drop_last, or "
@@ -60,15 +56,12 @@ _BATCH_SAMPLER_ALONE = (
 )
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
 """Torch's samplers that have a generator. They are finite, and keep their order in a list."""
-
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
     *("multiprocessing_context", "_seed"),
 )
-
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
 
