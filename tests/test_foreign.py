@@ -159,6 +159,7 @@ PROGRAM = """
 import os, random, sys
 import numpy as np
 from minloader import Loader, get_worker_info
+from minloader._inspect import inspect
 from minloader._pools import foreign
 
 class Dice:
@@ -167,7 +168,7 @@ class Dice:
 
     def __getitem__(self, index):
         draws = random.random(), np.random.random(), get_worker_info().rng.random()
-        loaded = [job._connection is not None for job in foreign._loaded_jobs.values()]
+        loaded = [job.connection is not None for job in foreign.loaded_jobs.values()]
         return Batch(draws, self.table[index : index + 10_000]), os.getpid(), loaded
 
 class Batch:
@@ -189,8 +190,7 @@ def check(executor):
         assert all(len(each) == 1 for each in loaded)
         fetched = {pid for pid, each in zip(pids, loaded) if each[0]}
         assert fetched in (set(), set(pids)), (fetched, pids)
-        job_server = loader._group.pools[0]._job_server
-        assert len(fetched) == (len(job_server._clients) if job_server else 0)
+        assert len(fetched) == len(inspect(loader).job_clients)
     print("fetched" if fetched else "mapped")
 """
 

@@ -200,7 +200,7 @@ class _Job:
 _jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
 """Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
 
-_loaded_jobs: dict[bytes, _Job] = {}
+loaded_jobs: dict[bytes, _Job] = {}
 """Jobs of loaders of other processes, by their token."""
 
 _lock = threading.Lock()
@@ -214,22 +214,22 @@ def _find_job(reference: JobReference) -> _Job:
     if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
         return here
     with _lock:
-        if token not in _loaded_jobs:
-            for former in [each for each, job in _loaded_jobs.items() if not job.may_be_needed]:
-                _loaded_jobs.pop(former, None)
-            job = _loaded_jobs[token] = _load_job(reference)
+        if token not in loaded_jobs:
+            for former in [each for each, job in loaded_jobs.items() if not job.may_be_needed]:
+                loaded_jobs.pop(former, None)
+            job = loaded_jobs[token] = _load_job(reference)
             if job.connection is not None:
                 args = token, job.connection
                 threading.Thread(
                     target=_forget, args=args, name="minloader-job", daemon=True
                 ).start()
-        return _loaded_jobs[token]
+        return loaded_jobs[token]
 
 
 def _forget(token: bytes, connection: socket.socket) -> None:
     """Let a fetched job go when its loader is closed."""
     wait_for_end(connection)
-    _loaded_jobs.pop(token, None)
+    loaded_jobs.pop(token, None)
 
 
 def _load_job(reference: JobReference) -> _Job:
