@@ -1,4 +1,4 @@
-"""What can go wrong with a batch, each error saying what happened, to which batch, and the remedy.
+"""The errors of a batch. Each says what happened, to which batch, and what to do.
 
 Wrong arguments raise builtin exceptions (``TypeError``, ``ValueError``); what a dataset raises
 reaches the caller as it is. The classes here are for the rest.
@@ -20,7 +20,7 @@ class _Skip:
 
 
 SKIP: Final = _Skip()
-"""What an ``on_error`` callable returns to leave the failed batch out."""
+"""Returned by an ``on_error`` callable to leave the failed batch out."""
 
 
 class MinloaderError(RuntimeError):

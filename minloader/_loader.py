@@ -77,10 +77,12 @@ PATIENCE = 0.5
 
 
 class Loader:
-    """Iterates over batches that workers make.
+    """An iterable over batches that workers make.
 
-    Each ``iter(loader)`` is a new epoch, on the same workers; an epoch left early leaves
-    nothing behind. All arguments but the first two go by name.
+    Each ``iter(loader)`` is a new epoch, on the same workers. An epoch left early leaves nothing
+    behind. All arguments but the first two go by name. The sampler is read, and ``on_error`` is
+    called, in the process that iterates; the dataset, ``transform``, ``collate_fn`` and
+    ``worker_init_fn`` run in the workers.
 
     Args:
         dataset: an object with ``__getitem__``: batch = ``dataset[item]``; or else, without a
@@ -249,7 +251,7 @@ class Loader:
 
     @property
     def stats(self) -> Stats:
-        """Where the time went so far; see :class:`Stats`. A copy, as of now."""
+        """A copy of what was counted so far; see :class:`Stats`."""
         group = self._group
         slots = [pool.slots.used for pool in group.pools if pool.slots is not None]
         return self._settings.counters.snapshot(
@@ -263,11 +265,11 @@ class Loader:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Writes a timeline to a file while the ``with`` lasts, in the format of Chrome's tracing.
+        """Write a timeline to a file while the ``with`` lasts, in the format of Chrome's tracing.
 
-        Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it: a track for the consumer, one
-        for the sampler and one for each worker, with what they did when, deaths and what was sent
-        again. Of a task of several quick batches the parts are added up.
+        Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it. The consumer, the sampler and
+        each worker have a track, which shows when they did what, deaths, and tasks that were sent
+        again. The parts of a task of several quick batches are added up.
 
         Args:
             path: file to write; overwritten.
@@ -399,15 +401,15 @@ class Loader:
 
     @property
     def _ledger(self) -> Ledger | None:
-        """That of the epoch that the consumer is in, also when its iterator is gone."""
+        """The ledger of the epoch that the consumer is in, also when its iterator is gone."""
         return self._progress.ledgers[0] if self._progress is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the consumer is: what was delivered, whatever was read ahead.
 
-        Of the epoch that was begun last, also when its iterator is gone; between epochs, the
-        beginning of the next. Small, and fit for JSON where the state of the sampler is, or that
-        of the stream.
+        The state is of the epoch that was begun last, also when its iterator is gone. Between
+        epochs it is the beginning of the next one. It is small, and fits into JSON if the state of
+        the sampler, or of the stream, does.
 
         Raises:
             Exception: what the sampler's ``state_dict`` raises.

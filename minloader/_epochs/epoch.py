@@ -64,7 +64,7 @@ CLOSED = "this Loader is closed; make a new one"
 
 @dataclass(eq=False, repr=False)
 class Settings:
-    """What the epochs of a loader have in common.
+    """Settings that all epochs of a loader share.
 
     Attributes:
         depth: most tasks under way; 0 if submitting one runs it.

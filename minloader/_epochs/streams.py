@@ -45,7 +45,7 @@ class ShardLedger(Ledger):
 
     Args:
         epoch: number of the epoch.
-        run: which pass over the stream it is, counted by the loader.
+        run: number of the pass over the stream, counted by the loader.
         shard: number of the shard.
         state: where to begin, if not at the beginning.
 
@@ -90,11 +90,11 @@ def _shard_state(batches: int, ended: bool, at: int, packed: bytes | None) -> St
 
 
 class StreamLedger(Ledger):
-    """Those of all shards of a stream, for one epoch.
+    """The ledgers of all shards of a stream, for one epoch.
 
     Args:
         epoch: number of the epoch.
-        run: which pass over the stream it is.
+        run: number of the pass over the stream.
         shards: where each of them begins; None: at the beginning.
         turn: number of the shard whose batch comes next.
     """
@@ -265,7 +265,7 @@ class StreamEpoch(TimedIterator):
 
     @property
     def run(self) -> int:
-        """Which pass over the stream it is."""
+        """Number of the pass over the stream, counted by the loader."""
         run: int = self._ledgers[0].run
         return run
 
