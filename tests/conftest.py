@@ -21,9 +21,39 @@ import pytest
 from minloader import Loader
 from minloader._inspect import inspect
 
+SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "training"]
+"""Tests that run whole programs or clusters."""
+
+SLOW_WAYS = ["process-2", "process-3", "foreign-process"]
+"""Parameters that mean several processes, where one process is a parameter too."""
+
+SLOW_TESTS = {
+    "stats": ["streams_are_counted", "the_verdict_names_the_bottleneck"],
+    "doctor": [
+        *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
+        *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
+    ],
+    "testing": [
+        *("quickstart", "audio", "passes", "report", "a_worker_is_killed", "a_counter", "tensors"),
+        *("what_a_killed_worker_takes_along",),
+    ],
+}
+"""Beginnings of names, in modules whose tests are mostly quick."""
+
+
+def is_slow(module: str, name: str) -> bool:
+    """Whether a test belongs to the slow ones by its module, its name or its parameters."""
+    if module in SLOW_MODULES or name.startswith(tuple(SLOW_TESTS.get(module, ["\0"]))):
+        return True
+    parameters = name.partition("[")[2].rstrip("]")
+    return module != "streams" and any(way in parameters for way in SLOW_WAYS)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process where JAX has run must not fork any more, and other tests do: its come last."""
+    """Marks what is slow; puts the tests with JAX last, since it must not be forked."""
+    for item in items:
+        if is_slow(item.path.stem.removeprefix("test_"), item.name.removeprefix("test_")):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name == "test_jax.py")
 
 

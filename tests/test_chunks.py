@@ -109,6 +109,7 @@ def test_tiny_batches_travel_together(make):
     assert [size for _, size in sent] == [1] * (2 * loader.num_workers)  # each epoch anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False, 100])
 def test_large_batches_travel_alone(shared_memory):
     sent: list[Any] = []

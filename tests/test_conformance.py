@@ -237,15 +237,17 @@ def test_the_batchs_generator_depends_on_its_place_alone(make):
             assert np.array_equal(batch, expected.random(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [GlobalNoise, TorchNoise])
 def test_global_generators_are_seeded_alike(dataset):
     if dataset is TorchNoise:
         require("torch")
     runs = []
-    for num_workers in (0, 1, 2, 4):
+    counts = (0, 1, 2) if dataset is TorchNoise else (0, 1, 2, 4)
+    for num_workers in counts:
         with Loader(dataset(), num_workers=num_workers, seed=4) as loader:
             runs.append([list(loader), list(loader)])
-    assert runs.count(runs[0]) == 4
+    assert runs.count(runs[0]) == len(counts)
     first, second = runs[0]
     assert len({str(batch) for batch in first + second}) == 24
 

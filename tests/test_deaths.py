@@ -186,6 +186,7 @@ HARMLESS = [name for name, (_, expected, *_) in ZOO.items() if expected not in (
 
 CASES = [("__getitem__", name) for name in ZOO if name not in HARMLESS]
 CASES += [(place, name) for place in list(PLACES)[1:] for name in ("raise", "exit", "SIGSEGV")]
+QUICK = [("__getitem__", name) for name in ("exit", "SIGKILL", "SIGSEGV when pickled", "fork")]
 
 
 def matches(texts: list[str | None], message: str) -> bool:
@@ -223,7 +224,10 @@ def test_the_harmless_part_of_the_zoo(harmless, name):
     assert matches(texts, message)
 
 
-@pytest.mark.parametrize(("place", "name"), CASES)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_the_zoo(place, name, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -264,6 +268,7 @@ def test_an_item_that_fails_when_unpickled(trap, expected, text):
     assert re.search(text, str(error), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "way", "num_workers"),
     [
@@ -302,6 +307,7 @@ def test_a_fork_made_at_the_start_is_no_worker(start):
         assert loader.stats.replaced == 0
 
 
+@pytest.mark.slow
 def test_workers_get_ready_when_the_cause_is_gone(tmp_path):
     """Bad luck at the start is not counted against anybody, and a failed epoch is not the end."""
     bad = tmp_path / "bad"
@@ -325,6 +331,7 @@ def test_a_worker_that_is_ready_at_the_third_try(tmp_path):
 # --- what a dead worker leaves behind does not hide its death -----------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fork", "multiprocessing", "detached fork"])
 @pytest.mark.parametrize("always", [False, True])
 def test_a_fork_outlives_the_worker(way, always, tmp_path):
@@ -354,6 +361,7 @@ def assert_equal(left: Any, right: Any) -> None:
     np.testing.assert_equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 300_000])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path):
@@ -369,6 +377,7 @@ def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path
         assert loader.stats.batches == 16
 
 
+@pytest.mark.slow
 def test_a_disturbed_epoch_out_of_order(tmp_path):
     with Loader(Noisy({}), range(30), num_workers=0) as loader:
         expected = list(loader)
@@ -465,6 +474,7 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         assert len(lines(tmp_path / "begun")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
 def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path):
     deeds = {700: trouble.die}
@@ -485,6 +495,7 @@ def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path):
         assert loader.stats.replaced == 1 + always
 
 
+@pytest.mark.slow
 def test_many_killers_in_chunks():
     """Each is found, and nothing else fails with them."""
     deadly = {400, 401, 450, 700, 999}
@@ -506,6 +517,7 @@ class TornWrite(Noisy):
         return array
 
 
+@pytest.mark.slow
 def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
     with Loader(TornWrite({}, tmp_path), range(10), num_workers=2) as loader:
         sums = [(float(array[0]), float(array.sum())) for array in loader]
@@ -523,6 +535,7 @@ def test_large_items_on_their_way_down(tmp_path):
         assert loader.stats.retries == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip", "replace", "decline", "raise another"])
 @pytest.mark.parametrize("error_type", [WorkerDied, BatchTimeout])
 def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
@@ -620,6 +633,7 @@ HANGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", HANGS)
 def test_a_hang_is_found_and_shown(way):
     function, line = HANGS[way]
@@ -655,6 +669,7 @@ def test_what_a_hung_worker_started_is_killed(tmp_path):
         assert eventually(lambda: not any(map(alive, children)), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [trouble.hang, trouble.holds_the_interpreter, trouble.stops])
 def test_a_batch_that_hangs_once_is_made_again(way, tmp_path):
     with Loader(Noisy({}), range(10), num_workers=0) as loader:
@@ -722,6 +737,7 @@ def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
         assert loader.stats.replaced == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
     """It even holds the interpreter, so that nobody takes the replies: they are made all the same.
@@ -806,6 +822,7 @@ def test_wrong_arguments_for_a_foreign_executor():
 # --- in the middle of a message ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
     """The executor waits for the rest of it, and would for ever."""
@@ -945,6 +962,7 @@ def base() -> int:
     return int(memory)
 
 
+@pytest.mark.slow
 def test_workers_that_leak_are_replaced(caplog):
     leak = 8_000_000
     with Loader(Noisy({}), range(20), num_workers=0) as loader:
@@ -1035,6 +1053,7 @@ with Loader(Greedy(), [1000, 2_000_000_000, 2000], retries=1) as loader:
 """
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_a_control_group():
     found = memory_group()
     if found is None:
@@ -1070,6 +1089,7 @@ def test_out_of_memory_in_a_control_group():
 # --- after all of it -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_thirty_deaths_in_one_loader_leave_nothing(tmp_path):
     """Neither descriptors nor threads, nor processes, nor files."""
 

@@ -365,6 +365,7 @@ def test_a_slow_loader_is_left_alone(tmp_path):
     assert eventually(lambda: not threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["thread", "process"])
 def test_closing_the_loader_in_the_middle(name):
     """From the consumer's thread, at any moment of the other."""
@@ -417,6 +418,7 @@ print(next(batches))
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_script_ends(place, name):
@@ -559,6 +561,7 @@ def digestible(batch: Any) -> Any:
     return np.asarray(batch).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_state_is_the_consumers(options, sampler):
     """Before the first batch, after every one, and at the end: from the iterator and from the

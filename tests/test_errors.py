@@ -199,6 +199,7 @@ def test_a_dataset_that_fails_to_load(across):
 # --- a worker that dies ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_a_batch_that_always_kills_its_worker(num_workers, retries):

@@ -234,6 +234,7 @@ def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_loky(tmp_path):
     require("loky")
     assert run_program(tmp_path, LOKY) == "mapped\n"
@@ -250,11 +251,13 @@ def mpiexec() -> str:
 WORKER = [sys.executable, "-m", "mpi4py.futures"]
 
 
+@pytest.mark.slow
 def test_mpi(tmp_path):
     launcher = [mpiexec(), "-n", "3", *WORKER]
     assert run_program(tmp_path, MPI, *launcher) == "mapped\n"
 
 
+@pytest.mark.slow
 def test_mpi_workers_that_do_not_find_the_file(tmp_path):
     """As on another machine."""
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)

@@ -117,6 +117,7 @@ def test_strided_and_read_only_arrays():
 # --- memory
 
 
+@pytest.mark.slow
 def test_contents_never_change_though_slots_are_used_again():
     """JAX uses the memory of an aligned numpy array as it is, and slots are aligned."""
     sampler = BatchSampler(160, 4)
@@ -305,6 +306,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_several_devices():
     done = subprocess.run(
         [sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=60, check=False
@@ -346,6 +348,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_several_processes():
     """Each loads its own part of a batch, and all have the whole: jax.distributed over CPUs."""
     with socket.create_server(("localhost", 0)) as server:
@@ -368,6 +371,7 @@ def test_several_processes():
             rank.communicate()
 
 
+@pytest.mark.slow
 def test_a_script_ends_in_the_middle():
     script = """
 import numpy as np

@@ -47,6 +47,7 @@ PROMISE = 2.0
 # --- what a worker may do --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
@@ -73,6 +74,7 @@ def test_start_methods(method):
 # --- the dataset is serialized once and shared -------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_dataset_is_serialized_once_and_not_copied():
     dataset = Big()
     with Loader(dataset, range(0, 80_000, 100), num_workers=4) as loader:
@@ -216,6 +218,7 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     assert all(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", HANGS)
 def test_ctrl_c(tmp_path, hang):
     program, pids = run_program(tmp_path, "next(batches)", hang)
@@ -280,6 +283,7 @@ print(list(loader))
     assert (result.stdout, result.stderr) == ("['0', '1', '2', '3']\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "error"),
     [
@@ -483,6 +487,7 @@ def close_early(loader: Loader) -> None:
     loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [list, leave_early, close_early])
 def test_nothing_is_left_to_the_garbage_collector(use):
     """A pool in a cycle has semaphores, whose end CPython 3.12 refuses if it comes while others

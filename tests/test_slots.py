@@ -271,6 +271,7 @@ def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     assert bench.pool.used == (0, 0)
 
 
+@pytest.mark.slow
 def test_nothing_accumulates():
     def held(loader: Loader) -> list[int]:
         """Descriptors but for slots, threads; and the same of the workers."""
@@ -442,6 +443,7 @@ def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     libc.munmap(start + slot_writer.GRAIN, more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3_000, 60_000])
 def test_what_a_dataset_keeps_is_its_own(bench, size):
     dataset = Keeper(size)
@@ -546,6 +548,7 @@ def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
     assert "no room in shared memory" in record.message
 
 
+@pytest.mark.slow
 def test_few_descriptors():
     code = """
 import logging, resource
@@ -723,6 +726,7 @@ def small_machine():
     return "unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_a_small_dev_shm(small_machine, named):
     """No bus error: what does not fit comes through the pipe."""
@@ -770,6 +774,7 @@ def test_trouble_after_a_part_was_born():
         assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_what_it_looks_at():
     code = """
 import os, helpers, minloader
@@ -820,6 +825,7 @@ def test_a_worker_computes_in_one_thread(monkeypatch, users):
     assert os.environ.get("OMP_NUM_THREADS") == users
 
 
+@pytest.mark.slow
 def test_torch_computes_in_one_thread(monkeypatch):
     require("torch")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

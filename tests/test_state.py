@@ -92,6 +92,7 @@ def run(kind: str, way: str) -> tuple[list[Any], list[Any]]:
     return expected, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLERS)
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_after_every_batch_of_an_epoch(kind, way):
@@ -134,6 +135,7 @@ def restored():
     return {kind: (expected, given[kind]) for kind, (expected, _) in runs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
     """The states of a run without workers, restored with several numbers of them."""
@@ -477,6 +479,7 @@ def test_an_iterator_is_drawn_from_once_and_only_as_far_as_needed():
         assert drawn[:6] == list(range(6))
 
 
+@pytest.mark.slow
 def test_torch_samplers(make):
     torch = require("torch")
     data = torch.utils.data
@@ -717,6 +720,7 @@ def test_epochs_need_a_number(n):
 # --- other numbers of workers --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_resized_in_the_middle(executor):
     """The batches stay the same, all of them."""
@@ -736,6 +740,7 @@ def test_resized_in_the_middle(executor):
     assert got == expected
 
 
+@pytest.mark.slow
 def test_resized_between_epochs(make):
     loader = make(Guarded(), range(20))
     expected = [plain(list(loader)) for _ in range(4)]
@@ -792,6 +797,7 @@ def test_several_epochs_at_once_while_resized(make):
 # --- the end of the program ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["inline", "thread-3", "process-1"])
 def test_a_program_that_ends_in_the_middle_says_nothing(way):
     """Iterators that are collected last of all still note where they are."""

@@ -150,6 +150,7 @@ def test_several_passes_at_once(make):
     assert [batch.tolist() for batch in third] == expected
 
 
+@pytest.mark.slow
 @own
 @pytest.mark.parametrize("stream", STREAMS)
 def test_left_early_and_begun_anew(make, stream):
@@ -190,6 +191,7 @@ def test_no_length(make):
         len(make(Numbers(3)))
 
 
+@pytest.mark.slow
 def test_torch_streams():
     torch = require("torch")
 
@@ -210,6 +212,7 @@ def test_torch_streams():
 # --- randomness ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kept", "asked", "global"])
 def test_random_streams_are_the_same_everywhere(kind):
     """Also from the middle, where the batches before are passed over."""
@@ -255,6 +258,7 @@ def test_every_batch_has_seeds_of_its_own(make):
 # --- state ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @own
 @pytest.mark.parametrize("stream", STREAMS)
 def test_after_every_batch(make, stream):
@@ -338,6 +342,7 @@ def test_states_that_do_not_fit():
 # --- resized -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_resized_in_the_middle(stream, executor):
@@ -433,6 +438,7 @@ def test_a_stream_that_cannot_be_gone_on_with():
             next(iter(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [Scripted, StatefulNumbers, StatefulIterator])
 @pytest.mark.parametrize("where", ["stream", "transform"])
 def test_a_death_loses_nothing(stream, where, tmp_path):

@@ -131,6 +131,7 @@ def test_errors_say_what_to_do():
         torch_collate.collate([np.zeros(1, "M8[s]")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
 def test_tensors(dtype):
     """The worker, which has torch then, stacks them where they travel."""
@@ -152,6 +153,7 @@ def assert_all_same(ours: list[Any], theirs: list[Any]) -> None:
         assert_same(mine, other)
 
 
+@pytest.mark.slow
 def test_tensors_that_cannot_be_stacked():
     for samples in (
         [torch.zeros(2).to_sparse()] * 2,
@@ -167,6 +169,7 @@ def test_tensors_that_cannot_be_stacked():
     assert torch.equal(torch_collate.collate(parameters), torch.ones(2, 2))
 
 
+@pytest.mark.slow
 def test_what_was_added_to_torchs_collating(monkeypatch):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -238,6 +241,7 @@ def test_the_order_is_torchs(name):
         assert run(DataLoader, name, 0, own) == run(TorchLoader, name, 0, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["shuffle", "eager", "own generator", "distributed", "replacement"]
 )
@@ -303,6 +307,7 @@ def test_a_sampler_that_can_tell_where_it_is():
 # --- randomness
 
 
+@pytest.mark.slow
 def test_randomness_comes_from_the_generator():
     def draw(seed: int, num_workers: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
@@ -322,6 +327,7 @@ def test_randomness_comes_from_the_generator():
 # --- workers
 
 
+@pytest.mark.slow
 def test_what_workers_know():
     options: dict[str, Any] = {"batch_size": None, "worker_init_fn": zoo.mark_dataset}
     both = []
@@ -335,6 +341,7 @@ def test_what_workers_know():
     assert torch.utils.data.get_worker_info() is None
 
 
+@pytest.mark.slow
 def test_a_dataset_that_is_the_first_to_import_torch():
     with DataLoader(Whereabouts(2), batch_size=None, num_workers=1) as loader:
         first, second = loader
@@ -418,6 +425,7 @@ def test_a_dataset_that_changes():
                 assert look() == ([1, 6, 11], {os.getpid()})
 
 
+@pytest.mark.slow
 def test_nothing_is_left():
     """No guard, no close: the program just ends, inside a loop."""
     script = """
@@ -469,6 +477,7 @@ def test_a_loader_that_goes_takes_its_workers_along():
 # --- streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}])
 def test_streams_in_shards(options):
     options = options | ({"drop_last": True} if options["batch_size"] else {})
@@ -478,6 +487,7 @@ def test_streams_in_shards(options):
             assert_all_same(list(loader), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_init_fn_that_splits_the_stream(persistent):
     """As in torch's documentation, with shards of different lengths. Of each epoch, or of all,
@@ -644,6 +654,7 @@ def test_state(name, own, at):
     interrupted(make, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_state_with_workers(persistent):
     def make(**options: Any) -> DataLoader[Any]:
@@ -656,6 +667,7 @@ def test_state_with_workers(persistent):
         interrupted(make, 1, num_workers=0)
 
 
+@pytest.mark.slow
 def test_state_of_a_stream():
     def make() -> DataLoader[Any]:
         return DataLoader(Sharded(9), batch_size=2, num_workers=2)
@@ -823,6 +835,7 @@ def test_tensors_of_a_dataset_are_mapped():
     assert base[5] == 5
 
 
+@pytest.mark.slow
 def test_a_tensor_dataset():
     """Its tensors are read where they are mapped, by both workers."""
     data = TensorDataset(torch.arange(40_000.0).view(100, 400), torch.arange(100))
@@ -861,6 +874,7 @@ def test_fingerprints():
     assert mark() in seen
 
 
+@pytest.mark.slow
 def test_shared_tensors_stay_shared():
     """As with torch, whose workers and the script talk through them."""
     epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -884,6 +898,7 @@ def test_shared_tensors_stay_shared():
 # --- an ordinary script
 
 
+@pytest.mark.slow
 def test_one_import_changed():
     """The same losses, to the bit. Each is a program of its own, without a guard."""
     script = Path(torch_helpers.__file__).with_name("torch_script.py").read_text()
