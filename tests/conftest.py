@@ -28,10 +28,12 @@ SLOW_WAYS = ["process-2", "process-3", "foreign-process"]
 """Parameters that mean several processes, where one process is a parameter too."""
 
 SLOW_TESTS = {
-    "stats": ["streams_are_counted", "the_verdict_names_the_bottleneck"],
+    "stats": ["streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"],
+    "report": ["pages_look_right_in_a_browser"],
     "doctor": [
         *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
         *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
+        *("the_step_decides", "all_that_a_dataset_may_keep"),
     ],
     "testing": [
         *("quickstart", "audio", "passes", "report", "a_worker_is_killed", "a_counter", "tensors"),

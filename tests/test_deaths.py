@@ -388,6 +388,7 @@ def test_a_disturbed_epoch_out_of_order(tmp_path):
         assert 1 <= loader.stats.retries <= 4
 
 
+@pytest.mark.slow
 def test_several_disturbed_epochs_at_once(tmp_path):
     """They share the workers, so each loses batches by what happens in the other."""
     dataset = Noisy({4: trouble.die, 9: trouble.die}, tmp_path)
@@ -702,6 +703,7 @@ def test_a_hang_in_the_middle_of_a_chunk():
         assert (type(error), error.ordinal, error.item) == (BatchTimeout, 700, 700)
 
 
+@pytest.mark.slow
 def test_two_workers_hang_at_once():
     script = {0: [("hang",)], 1: [("hang",)]}
     with Loader(Scripted(script), range(4), num_workers=2, timeout=2, retries=0) as loader:
@@ -722,6 +724,7 @@ def test_a_hang_found_out_of_order():
         assert type(error) is BatchTimeout
 
 
+@pytest.mark.slow
 def test_time_in_the_queue_and_at_the_start_does_not_count():
     dataset = trouble.Slow(0.3, start=1.5)
     with Loader(dataset, range(6), num_workers=1, prefetch_factor=6, timeout=1) as loader:
@@ -850,6 +853,7 @@ def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
             next(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [0, 1])
 def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
     """Before it knows what it would have made, or with half of it."""
@@ -861,6 +865,7 @@ def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
     """The executor takes no more tasks, since its workers have grown too large."""
     init = trouble.DiesSending(tmp_path / "did", least=3_000_000)
@@ -991,6 +996,7 @@ def test_a_limit_below_what_a_start_takes():
         assert loader.stats.replaced == 0
 
 
+@pytest.mark.slow
 def test_a_death_leaves_the_programs_of_new_workers_alone(tmp_path):
     """While a worker of the old ones dies, the new ones' batches run programs."""
     script: dict[int, list[Any]] = {n: [("work", 0.01)] for n in range(8)}

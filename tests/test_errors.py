@@ -242,6 +242,7 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
         assert next(iter(loader)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["go on", "close"])
 def test_a_death_beside_a_worker_that_ignores_sigterm(end):
     """From CPython 3.12 the executor waits for it, and holds the lock that shutdown() needs."""

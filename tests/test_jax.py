@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_batches_arrive_in_order(name):
     sampler = BatchSampler(20, 4)
@@ -214,6 +215,7 @@ def test_what_jax_refuses_is_raised_in_its_place():
     assert list(batches) == []
 
 
+@pytest.mark.slow
 def test_padded_batches_of_changing_shape():
     lengths = [3, 9, 2, 14, 5, 6]
     sampler = BatchSampler(6, 2)

@@ -179,6 +179,7 @@ def test_the_parent_is_killed(tmp_path, number, hang):
     assert "leaked semaphore" in errors or not errors
 
 
+@pytest.mark.slow
 def test_the_parent_is_killed_while_a_fork_of_it_lives(tmp_path):
     """The fork holds every pipe of the parent open, so that no end of file tells of its death."""
     end = """
@@ -385,6 +386,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
     RELEASE.clear()
 
 
+@pytest.mark.slow
 def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
     batches = []
     for batch in Loader(Squares(20), num_workers=2):

@@ -164,6 +164,7 @@ def test_whatever_is_sent_arrives_and_is_private(make):
     assert loader.stats.overflowed == 0
 
 
+@pytest.mark.slow
 def test_tensors_arrive_as_they_were():
     torch = require("torch")
     items = [
@@ -206,6 +207,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size"),
     [("arrays", 20_000), ("arrays", 240_000), ("buffers", 240_000), ("tensors", 240_000)],

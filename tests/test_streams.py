@@ -483,6 +483,7 @@ def test_a_stream_that_always_kills_ends_its_shard(caplog):
     assert "shard 1 of the stream ends: no worker gets past its batch 6" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_hangs(executor, tmp_path):
     stream = Scripted(20, {7: ("hangs", str(tmp_path))})
@@ -501,6 +502,7 @@ def test_hangs(executor, tmp_path):
         (tmp_path / "go").touch()  # the thread that was given up
 
 
+@pytest.mark.slow
 def test_passing_over_takes_its_time():
     """Not counted as one batch's."""
     stream = Numbers(60, on_sample=Slowly())

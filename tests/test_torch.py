@@ -249,6 +249,7 @@ def test_the_order_is_torchs_with_workers(name):
     assert run(DataLoader, name, 2, False) == run(TorchLoader, name, 2, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_persistent_workers_draw_as_torchs(own):
     both = [
@@ -258,6 +259,7 @@ def test_persistent_workers_draw_as_torchs(own):
     assert both[0] == both[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own generator", "replacement"])
 def test_an_epoch_left_early_leaves_the_generator_as_a_whole_one(name):
     """Whoever makes the batches, and however far the sampler was read ahead."""

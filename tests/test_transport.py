@@ -171,6 +171,7 @@ def test_round_trip(ship):
     assert loaded["h"] == [1]
 
 
+@pytest.mark.slow
 def test_round_trip_to_another_process(ship):
     obj = Holder(array=np.arange(50_000), blob=b"ab" * LARGE, small=[None, "x"])
     code = """
