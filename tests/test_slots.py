@@ -292,9 +292,9 @@ def test_nothing_accumulates():
             assert len(moments) < 6, moments  # the workers have long started
         assert loader.stats.slots <= 4 + 2
         pids = [process.pid for process in workers(loader)]
-        hoard = list(loader)
+        kept = list(loader)
         assert loader.stats.slots > 50
-        del hoard  # most slots are closed now, and the workers are to notice
+        del kept  # most slots are closed now, and the workers are to notice
         assert sum(1 for _ in loader) == 150
         assert loader.stats.slots <= 4 + 2
         for pid in pids:
@@ -792,7 +792,7 @@ with minloader.Loader(helpers.numbered, range(60), num_workers=2) as loader:
         os.close(writer)
         os.read(reader, 1)
         good = all((batch == n).all() for n, batch in enumerate(held)) and len(held) == 3
-        os._exit(0 if good and files() <= 3 else 1)  # the dataset, and the board twice
+        os._exit(0 if good and files() <= 3 else 1)  # the job, and the heartbeats twice
     del held
     for n, batch in enumerate(batches, 3):
         assert (batch == n).all()

@@ -158,7 +158,7 @@ print("well")
     assert python(program) == "well\n"
 
 
-# --- shipping ----------------------------------------------------------------------------------
+# --- job files ---------------------------------------------------------------------------------
 
 
 def test_round_trip(ship):
@@ -341,7 +341,7 @@ def test_identities_inside_survive(ship):
     assert loaded["self"] is loaded
 
 
-def test_a_shipment_is_of_now(ship):
+def test_a_job_file_is_of_now(ship):
     obj = [np.zeros(LARGE)]
     address = ship(obj).address
     obj[0][:] = 1
@@ -371,7 +371,7 @@ def test_close_lets_go(ship):
     assert descriptors() == before
 
 
-def test_a_descriptor_used_again_is_not_mistaken_for_the_shipment():
+def test_a_descriptor_used_again_is_not_mistaken_for_the_job_file():
     first = JobFile(1)
     address = first.address
     first.close()
@@ -386,7 +386,7 @@ def test_a_descriptor_used_again_is_not_mistaken_for_the_shipment():
         second.close()
 
 
-def test_a_failed_shipment_leaves_nothing(ship):
+def test_a_job_file_that_fails_leaves_nothing(ship):
     before = descriptors()
     with pytest.raises(TypeError, match="lock"):
         ship([np.ones(LARGE), threading.Lock()])
