@@ -37,6 +37,29 @@ def test_few_modules_lie_at_the_root():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
 
 
+MOST_LINES = 450
+"""Lines of code in a module: neither blank, nor of a docstring, nor a comment."""
+
+
+def lines_of_code(path: Path) -> int:
+    text = path.read_text()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def test_no_module_is_long():
+    long = {
+        path: count for path in PACKAGE.rglob("*.py") if (count := lines_of_code(path)) > MOST_LINES
+    }
+    assert long == {}
+
+
 MOST_PRIVATE_NAMES = 10
 """Private names of the package that the tests may use. Everything else goes through what users
 can see, or through ``minloader._inspect``."""
