@@ -365,7 +365,7 @@ def dump(url: str, folder: Path, *, dark: bool) -> str:
         *(f"--{option}" for option in OPTIONS),
         f"--user-data-dir={folder}",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        *("--dump-dom", url),
+        *("--virtual-time-budget=10000", "--dump-dom", url),
     ]
     browser = subprocess.Popen(
         command,
@@ -774,6 +774,7 @@ def test_words_about_a_death_lead_to_its_mark(tmp_path):
 
 def test_the_wheel_zooms_where_the_pointer_is(tmp_path):
     turn = """
+    window.requestAnimationFrame = draw => setTimeout(draw, 0);  // without a screen come no frames
     const at = scroll.getBoundingClientRect().left + 300, before = svg.clientWidth;
     const point = () => (scroll.scrollLeft + 300) / svg.clientWidth, first = point();
     const event = {deltaY: -1, ctrlKey: true, clientX: at, cancelable: true};

@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
@@ -242,10 +243,14 @@ def use(writer: SlotWriter | None) -> None:
     _current = writer
 
 
-def before_fork() -> None:
-    """Prepare the present slot for a fork of the worker."""
+def _before_fork() -> None:
     if _current is not None:
         _current.before_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    # In the child the slot is the worker's.
+    os.register_at_fork(before=_before_fork, after_in_child=partial(use, None))
 
 
 def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:

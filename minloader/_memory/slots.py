@@ -37,7 +37,6 @@ from typing import Any
 
 from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
 from minloader._memory.limits import free_memory, most_files
-from minloader._memory.slot_writer import before_fork, use
 
 
 class Slot(SharedFile):
@@ -228,11 +227,9 @@ _all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 def _before_fork() -> None:
     for slots in list(_all_slots):
         slots.retire_leased()
-    before_fork()
 
 
 def _in_forked_child() -> None:
-    use(None)  # the slot is the worker's
     for slots in list(_all_slots):
         slots.leave_to_parent()
 
