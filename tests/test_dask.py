@@ -370,9 +370,12 @@ def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
 # --- deaths --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mortal() -> Iterator[Any]:
-    """A cluster whose workers are killed; each has two threads."""
+    """A cluster whose workers are killed; each has two threads.
+
+    Each test has one of its own: on a busy machine Dask may take minutes to replace a worker.
+    """
     with running(2, threads_per_worker=2) as client:
         yield client
 
@@ -388,7 +391,6 @@ def kill(client: Any, count: int) -> None:
 def test_a_worker_that_dies_costs_nothing_but_time(mortal, count, place):
     """Two threads in each: they take turns, so that each batch draws its own numbers."""
     expected = inline(Dice(), range(80))
-    mortal.wait_for_workers(2)
     if place == "elsewhere":
         mortal.run(go_elsewhere)
     with making(mortal) as make:
@@ -407,18 +409,14 @@ class Poison:
 
 
 def test_a_batch_that_no_worker_survives(mortal):
-    mortal.wait_for_workers(2)
     mortal.cluster.scheduler.allowed_failures = 0
-    try:
-        with making(mortal) as make:
-            batches = iter(make(Poison(), range(12)))
-            assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
-            with pytest.raises(WorkerDied, match="batch 5 of epoch 0, item 5") as caught:
-                next(batches)
-            assert caught.value.ordinal == 5
-            assert list(batches) == [6, 7, 8, 9, 10, 11]
-    finally:
-        mortal.cluster.scheduler.allowed_failures = 3
+    with making(mortal) as make:
+        batches = iter(make(Poison(), range(12)))
+        assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
+        with pytest.raises(WorkerDied, match="batch 5 of epoch 0, item 5") as caught:
+            next(batches)
+        assert caught.value.ordinal == 5
+        assert list(batches) == [6, 7, 8, 9, 10, 11]
 
 
 # --- in this process -----------------------------------------------------------------------------
