@@ -747,12 +747,12 @@ def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
 
     Replies of that size do not fit into a pipe.
     """
-    options = {"num_workers": 2, "timeout": 0.5, "retries": 0, "shared_memory": shared_memory}
+    options = {"num_workers": 2, "timeout": 1.5, "retries": 0, "shared_memory": shared_memory}
     with Loader(trouble.Large(8_000_000), range(12), **options) as loader:
         for n, batch in enumerate(loader):
             assert batch == bytes([n]) * 8_000_000
             if n in (2, 6):
-                ctypes.PyDLL(None).usleep(900_000)
+                ctypes.PyDLL(None).usleep(1_900_000)
         assert loader.stats.replaced == 0
 
 

@@ -400,7 +400,7 @@ def test_a_worker_leaves_in_good_order(tmp_path):
     with Loader(register_exit, [str(tmp_path)], num_workers=1) as loader:
         (child,) = loader
     assert (tmp_path / "left").exists()
-    assert not alive(child)
+    assert eventually(lambda: not alive(child), PROMISE)
 
 
 def test_what_a_killed_worker_started_is_killed():
