@@ -21,15 +21,15 @@ import pytest
 from minloader import Loader
 from minloader._inspect import inspect
 
-SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "training"]
-"""Tests that run whole programs or clusters."""
+SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "report", "training"]
+"""Tests that run whole programs, clusters or a browser."""
 
 SLOW_WAYS = ["process-2", "process-3", "foreign-process"]
 """Parameters that mean several processes, where one process is a parameter too."""
 
 SLOW_TESTS = {
     "stats": ["streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"],
-    "report": ["pages_look_right_in_a_browser"],
+    "torch": ["the_order_is_torchs_with_workers", "state_with", "streams_in", "a_worker_init_fn"],
     "doctor": [
         *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
         *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
