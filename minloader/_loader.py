@@ -362,7 +362,7 @@ class Loader:
         self._resume = None  # not before: a state that was refused is not forgotten
         self._progress = progress
         self.epoch += 1
-        self._settings.counters.began_epoch(begin, working=False)
+        self._settings.counters.began_epoch(begin)
         return run
 
     def _next_ledgers(self, n: int | None) -> Iterator[Any]:

@@ -165,35 +165,23 @@ class Counters(Stats):
     records: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     trace: Trace | None = None
 
-    def enter(self) -> float:
-        """Note that the consumer wants a batch, and return the time."""
-        now = time.perf_counter()
-        if self.left:
-            self.consumer += now - self.left
-        return now
-
-    def leave(self, begin: float, *, working: bool = True) -> None:
+    def leave(self, begin: float, *, working: bool) -> None:
         """Note that the consumer goes, having waited since ``begin``.
 
         Args:
-            begin: what :meth:`enter` returned.
+            begin: when it came for a batch.
             working: whether it goes to work on a batch, rather than for good.
         """
         now = time.perf_counter()
         self.wait += now - begin
         self.left = now if working else 0.0
 
-    def began_epoch(self, begin: float, *, working: bool) -> None:
-        """Count the start of an epoch, which took since ``begin``.
-
-        Args:
-            begin: when it was started.
-            working: whether the consumer still has a batch, of the epoch before.
-        """
+    def began_epoch(self, begin: float) -> None:
+        """Count the start of an epoch, which took since ``begin``."""
         if not self.startup:
             self._began = begin
         self.opened(begin)
-        self.leave(begin, working=working)
+        self.leave(begin, working=False)
 
     def opened(self, begin: float) -> None:
         """Count the wait for a task and the sending of others, which took since ``begin``."""

@@ -137,7 +137,7 @@ class _WorkerContext:
     def __init__(self, context: BaseContext, setup: WorkerSetup) -> None:
         self._context = context
         self._setup = setup
-        self._processes: list[WorkerProcess] = []
+        self._started: list[WorkerProcess] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -145,17 +145,17 @@ class _WorkerContext:
     @property
     def workers(self) -> list[WorkerProcess]:
         """The workers that were started, in the order of their numbers; also those that ended."""
-        return [process for process in self._processes if process.pid is not None]
+        return [process for process in self._started if process.pid is not None]
 
     def Process(self, *, target: Callable[..., Any], args: Any) -> WorkerProcess:  # noqa: N802
         """Return a process that is set up as the next worker before it runs ``target``."""
         # One whose start failed gives its number back.
-        self._processes = self.workers
-        args = (self._setup, len(self._processes), target, args)
+        self._started = self.workers
+        args = (self._setup, len(self._started), target, args)
         context: Any = self._context  # that it has a Process is true of every real one
         process = context.Process(target=worker_main, args=args)
-        self._processes.append(WorkerProcess(process, self._context.get_start_method()))
-        return self._processes[-1]
+        self._started.append(WorkerProcess(process, self._context.get_start_method()))
+        return self._started[-1]
 
 
 @dataclass

@@ -88,12 +88,12 @@ class Worker:
         self._maker = BatchMaker(job)
         self._made = 0.0  # when the last batch was ready to be packed
         self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
-        self._broken: Failure | None = None
+        self._init_failure: Failure | None = None
         if job.worker_init_fn is not None:
             try:
                 self._call(batch_seed(info.seed, -1, info.id), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
-                self._broken = self._failure(error, "in worker_init_fn", fatal=True)
+                self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
     def run(self, task: Task) -> Reply:
         """Make the batches of a task, until they take too long for one task.
@@ -102,8 +102,8 @@ class Worker:
         program (Ctrl-C) in the process that the program is.
         """
         pid, packed = self.info.pid, self._packer is not None
-        if self._broken is not None:
-            return Reply(self.id, pid, packed, [self._broken] * len(task.items))
+        if self._init_failure is not None:
+            return Reply(self.id, pid, packed, [self._init_failure] * len(task.items))
         writer = NO_SLOT if self._packer is None else self._packer.open(task.slot)
         outcomes: list[Any] = []
         overflowed = 0
