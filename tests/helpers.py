@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import tempfile
 import threading
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 
 import minloader
 from minloader import get_worker_info
+
+SHARED = re.compile(r"(memfd:minloader|/minloader-\w+)( \(deleted\))?$")
+"""The end of a shared file's path. A clone has the package's name too, with all that lies in it."""
 
 
 class Squares:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import belongings, eventually, require
+from helpers import SHARED
 
 from minloader import Loader, WorkerDied, get_worker_info
 from minloader._inspect import inspect
@@ -42,7 +43,7 @@ def nothing_left() -> Iterator[None]:
     def left() -> list[Any]:
         now = belongings()
         threads = [thread for thread in now["threads"] if thread.name.startswith("minloader")]
-        return threads + [each for each in now["descriptors"] if "minloader" in each[1]]
+        return threads + [each for each in now["descriptors"] if SHARED.search(each[1])]
 
     eventually(lambda: not left())
     assert left() == []

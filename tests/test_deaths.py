@@ -27,7 +27,7 @@ import psutil
 import pytest
 import trouble
 from conftest import alive, eventually, workers
-from helpers import Echo, Squares
+from helpers import SHARED, Echo, Squares
 from trouble import (
     Noisy,
     Scripted,
@@ -1105,7 +1105,7 @@ def test_thirty_deaths_in_one_loader_leave_nothing(tmp_path):
         return [len(os.listdir("/proc/self/fd")), threading.active_count(), len(children)]
 
     def mapped() -> list[str]:
-        return [line for line in lines(Path("/proc/self/maps")) if "minloader" in line]
+        return [line for line in lines(Path("/proc/self/maps")) if SHARED.search(line)]
 
     dataset = Noisy(dict.fromkeys(range(1, 61, 2), trouble.die), tmp_path, size=20_000)
     seen = []

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from conftest import eventually, require, workers
 from helpers import (
+    SHARED,
     Forker,
     Keeper,
     Trouble,
@@ -73,7 +74,7 @@ def python(code: str, *before: str) -> str:
 def mapped_files(pid: int | str = "self") -> set[str]:
     """The slots that a process has mapped, by inode."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if "minloader" in line}
+    return {line.split()[4] for line in lines if SHARED.search(line)}
 
 
 # --- what arrives is what was sent -------------------------------------------------------------
@@ -783,7 +784,7 @@ def test_a_fork_keeps_what_it_looks_at():
 import os, helpers, minloader
 def files():
     with os.scandir("/proc/self/fd") as entries:
-        return sum("minloader" in os.readlink(entry.path) for entry in entries)
+        return sum(bool(helpers.SHARED.search(os.readlink(entry.path))) for entry in entries)
 with minloader.Loader(helpers.numbered, range(60), num_workers=2) as loader:
     batches = iter(loader)
     held = [next(batches) for _ in range(3)]
