@@ -28,8 +28,20 @@ SLOW_WAYS = ["process-2", "process-3", "foreign-process"]
 """Parameters that mean several processes, where one process is a parameter too."""
 
 SLOW_TESTS = {
-    "stats": ["streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"],
-    "torch": ["the_order_is_torchs_with_workers", "state_with", "streams_in", "a_worker_init_fn"],
+    "deaths": [
+        *("a_hang", "what_a_hung_worker", "a_slow_chunk_of_quick", "all_threads_hang"),
+        *("threads_that_hang", "a_fork_made_at_the_start", "each_try_is_counted"),
+    ],
+    "processes": ["the_parent_is_killed", "ctrl_c_just", "impatient_ctrl_c"],
+    "chunks": ["slow_batches_end_the_chunks", "a_slow_batch_in_a_chunk"],
+    "stats": [
+        *("streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"),
+        *("every_moment_of_the_loop", "what_is_between_epochs", "the_parts_add_up"),
+    ],
+    "torch": [
+        *("the_order_is_torchs_with_workers", "state_with", "streams_in", "a_worker_init_fn"),
+        *("timeout", "pinning", "a_dataset_that_changes"),
+    ],
     "doctor": [
         *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
         *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
@@ -37,7 +49,8 @@ SLOW_TESTS = {
     ],
     "testing": [
         *("quickstart", "audio", "passes", "report", "a_worker_is_killed", "a_counter", "tensors"),
-        *("what_a_killed_worker_takes_along",),
+        *("what_a_killed_worker_takes_along", "several_workers_take_part", "the_id_of_the_worker"),
+        *("global_generators", "the_order_of_a_set"),
     ],
 }
 """Beginnings of names, in modules whose tests are mostly quick."""
