@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from minloader._insight.counters import Stats
     from minloader._loader import Loader
+    from minloader._memory.shared_list import SharedList
     from minloader._memory.slot_writer import empty
     from minloader._prefetch import prefetch
     from minloader._sampling.batch import BatchSampler
@@ -41,6 +42,7 @@ __all__ = [
     "Loader",
     "MinloaderError",
     "Padded",
+    "SharedList",
     "Stats",
     "TransportError",
     "WorkerDied",
@@ -58,6 +60,7 @@ _ROOMS = {
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
     "_insight.counters": "Stats",
     "_loader": "Loader",
+    "_memory.shared_list": "SharedList",
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",
     "_sampling.batch": "BatchSampler",

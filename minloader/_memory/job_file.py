@@ -59,6 +59,8 @@ class _JobPickler(Pickler):
             return self.reduce_array(obj)
         if kind.__module__ == "torch" and kind.__name__ == "Tensor" and is_plain_tensor(obj):
             return self.reduce_tensor(obj)
+        if kind.__module__.startswith("polars.") and kind.__name__ == "DataFrame":
+            return _reduce_frame(obj)
         return super().reducer_override(obj)
 
     def reduce_array(self, array: Any) -> Any:
@@ -118,6 +120,21 @@ def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
         return True  # stay in the stream
     buffers.append(view)
     return False
+
+
+def _reduce_frame(frame: Any) -> Any:
+    """Reduce a polars frame to an Arrow table, whose columns are buffers that can be mapped.
+
+    Polars' own way would write a copy into the stream. Without pyarrow, and for the few types of
+    columns that would not come back as they are, it has to do.
+    """
+    polars = sys.modules["polars"]
+    try:
+        table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
+        comes_back = polars.from_arrow(table.slice(0, 0)).schema == frame.schema
+    except Exception:  # no pyarrow, or a type that Arrow does not know
+        return NotImplemented
+    return (polars.from_arrow, (table,)) if comes_back else NotImplemented
 
 
 def _address(array: Any) -> int:

@@ -1,0 +1,142 @@
+"""A list that workers share behaves as the list did, and takes its memory once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import require
+from helpers import SHARED
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minloader import Loader, SharedList
+
+RECORDS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),
+    max_leaves=5,
+)
+VALUES = st.lists(st.text(st.characters()) | st.binary() | RECORDS, max_size=12)
+
+
+@given(VALUES, st.slices(14), st.sampled_from(["pickle", "json"]))
+def test_it_behaves_as_the_list_did(values, part, records):
+    shared = SharedList(iter(values), records=records)
+    assert (len(shared), list(shared)) == (len(values), values)
+    assert shared == values
+    assert shared[part] == values[part]
+    assert shared[1:][part] == values[1:][part]
+    assert list(reversed(shared)) == values[::-1]
+    assert pickle.loads(pickle.dumps(shared[part])) == values[part]
+    for index, value in enumerate(values):
+        assert shared[np.int32(index)] == shared[index - len(values)] == value
+        assert value in shared
+    assert shared != [*values, 1]
+    assert shared != "values"
+    for index in (len(values), -len(values) - 1):
+        with pytest.raises(IndexError):
+            shared[index]
+
+
+def test_names_of_files_that_are_no_unicode():
+    name = os.fsdecode(b"/data/\xff.wav")
+    assert SharedList([name])[0] == name
+
+
+def test_types_are_kept():
+    class Text(str):
+        __slots__ = ()
+
+    values = [1, True, 1.5, (1, 2), {3}, np.float32(2), "1", b"1", None, bytearray(b"x")]
+    assert [type(each) for each in SharedList(values)] == [type(each) for each in values]
+    assert SharedList([(1, "two")], records="json")[0] == [1, "two"]
+    with pytest.raises(TypeError, match=r"values\[1\] cannot be kept by pickle: .*Text"):
+        SharedList(["", Text("of a local class")])
+
+
+def test_what_is_shown_of_it():
+    assert repr(SharedList([])) == "SharedList([], 0 values)"
+    assert repr(SharedList(["a", None])) == "SharedList(['a', None], 2 values)"
+    assert repr(SharedList(range(9))) == "SharedList([0, 1, 2, ...], 9 values)"
+
+
+def test_mistakes():
+    with pytest.raises(TypeError, match="values must be a list of values, not one str"):
+        SharedList("abc")
+    with pytest.raises(ValueError, match="records must be 'pickle' or 'json', not 'yaml'"):
+        SharedList([], records="yaml")
+    with pytest.raises(TypeError, match=r"values\[1\] cannot be kept by json: .* set is not"):
+        SharedList([{}, {1}], records="json")
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(SharedList([]))
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        SharedList([1])[0] = 2  # type: ignore[index]
+
+
+def test_a_slice_takes_no_memory_and_is_sent_alone():
+    shared = SharedList(f"{n:0100}" for n in range(10_000))
+    assert len(pickle.dumps(shared)) > 1_000_000
+    assert len(pickle.dumps(shared[5000:5010])) < 2000
+
+
+class Names:
+    """Tells, with each name, how much memory this process has to itself."""
+
+    def __init__(self, names: Any) -> None:
+        self.names = names
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.names[index], psutil.Process().memory_full_info().uss
+
+
+def test_workers_share_it():
+    names = [f"{n:0300}" for n in range(400_000)]  # 120 MB, and 20 MB as objects
+    with Loader(Names(SharedList(names)), range(0, 400_000, 40_000), num_workers=2) as loader:
+        got = list(loader)
+    assert [name for name, _ in got] == names[::40_000]
+    assert max(memory for _, memory in got) < 80e6
+
+
+class Frame:
+    """Gives a row of a frame, and says whether its numbers lie in the loader's file."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+
+    def __getitem__(self, row: int) -> tuple[Any, bool]:
+        address = self.frame["number"].to_numpy(allow_copy=False).ctypes.data
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            if start <= address < end:
+                return self.frame.row(row), bool(SHARED.search(line))
+        raise AssertionError("not in the memory of this process")
+
+
+def test_frames_of_polars_are_shared():
+    polars = require("polars")
+    require("pyarrow")
+    frame = polars.DataFrame(
+        {
+            "number": np.arange(100_000.0),
+            "word": polars.Series(["a", "b"] * 50_000, dtype=polars.Categorical),
+            "text": [f"a text that is long enough {n}" for n in range(100_000)],
+        }
+    )
+    with Loader(Frame(frame), [0, 99_999], num_workers=1) as loader:
+        assert list(loader) == [(frame.row(0), True), (frame.row(99_999), True)]
+
+
+def test_frames_that_arrow_would_change_come_as_they_are():
+    polars = require("polars")
+    require("pyarrow")
+    enum = polars.DataFrame({"enum": polars.Series(["a"], dtype=polars.Enum(["a", "b"]))})
+    with Loader(lambda item: enum, range(1), num_workers=1) as loader:
+        (back,) = loader
+    assert back.schema == enum.schema
+    assert back.equals(enum)
