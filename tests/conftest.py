@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,48 @@ def belongings() -> dict[str, set[Any]]:
 def workers(loader: Any) -> list[Any]:
     """The worker processes that a loader has now, in the order of their numbers."""
     return [worker.process for worker in inspect(loader).workers]
+
+
+@contextmanager
+def dead_at_once(
+    monkeypatch: pytest.MonkeyPatch, method: str, times: int = 1_000
+) -> Iterator[list[int]]:
+    """Kills so many processes as soon as they are started; gives their pids.
+
+    They are dead before their parent has told them what to run.
+    """
+    pids: list[int] = []
+    server: Any = forkserver._forkserver
+
+    def die(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        pids.append(pid)
+
+    def spawn(path: Any, args: Any, fds: Any) -> int:
+        pid = spawnv(path, args, fds)
+        if len(pids) < times and "spawn_main" in str(args):
+            die(pid)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pid
+
+    def connect(fds: Any) -> Any:
+        ends = connect_to_server(fds)
+        if len(pids) < times:
+            children = psutil.Process(server._forkserver_pid).children
+            (child,) = eventually(children)
+            die(child.pid)
+            assert eventually(lambda: not children())
+        return ends
+
+    spawnv, connect_to_server = util.spawnv_passfds, forkserver.connect_to_new_process
+    with monkeypatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", spawn)
+        patch.setattr(forkserver, "connect_to_new_process", connect)
+        try:
+            yield pids
+        finally:
+            if method == "forkserver":
+                server._stop()  # it is the standard library's to keep
 
 
 def made_and_room(batches: Any) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import multiprocessing.forkserver
 import multiprocessing.spawn
 import os
 import pkgutil
@@ -20,13 +21,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import trouble
-from conftest import eventually
+from conftest import dead_at_once, eventually
 from helpers import Squares
 
 import minloader
@@ -155,12 +158,25 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+class Unstarted:
+    """Stands for a process, and knows what it would be told when it starts."""
+
+    poll = None
+
+    def __init__(self) -> None:
+        self._popen = self
+
+    def start(self) -> None:
+        self.told = set(multiprocessing.spawn.get_preparation_data("any"))
+
+
 def test_1_children_are_told_of_the_main_module():
     told = {"init_main_from_name", "init_main_from_path"}
     assert told & set(cpython._get_preparation_data("any"))
     assert told & set(multiprocessing.spawn.get_preparation_data("any"))
-    with cpython.main_module_left_out():
-        assert not told & set(multiprocessing.spawn.get_preparation_data("any"))
+    process: Any = Unstarted()
+    cpython.start_worker(process)
+    assert not told & process.told
 
 
 def test_2_an_exit_waits_for_what_is_queued(tmp_path):
@@ -220,6 +236,112 @@ if __name__ == "__main__":
     assert (done.stdout, done.stderr) == ("0\n0\n", "")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_3_a_start_fails_if_the_child_is_dead(monkeypatch, method):
+    """cpython #118981"""
+    process, worker = (get_context(method).Process(target=int) for _ in range(2))
+    is_needed = method == "forkserver" or sys.version_info >= (3, 13, 8)
+    if sys.version_info[:3] == (3, 14, 0):
+        is_needed = method == "forkserver"
+    with dead_at_once(monkeypatch, method) as pids:
+        with pytest.raises(BrokenPipeError) if is_needed else nullcontext():
+            process.start()
+        cpython.start_worker(worker)
+        assert worker.pid == pids[-1]
+        assert worker.exitcode == -signal.SIGKILL
+    if is_needed and method == "spawn":
+        assert os.waitpid(pids[0], os.WNOHANG) == (pids[0], signal.SIGKILL)  # nobody has reaped it
+    cpython.reap(worker)
+    for each in (process, worker):
+        if each.pid is not None:
+            each.join()
+
+
+def test_3_only_the_death_of_a_worker_is_no_error(monkeypatch):
+    """A server that is gone, for instance, is one."""
+
+    def fail(fds: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(multiprocessing.forkserver, "connect_to_new_process", fail)
+    worker = get_context("forkserver").Process(target=int)
+    with pytest.raises(BrokenPipeError):
+        cpython.start_worker(worker)
+
+
+def is_zombie(pid: int) -> bool:
+    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+LOOKS: dict[str, Any] = {
+    "exitcode": lambda process: process.exitcode,
+    "is_alive": lambda process: process.is_alive(),
+    "join": lambda process: process.join(),
+    "active_children": lambda process: multiprocessing.active_children(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_4_who_looks_at_a_dead_child_reaps_it(method, look):
+    process, worker = (get_context(method).Process(target=os._exit, args=(3,)) for _ in range(2))
+    cpython.start_worker(worker)
+    process.start()
+    assert cpython.holds_pid(worker)
+    assert eventually(lambda: is_zombie(process.pid) and is_zombie(worker.pid))
+    LOOKS[look](process)
+    LOOKS[look](worker)
+    assert [is_zombie(each.pid) for each in (process, worker)] == [False, True]
+    assert [cpython.holds_pid(each) for each in (process, worker)] == [False, True]
+    cpython.reap(worker)
+    assert not is_zombie(worker.pid)
+    assert not cpython.holds_pid(worker)
+    assert worker.exitcode == process.exitcode == 3
+    process.join()
+    worker.join()
+
+
+def test_4_a_worker_that_is_reaped_while_it_lives():
+    """It keeps its pid, and whoever looks at it when it is dead reaps it."""
+    worker = get_context("spawn").Process(target=signal.pause)
+    cpython.start_worker(worker)
+    cpython.reap(worker)
+    assert cpython.holds_pid(worker)
+    worker.kill()
+    worker.join()
+    assert not cpython.holds_pid(worker)
+    assert not is_zombie(worker.pid)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_4_somebody_else_has_reaped_a_worker():
+    worker = get_context("spawn").Process(target=int)
+    cpython.start_worker(worker)
+    os.waitpid(worker.pid, 0)
+    assert not cpython.holds_pid(worker)
+    assert worker.exitcode is None
+    cpython.reap(worker)
+    multiprocessing.process._children.discard(worker)
+
+
+def test_4_an_executor_reaps_a_worker_before_it_ends_it(tmp_path, monkeypatch):
+    """terminate_broken() reads ``exitcode``."""
+    events = []
+    process = multiprocessing.process.BaseProcess
+    exitcode: Any = vars(process)["exitcode"]
+
+    def look(each: Any) -> int | None:
+        events.append("exitcode")
+        code: int | None = exitcode.fget(each)
+        return code
+
+    monkeypatch.setattr(process, "exitcode", property(look))
+    monkeypatch.setattr(process, "terminate", lambda each: events.append("terminate"))
+    broken_future(tmp_path / "never", lambda executor, futures: None)
+    assert events[0] == ("exitcode" if sys.version_info >= (3, 15) else "terminate")
+
+
 def wait_for(path: str) -> None:
     trouble.wait_until(path)
 
@@ -253,7 +375,7 @@ def broken_future(path: Path, before: Any) -> tuple[list[Any], list[Future[Any]]
     return errors, futures
 
 
-def test_3_a_cancelled_future_ends_the_manager_thread(tmp_path):
+def test_5_a_cancelled_future_ends_the_manager_thread(tmp_path):
     """cpython #107219"""
 
     def cancel(executor: Any, futures: list[Future[Any]]) -> None:
@@ -265,7 +387,7 @@ def test_3_a_cancelled_future_ends_the_manager_thread(tmp_path):
     assert futures[-1].done() == (not is_needed)
 
 
-def test_3_a_tolerant_future_keeps_what_it_has():
+def test_5_a_tolerant_future_keeps_what_it_has():
     future: Any = Future()
     future.__class__ = cpython._TolerantFuture
     future.cancel()
@@ -274,7 +396,7 @@ def test_3_a_tolerant_future_keeps_what_it_has():
         future.result()
 
 
-def test_4_an_executor_breaks_without_the_lock_of_submit(tmp_path):
+def test_6_an_executor_breaks_without_the_lock_of_submit(tmp_path):
     """cpython #109047"""
     is_free = []
 
@@ -294,7 +416,7 @@ def test_4_an_executor_breaks_without_the_lock_of_submit(tmp_path):
     assert is_free == [sys.version_info < (3, 12, 1)]
 
 
-def test_5_a_shutdown_forgets_the_manager_thread():
+def test_7_a_shutdown_forgets_the_manager_thread():
     executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     assert executor.submit(abs, -1).result() == 1
     (thread,) = (each for each in vars(executor).values() if isinstance(each, threading.Thread))
@@ -308,7 +430,7 @@ def send_half(path: str) -> bytes:
     return bytes(2_000_000)
 
 
-def test_6_an_unfinished_message_is_waited_for(tmp_path):
+def test_8_an_unfinished_message_is_waited_for(tmp_path):
     executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     future = executor.submit(send_half, str(tmp_path / "did"))
     (worker,) = executor._processes.values()

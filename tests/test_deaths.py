@@ -17,8 +17,9 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from inspect import getsourcelines
-from multiprocessing import get_context
+from multiprocessing import active_children, forkserver, get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ import numpy as np
 import psutil
 import pytest
 import trouble
-from conftest import alive, eventually, workers
+from conftest import alive, dead_at_once, eventually, workers
 from helpers import SHARED, Echo, Squares
 from trouble import (
     Noisy,
@@ -45,6 +46,7 @@ from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDi
 from minloader._inspect import inspect
 from minloader._pools import cpython
 from minloader._pools import processes as spawned
+from minloader._worker import lifetimes
 
 AT_ONCE = 4.0
 """Seconds within which a hang must be reported that ``timeout=2`` forbids."""
@@ -328,6 +330,36 @@ def test_a_worker_that_is_ready_at_the_third_try(tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (0, 2)
 
 
+STARTS = ["spawn", "forkserver"]
+
+
+@pytest.mark.parametrize("method", STARTS)
+def test_a_worker_that_dies_before_it_is_told_what_to_run(method, monkeypatch):
+    """As any other that dies while it starts. From CPython 3.13.8 it is an error (#118981)."""
+    options = {"num_workers": 1, "retries": 0, "mp_context": method}
+    with (
+        dead_at_once(monkeypatch, method, times=3) as pids,
+        Loader(Squares(6), **options) as loader,
+    ):
+        assert list(loader) == [i * i for i in range(6)]
+        assert len(pids) == 3
+        assert (loader.stats.retries, loader.stats.replaced) == (0, 3)
+        assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", STARTS)
+def test_workers_that_all_die_before_they_are_told_what_to_run(method, monkeypatch):
+    options = {"num_workers": 1, "on_error": "skip", "mp_context": method}
+    with dead_at_once(monkeypatch, method) as pids, Loader(Squares(3), **options) as loader:
+        errors = outcomes(iter(loader))
+        assert [type(error) for error in errors] == [WorkerDied] * 3
+        text = r"workers cannot be started: 8 in a row died .*signal 9 \(SIGKILL\)"
+        assert all(re.match(text, str(error)) for error in errors)
+        assert len(pids) == spawned.MOST_FAILED_STARTS
+        assert not any(map(psutil.pid_exists, pids))
+
+
 # --- what a dead worker leaves behind does not hide its death -----------------------------------
 
 
@@ -352,6 +384,64 @@ def test_a_fork_outlives_the_worker(way, always, tmp_path):
             assert "(SIGKILL)" in str(results[2])
         assert loader.stats.retries == 1
     Path(path).touch()  # lets those go that are nobody's any more
+
+
+def groups(pids: list[int]) -> list[int]:
+    """Processes in the groups that these lead, or led."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.getpgid(pid) in pids and alive(pid):
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_no_signal_goes_to_a_pid_that_was_reaped(method, tmp_path, monkeypatch):
+    """It may be another process's by then. CPython 3.15 reads ``exitcode``, which reaps, before
+    ``terminate()``; in any version a look at all children does so. What a dead worker left is
+    killed all the same."""
+    pids: list[int] = []
+    reaped: list[int] = []
+    send, worker = lifetimes._send, spawned.WorkerProcess
+    terminate, start = worker.terminate, worker.start
+
+    def note(pid: int, *args: Any) -> None:
+        if method == "spawn" and pid in pids:
+            try:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                reaped.append(pid)
+        send(pid, *args)
+
+    def start_and_note(process: Any) -> None:
+        start(process)
+        pids.append(process.pid)
+
+    def terminate_late(process: Any) -> None:
+        active_children()
+        terminate(process)
+
+    monkeypatch.setattr(lifetimes, "_send", note)
+    monkeypatch.setattr(worker, "start", start_and_note)
+    monkeypatch.setattr(worker, "terminate", terminate_late)
+    end = tmp_path / "end"
+    leave = [
+        ("call", subprocess.Popen, ["sleep", "600"]),
+        ("call", trouble.leaves_a_fork_and_dies, str(end), False),
+    ]
+    script = {3: [("once", tmp_path / "did", *leave)]}
+    options = {"num_workers": 2, "mp_context": method}
+    with Loader(Scripted(script), range(8), **options) as loader:
+        assert list(loader) == list(range(8))
+        assert loader.stats.retries == 1
+        assert eventually(lambda: not groups(pids[:2]))
+    assert len(pids) >= 3
+    assert eventually(lambda: not groups(pids))
+    assert reaped == []
+    end.touch()
+    if method == "forkserver":
+        forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
 # --- replay --------------------------------------------------------------------------------------

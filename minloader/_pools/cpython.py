@@ -21,20 +21,23 @@ has died. Everything else happens in the thread that calls.
 Guarantees of :class:`Executor` over its base class:
 
 1. Every future that ``submit()`` returned is done once the executor is broken and its manager
-   thread has ended, however threads interleave (pieces 3 and 4).
-2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 5).
-3. A manager thread that waits for the rest of an unfinished message can be freed (piece 6).
+   thread has ended, however threads interleave (pieces 5 and 6).
+2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
+3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 """
 
 from __future__ import annotations
 
 import multiprocessing.spawn
 import multiprocessing.util
+import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 # --- 1. The main module ------------------------------------------------------------------------
@@ -46,14 +49,19 @@ from typing import Any, cast
 # ever; a child that fails in that import may hang the start (cpython #118981), from 3.13.8 and
 # 3.14.1 with a BrokenPipeError; and each start takes as long as the imports of the script.
 
-_starting = threading.local()  # .worker: this thread is just starting a worker of ours
+_starting = threading.local()  # .pid: of the process in which this thread is starting a worker
 
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
+def _is_starting() -> bool:
+    # The pid, since a child of "fork" begins in the middle of the start.
+    return getattr(_starting, "pid", None) == os.getpid()
+
+
 def _leave_main_out(name: str) -> dict[str, Any]:
     data = _get_preparation_data(name)
-    if getattr(_starting, "worker", False):
+    if _is_starting():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
@@ -64,14 +72,15 @@ def _leave_main_out(name: str) -> dict[str, Any]:
 multiprocessing.spawn.get_preparation_data = _leave_main_out
 
 
-@contextmanager
-def main_module_left_out() -> Iterator[None]:
-    """Keep the parent's main module out of the processes that this thread starts meanwhile."""
-    _starting.worker = True
+def start_worker(process: BaseProcess) -> None:
+    """Start a process without the parent's main module; it may die at once, and keeps its pid."""
+    _starting.pid = os.getpid()
     try:
-        yield
+        process.start()
     finally:
-        _starting.worker = False
+        _starting.pid = None
+    if sys.platform != "win32":
+        _keep_pid(process)
 
 
 # --- 2. The end of the interpreter -------------------------------------------------------------
@@ -97,10 +106,90 @@ def _before_joins(function: Callable[[], None]) -> None:
     multiprocessing.util.Finalize(None, function, exitpriority=100)
 
 
-# --- 3. Futures of a broken executor -----------------------------------------------------------
+# --- 3. A child that dies while it starts -------------------------------------------------------
+#
+# CPython: Popen._launch() starts a child, and then writes into a pipe what it has to run. If the
+# child is dead by then, and nobody else has the pipe's other end, the write raises a
+# BrokenPipeError: start() fails and forgets the child, which nobody reaps.
+# Versions: "forkserver" all; "spawn" from 3.13.8 and 3.14.1, where the parent closes its copy of
+# that end first (cpython #118981).
+# Without this piece: a worker that is killed while it starts ends the epoch, and stays a zombie.
+
+if sys.platform != "win32":
+    from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
+
+    def _start_though_dead(launch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def _launch(popen: Any, process: Any) -> None:
+            try:
+                launch(popen, process)
+            except BrokenPipeError:
+                if not (_is_starting() and hasattr(popen, "sentinel")):  # only a child has one
+                    raise
+                if isinstance(popen, popen_forkserver.Popen):  # it comes after the write
+                    popen.pid = forkserver.read_signed(popen.sentinel)
+
+        return _launch
+
+    for _each in (popen_spawn_posix.Popen, popen_forkserver.Popen):
+        cast(Any, _each)._launch = _start_though_dead(cast(Any, _each)._launch)
+
+
+# --- 4. The pid of a dead child ----------------------------------------------------------------
+#
+# CPython: whoever looks at a dead child reaps it: exitcode, is_alive(), join(), and
+# active_children() and the start of any process for all children. The system may then give its
+# pid to another process. From 3.15 the manager thread does so just before it calls terminate().
+# Versions: all.
+# Without this piece: the signal for what a dead worker left may hit somebody else's process.
+
+if sys.platform != "win32":
+
+    class _WorkerPopen(popen_fork.Popen):
+        """A child of "spawn" or "fork" that is not reaped before :func:`reap`."""
+
+        keeps_pid = True
+
+        def poll(self, flag: int = os.WNOHANG) -> int | None:
+            if self.returncode is None:
+                with suppress(ChildProcessError):  # somebody waits for any child
+                    found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
+                    if found is not None:
+                        has_exited = found.si_code == os.CLD_EXITED
+                        self.returncode = found.si_status if has_exited else -found.si_status
+            return self.returncode
+
+    def _keep_pid(process: Any) -> None:
+        # The children of "forkserver" are the server's, which reaps them at once.
+        if type(process._popen).poll is popen_fork.Popen.poll and hasattr(os, "waitid"):
+            process._popen.__class__ = _WorkerPopen
+
+
+def holds_pid(process: Any) -> bool:
+    """Return whether no other process can have a worker's pid: it lives, or is not reaped."""
+    if not getattr(process._popen, "keeps_pid", False):
+        return process._popen.poll() is None
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # somebody waits for any child; or this is a fork of the parent
+        return False
+    return True
+
+
+def reap(process: Any) -> None:
+    """Let the pid of a worker go: at once if it has ended, else when somebody looks at it."""
+    popen = process._popen
+    if getattr(popen, "keeps_pid", False):
+        popen.poll()
+        popen.__class__ = popen_fork.Popen
+        if popen.returncode is not None:
+            with suppress(ChildProcessError):
+                os.waitpid(popen.pid, 0)
+
+
+# --- 5. Futures of a broken executor -----------------------------------------------------------
 #
 # CPython: _ExecutorManagerThread.terminate_broken() sets an error on each future, also on one
-# that was cancelled, or has its error from piece 4 (cpython #107219).
+# that was cancelled, or has its error from piece 6 (cpython #107219).
 # Versions: 3.11. From 3.12 it catches the InvalidStateError.
 # Without this piece: the manager thread ends with that error, and the other futures never do.
 
@@ -116,7 +205,7 @@ class _TolerantFuture(Future[Any]):
                 raise
 
 
-# --- 4. Submitting while the executor breaks ---------------------------------------------------
+# --- 6. Submitting while the executor breaks ---------------------------------------------------
 #
 # CPython: terminate_broken() walks over the tasks and the processes without the lock that
 # submit() holds while it adds to both (cpython #109047).
@@ -182,7 +271,7 @@ class Executor(ProcessPoolExecutor):
         """
         return bool(self._broken)
 
-    # --- 5. The manager thread
+    # --- 7. The manager thread
     #
     # CPython: shutdown(wait=False) forgets the manager thread, which goes on, and nothing can
     # wait for it any more, not even another shutdown().
@@ -193,7 +282,7 @@ class Executor(ProcessPoolExecutor):
         super()._start_executor_manager_thread()
         self.manager = cast(Any, self._executor_manager_thread)
 
-    # --- 6. An unfinished message
+    # --- 8. An unfinished message
     #
     # CPython: wait_result_broken_or_wakeup() reads a whole message as soon as one has begun. If
     # its writer died in the middle, the read never ends: the parent itself holds an end for

@@ -26,12 +26,12 @@ Guarantees:
    manager thread. It happens by itself when the loader is collected and when the interpreter exits.
 4. The parent's main module is never imported in a worker, so that scripts need no guard.
 5. In a fork of the parent nothing here touches the parent's workers.
+6. No signal goes to a pid that may be another process's by now: workers are reaped last.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -52,7 +52,7 @@ from minloader._errors import WorkerDied
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools
-from minloader._pools.cpython import Executor, main_module_left_out, register_exit
+from minloader._pools.cpython import Executor, holds_pid, reap, register_exit, start_worker
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
 from minloader._worker.messages import Reply, Task
@@ -78,9 +78,8 @@ class WorkerProcess:
         stack: its Python stack, if it was killed because a batch took too long; else None.
     """
 
-    def __init__(self, process: BaseProcess, start_method: str) -> None:
+    def __init__(self, process: BaseProcess) -> None:
         self._process = process
-        self._parent = os.getpid() if start_method != "forkserver" else None
         self.ended_by_us = False
         self.stack: str | None = None
 
@@ -96,8 +95,7 @@ class WorkerProcess:
         masks = hasattr(signal, "pthread_sigmask")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if masks else ()
         try:
-            with main_module_left_out():
-                self._process.start()
+            start_worker(self._process)
         finally:
             if masks:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -110,20 +108,31 @@ class WorkerProcess:
         """
         self.ended_by_us |= not self.has_ended()
         # Also one that seems to have ended: it may just have closed its descriptors.
-        kill_trees([self.pid])
+        _kill([self])
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. Does not reap it, so that its pid stays its own."""
-        if wait([self.sentinel], 0):
-            return True
+        """Whether the process has ended."""
         # The sentinel is a pipe, which a fork that the worker left behind may hold open.
-        if os.getpid() != self._parent or not hasattr(os, "waitid"):
-            return False
-        try:
-            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.pid, how) is not None
-        except ChildProcessError:
-            return True  # the manager thread has reaped it
+        return bool(wait([self.sentinel], 0)) or self.exitcode is not None
+
+    def holds_pid(self) -> bool:
+        """Whether the pid cannot be another process's by now."""
+        return holds_pid(self._process)
+
+    def kill_group(self) -> None:
+        """Kill what is left of the worker's process group."""
+        kill_group(self.pid, reaped=not self.holds_pid())
+
+    def reap(self) -> None:
+        """Let the pid go. Before that nobody reaps the process, so that it can be signalled."""
+        reap(self._process)
+
+
+def _kill(workers: list[WorkerProcess]) -> None:
+    """Kill workers, and all that they started."""
+    kill_trees(worker.pid for worker in workers if worker.holds_pid())
+    for worker in workers:
+        worker.kill_group()
 
 
 class _WorkerContext:
@@ -154,7 +163,7 @@ class _WorkerContext:
         args = (self._setup, len(self._started), target, args)
         context: Any = self._context  # that it has a Process is true of every real one
         process = context.Process(target=worker_main, args=args)
-        self._started.append(WorkerProcess(process, self._context.get_start_method()))
+        self._started.append(WorkerProcess(process))
         return self._started[-1]
 
 
@@ -251,9 +260,7 @@ class _Executor(Executor):
                 del alive[sentinel]
         self._kill([worker for worker in alive.values() if not worker.has_ended()])
         for worker in self.workers:
-            # One that left by itself may have left others. Its pid may be taken again by now, but
-            # not as a group while there is anybody in its own.
-            kill_group(worker.pid)
+            worker.kill_group()  # one that left by itself may have left others
         # The manager thread reaps the processes and closes the pipes; it ends at once now, unless
         # it is this thread itself, come here by garbage collection.
         if self.manager is not None and self.manager is not threading.current_thread():
@@ -265,6 +272,8 @@ class _Executor(Executor):
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
+        for worker in self.workers:
+            worker.reap()
         self.heartbeats.close()
         if self.broken or any(worker.exitcode for worker in self.workers):
             kill_marked(TOKEN, self.setup.token)
@@ -273,13 +282,13 @@ class _Executor(Executor):
         """Return the workers that have ended. Forks that they left, which hide that, are killed."""
         dead = [worker for worker in self.workers if worker.has_ended()]
         for worker in dead:
-            kill_group(worker.pid)
+            worker.kill_group()
         return dead
 
     def _kill(self, workers: list[WorkerProcess]) -> None:
         for worker in workers:
             worker.ended_by_us = True
-        kill_trees(worker.pid for worker in workers)
+        _kill(workers)
 
     def watch(self, timeout: float | None) -> None:
         """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
@@ -305,12 +314,12 @@ class _Executor(Executor):
             heartbeat = self.heartbeats.last(n)
             is_late = time.perf_counter() - heartbeat.began > timeout
             is_working = heartbeat.task in self.tasks.unfinished
-            if not is_late or not is_working or worker.stack is not None:
+            if not is_late or not is_working or worker.stack is not None or not worker.holds_pid():
                 continue
             stack = self.heartbeats.stack(worker.pid, GRACE)
             if self.heartbeats.last(n) == heartbeat and heartbeat.task in self.tasks.unfinished:
                 worker.stack = stack
-                kill_trees([worker.pid])
+                _kill([worker])
 
     def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
         """Find the workers that died by themselves, or were killed for taking too long."""

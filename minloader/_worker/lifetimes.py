@@ -83,10 +83,24 @@ def kill_trees(pids: Iterable[int]) -> None:
         _send(pid, "SIGKILL")
 
 
-def kill_group(pid: int) -> None:
-    """Kill what is left of the group that a process leads, or led while it lived."""
-    if hasattr(os, "killpg"):
+def kill_group(pid: int, *, reaped: bool = False) -> None:
+    """Kill what is left of the group that a process leads, or led while it lived.
+
+    If it was reaped, its pid may be another process's. No process gets it while the group has a
+    member (POSIX says so): if there is one of that pid, nothing is left of the group.
+    """
+    if hasattr(os, "killpg") and not (reaped and _exists(pid)):
         _send(pid, "SIGKILL", os.killpg)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _send(pid: int, name: str, send: Callable[[int, int], None] = os.kill) -> None:

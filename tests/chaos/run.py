@@ -1,11 +1,14 @@
 """Kills workers at random moments, and looks whether a single batch notices.
 
     python tests/chaos/run.py --kills 1000 --batches 20000 --seed 0 --workers 4
+    python tests/chaos/run.py --starting --kills 200 --batches 200 --variant slots
 
 A thread kills worker processes: idle ones, busy ones, some that are just starting, writing to
 shared memory, or answering; one at a time or two at once; while epochs run, are left and begin
-anew, and while loaders are closed. Every batch must be what ``num_workers=0`` makes of it, and at
-the end nothing may be left: no process, thread, descriptor, file, nor memory.
+anew, and while loaders are closed. With ``--starting`` each is killed within START of its start,
+maybe before it knows what it has to do. Every batch must be what ``num_workers=0`` makes of it, and
+at the end nothing may be left: no process, not even a dead one that nobody has waited for, thread,
+descriptor, file, nor memory.
 
 The delays and victims are drawn from the seed; what the scheduler makes of them is not.
 """
@@ -28,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 mean time that one takes besides."""
 
 SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGSEGV, signal.SIGTERM]
+
+START = 0.4
+"""Seconds after its start within which ``--starting`` kills a worker: it has hardly begun then."""
 
 EPOCH = 400
 """Batches of an epoch; chunks need more, to grow."""
@@ -108,7 +115,7 @@ def digest(batch: Any) -> str:
 
 
 def children() -> list[int]:
-    """Processes that this one started and that run, but for the standard library's tracker."""
+    """Processes that this one started, dead ones too, but for the standard library's tracker."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     pids = []
     for task in Path("/proc/self/task").iterdir():
@@ -116,7 +123,7 @@ def children() -> list[int]:
             pids += map(int, (task / "children").read_text().split())
         except OSError:  # the thread has ended
             continue
-    return [pid for pid in pids if pid != tracker and _runs(pid)]
+    return [pid for pid in pids if pid != tracker]
 
 
 def _runs(pid: int) -> bool:
@@ -147,6 +154,7 @@ class Killer(threading.Thread):
     Args:
         kills: how many.
         seed: what delays and victims are drawn from.
+        starting: whether only workers count that have just started.
 
     Attributes:
         loader: whose progress counts.
@@ -154,8 +162,9 @@ class Killer(threading.Thread):
         done: whether it has finished.
     """
 
-    def __init__(self, kills: int, seed: int) -> None:
+    def __init__(self, kills: int, seed: int, starting: bool) -> None:
         super().__init__(name="killer", daemon=True)
+        self.starting = starting
         self.random = random.Random(seed)
         self.wanted = kills
         self.kills = 0
@@ -171,7 +180,10 @@ class Killer(threading.Thread):
             for _ in range(self.random.choice([1, 1, 1, 2, 3])):
                 if self.end.wait(self.delay()) or self.done:
                     return
-                self.kill(self.random.choice([1, 1, 1, 2]))
+                if self.starting:
+                    self.kill_starting()
+                else:
+                    self.kills += self.kill(children(), self.random.choice([1, 1, 1, 2]))
             while not self.worked() and not self.end.wait(0.005):
                 pass
 
@@ -184,14 +196,25 @@ class Killer(threading.Thread):
         loader = self.loader
         return loader is not None and inspect(loader).has_worked
 
-    def kill(self, victims: int) -> None:
-        workers = children()
-        for pid in self.random.sample(workers, min(victims, len(workers))):
-            try:
+    def kill(self, pids: list[int], victims: int = 1) -> int:
+        """Kills some of these processes; returns how many."""
+        killed = 0
+        running = list(filter(_runs, pids))
+        for pid in self.random.sample(running, min(victims, len(running))):
+            with suppress(ProcessLookupError):
                 os.kill(pid, self.random.choice(SIGNALS))
-                self.kills += 1
-            except ProcessLookupError:
-                continue
+                killed += 1
+        return killed
+
+    def kill_starting(self) -> None:
+        """Kills a worker that has just started; another one before, if it must, to have it so."""
+        before = children()
+        self.kill(before)
+        new: list[int] = []
+        while not new and not self.end.wait(0.0005):
+            new = [pid for pid in children() if pid not in before]
+        self.end.wait(self.random.choice([0.0, self.random.random() * START]))
+        self.kills += self.kill(new)
 
 
 class Watch:
@@ -247,7 +270,9 @@ def eventually(condition: Callable[[], bool], seconds: float) -> None:
         threading.Event().wait(0.02)
 
 
-def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> str:
+def check(
+    variant: str, kills: int, batches: int, seed: int, workers: int, starting: bool = False
+) -> str:
     """Runs one variant; returns what there is to tell.
 
     Raises:
@@ -259,7 +284,7 @@ def check(variant: str, kills: int, batches: int, seed: int, workers: int) -> st
     length = EPOCH * (5 if variant == "chunks" else 1)
     source: tuple[Any, ...] = (Stream(work),) if variant == "stream" else (work, range(length))
     draw = random.Random(f"{variant} {seed}")
-    watch, killer = Watch(), Killer(kills, seed)
+    watch, killer = Watch(), Killer(kills, seed, starting)
     made = retries = replaced = 0
     begin = time.monotonic()
     killer.start()
@@ -339,6 +364,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--variant", choices=VARIANTS, help="only this one")
+    parser.add_argument("--starting", action="store_true", help="only workers that just start")
     parser.add_argument("--deadline", type=float, default=1200, help="seconds")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(arguments.deadline, exit=True)
@@ -346,7 +372,8 @@ def main() -> None:
     variants = [arguments.variant] if arguments.variant else list(VARIANTS)
     shares = arguments.kills // len(variants), arguments.batches // len(variants)
     for variant in variants:
-        print(check(variant, *shares, arguments.seed, arguments.workers), flush=True)
+        options = arguments.seed, arguments.workers, arguments.starting
+        print(check(variant, *shares, *options), flush=True)
 
 
 if __name__ == "__main__":

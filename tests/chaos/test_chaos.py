@@ -17,12 +17,11 @@ RUN = Path(__file__).with_name("run.py")
 KILLS = 10
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_workers_change_nothing(variant):
+def run_chaos(variant: str, *options: str) -> None:
     numbers = {"--kills": KILLS, "--batches": 300, "--seed": 1, "--workers": 2, "--deadline": 50}
     arguments = [text for name, value in numbers.items() for text in (name, str(value))]
     result = subprocess.run(
-        [sys.executable, str(RUN), *arguments, "--variant", variant],
+        [sys.executable, str(RUN), *arguments, "--variant", variant, *options],
         capture_output=True,
         text=True,
         timeout=55,
@@ -35,3 +34,13 @@ def test_killed_workers_change_nothing(variant):
     assert KILLS <= kills <= KILLS + 1
     assert batches >= 300
     assert replaced >= 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_workers_change_nothing(variant):
+    run_chaos(variant)
+
+
+@pytest.mark.parametrize("variant", ["spawn", "fork"])
+def test_workers_killed_while_they_start_change_nothing(variant):
+    run_chaos(variant, "--starting")
