@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from minloader._memory.by_value import OTHER_REDUCERS, reduce_by_value
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
@@ -60,11 +61,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.main_globals: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and _is_main_global(obj):
-            if not self.down:
-                return obj.__qualname__  # a string means: by name, from obj.__module__
-            self.main_globals[obj.__qualname__] = obj
-        return super().reducer_override(obj)
+        if isinstance(obj, (type, types.FunctionType)):
+            if _is_main_global(obj):
+                if not self.down:
+                    return obj.__qualname__  # a string means: by name, from obj.__module__
+                self.main_globals[obj.__qualname__] = obj
+            return reduce_by_value(obj, super().reducer_override)
+        # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
+        reducer = OTHER_REDUCERS.get(type(obj))
+        return NotImplemented if reducer is None else reducer(obj)
 
 
 def pack(obj: Any, *, down: bool) -> bytes:
