@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -512,7 +513,7 @@ def deep(n, obj):
 def test_the_culprit_is_named(make, path):
     found_path, part, error = find_culprit(make(threading.Lock()), "dataset")
     assert found_path == path
-    assert isinstance(error, (TypeError, ValueError))
+    assert error in ("not this one", "cannot pickle '_thread.lock' object")
     assert isinstance(part, (Unpicklable, type(threading.Lock())))
 
 
@@ -521,7 +522,7 @@ def test_the_culprit_among_global_variables():
     exec("import threading\nlock = threading.Lock()\ndef f(): return lock", vars(module))
     path, _, error = find_culprit(module.f, "transform")
     assert path == "transform (global variable 'lock')"
-    assert "lock" in str(error)
+    assert "lock" in error
 
 
 def test_the_culprit_in_an_object_that_knows_itself():
@@ -559,6 +560,22 @@ def test_the_search_for_the_culprit_ends(monkeypatch, obj, path):
 
     monkeypatch.setattr(culprit, "Pickler", Counted)
     assert find_culprit(obj, "dataset")[0].startswith(path)
+
+
+def test_the_search_for_the_culprit_ends_in_time(monkeypatch):
+    """From CPython 3.14 each attempt takes 0.1 s, and pickles 30,000 objects, not some hundred."""
+    attempts, passed = [], iter(range(1000))
+
+    class Counted(culprit.Pickler):
+        def __init__(self, *args, **options):
+            assert all(attempt() is None for attempt in attempts), "what they have seen is kept"
+            attempts.append(weakref.ref(self))
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(culprit, "Pickler", Counted)
+    monkeypatch.setattr(culprit, "monotonic", lambda: next(passed) / 10, raising=False)
+    assert find_culprit(Endless(), "dataset")[0] == "dataset"
+    assert len(attempts) < 22
 
 
 @pytest.mark.parametrize(
