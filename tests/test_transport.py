@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import traceback
 import types
 import weakref
 from pathlib import Path
@@ -21,7 +22,7 @@ from minloader._memory import culprit
 from minloader._memory.culprit import find_culprit
 from minloader._memory.files import LARGE
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._memory.pickling import pack, pack_error, unpack
+from minloader._memory.pickling import BatchPacker, OutOfBand, pack, pack_error, unpack
 
 linux = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="without memfd the file has a name"
@@ -532,6 +533,11 @@ def test_the_culprit_in_an_object_that_knows_itself():
     assert find_culprit(holder, "dataset")[0] == "dataset.lock"
 
 
+def packed_batch(batch):
+    writer = OutOfBand()
+    return BatchPacker(writer).pack(batch, writer)
+
+
 class Endless:
     def __getstate__(self):
         return {"child": Endless()}
@@ -576,6 +582,15 @@ def test_the_search_for_the_culprit_ends_in_time(monkeypatch):
     monkeypatch.setattr(culprit, "monotonic", lambda: next(passed) / 10, raising=False)
     assert find_culprit(Endless(), "dataset")[0] == "dataset"
     assert len(attempts) < 22
+
+
+def test_the_error_of_an_object_without_end_is_short():
+    """From CPython 3.14, each of its levels adds a note to the error (cpython #122213)."""
+    down, up = functools.partial(pack, down=True), functools.partial(pack, down=False)
+    for serialize in (JobFile, down, up, packed_batch):
+        with pytest.raises((pickle.PicklingError, RecursionError)) as caught:
+            serialize(Endless())
+        assert len("".join(traceback.format_exception(caught.value))) < 10_000
 
 
 @pytest.mark.parametrize(

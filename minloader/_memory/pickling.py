@@ -34,6 +34,10 @@ unpack = pickle.loads
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
 
+MOST_NOTES = 20
+"""How many notes an error of pickling keeps, half of them of the innermost levels."""
+
+
 def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)
@@ -71,6 +75,26 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         reducer = OTHER_REDUCERS.get(type(obj))
         return NotImplemented if reducer is None else reducer(obj)
 
+    def dump(self, obj: Any) -> None:
+        try:
+            super().dump(obj)
+        except Exception as error:
+            shorten_notes(error)
+            raise
+
+
+def shorten_notes(error: BaseException) -> None:
+    """Leave out most notes of an error of pickling, and of the one that it comes from.
+
+    From CPython 3.14, each level of nesting adds a note, "when serializing …" (cpython #122213):
+    60,000 lines if an object has no end.
+    """
+    for each in (error, error.__cause__):
+        notes = getattr(each, "__notes__", None)
+        if isinstance(notes, list) and len(notes) > MOST_NOTES:
+            middle, left_out = MOST_NOTES // 2, len(notes) - MOST_NOTES
+            notes[middle:-middle] = [f"… {left_out} more levels …"]
+
 
 def pack(obj: Any, *, down: bool) -> bytes:
     """Serialize a message.
@@ -90,6 +114,7 @@ def pack(obj: Any, *, down: bool) -> bytes:
         if not down or b"__main__" not in payload:
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
+        shorten_notes(error)
         plain_error = error
     buffer = io.BytesIO()
     try:
@@ -157,6 +182,7 @@ class BatchPacker:
         try:
             return _pack_batch(pickle.Pickler, reducers, batch, writer)
         except Exception as plain_error:
+            shorten_notes(plain_error)
             # Buffers that were put into the slot already are lost room, until the task ends.
             table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
             make_pickler = partial(Pickler, down=False, table=table)
