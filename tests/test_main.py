@@ -210,6 +210,43 @@ except NameError:
     print("well")
 """
 
+NAMED_TYPES = """
+import sys, typing
+from minloader import Loader
+
+Number = typing.NewType("Number", int)
+Parameters = typing.ParamSpec("Parameters")
+Types = typing.TypeVarTuple("Types")
+if sys.version_info >= (3, 12):
+    exec("type Alias[T] = list[T]; type Tree = list[Tree] | int; type Unknown = Nowhere")
+else:
+    Alias, Tree, Unknown = list, int, int
+class Data:
+    number: Number
+    calls: typing.Callable[Parameters, Number]
+    alias: Alias[int]
+    trees: list[Tree]
+    unknown: Unknown
+    def __getitem__(self, index: Number) -> Tree:
+        class Local:
+            number: Number
+        found = Data.__annotations__
+        assert found["number"] is Number and Number.__module__ == "__main__"
+        assert found["calls"].__args__ == (Parameters, Number)
+        assert found["alias"].__origin__ is Alias and found["alias"].__args__ == (int,)
+        assert str(found["trees"]) == "list[ForwardRef('Tree')]" or Tree is int, found
+        assert str(found["unknown"]) == "ForwardRef('Unknown')" or Unknown is int, found
+        return Number(index), Local()
+    def collate(self, samples: Alias[int], *types: typing.Unpack[Types]) -> Unknown:
+        return samples
+
+loader = Loader(Data(), [[7]], num_workers=1, collate_fn=Data().collate)
+(((number, local),),) = loader
+assert number == 7
+assert type(local).__annotations__["number"].__supertype__ is int
+print("well")
+"""
+
 WRAPPERS = """
 import abc, functools
 from minloader import Loader
@@ -301,6 +338,10 @@ def test_annotations_arrive(tmp_path):
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
 def test_annotations_may_name_what_exists_for_type_checkers_only(tmp_path):
     run(FOR_TYPE_CHECKERS, tmp_path)
+
+
+def test_annotations_may_name_types_of_the_main_module(tmp_path):
+    run(NAMED_TYPES, tmp_path)
 
 
 def test_wrappers_of_methods_of_abstract_classes(tmp_path):

@@ -11,6 +11,8 @@ or a function has a function that evaluates them, ``__annotate__``. cloudpickle 
 Here annotations are evaluated without leaving a trace in what they belong to, and sent as values,
 as they were before 3.14. Names that do not exist stay forward references.
 
+What typing reduces to a name of ``__main__`` is sent by value too, since annotations refer to it.
+
 From CPython 3.15, ``lazy import`` (PEP 810) binds a name to an object that stands for the module
 until it is used. Such an object is sent as the statement that made it.
 """
@@ -21,6 +23,7 @@ import gc
 import importlib
 import sys
 import types
+import typing
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -104,6 +107,35 @@ def _reduce_forward_reference(reference: Any) -> Any:
     return partial(annotationlib.ForwardRef, text, module=module, is_class=is_class), ()
 
 
+def _reduce_named(obj: Any) -> Any:
+    """Reduce what typing itself reduces to a name, unless it is in a module to import."""
+    kind: Any = type(obj)
+    module = sys.modules.get(obj.__module__)
+    if obj.__module__ != "__main__" and getattr(module, obj.__name__, None) is obj:
+        return NotImplemented
+    if kind is typing.NewType:
+        return kind, (obj.__name__, obj.__supertype__), dict(vars(obj))
+    if kind in (typing.ParamSpec, typing.TypeVarTuple):
+        return kind, (obj.__name__,)
+    with suppress(Exception):  # it may name what exists for type checkers only
+        if not _is_recursive(obj):
+            return partial(kind, obj.__name__, obj.__value__, type_params=obj.__type_params__), ()
+    return typing.ForwardRef, (obj.__name__,)
+
+
+def _is_recursive(alias: Any) -> bool:
+    """Whether the alias of a type stands for something that refers to the alias."""
+    found: list[Any] = [alias.__value__]
+    for each in found:  # grows while we walk
+        parts = each if isinstance(each, list) else typing.get_args(each)
+        for part in (*parts, getattr(each, "__value__", None)):
+            if part is alias:
+                return True
+            if not any(part is other for other in found):
+                found.append(part)
+    return found[0] is alias
+
+
 def _reduce_lazy_import(lazy: Any) -> Any:
     """Reduce the object of a ``lazy import`` without importing anything.
 
@@ -135,6 +167,9 @@ def _return(obj: Any) -> Any:
     return obj
 
 
+for _kind in ("NewType", "ParamSpec", "TypeVarTuple", "TypeAliasType"):  # the last from 3.12
+    if hasattr(typing, _kind):
+        OTHER_REDUCERS[getattr(typing, _kind)] = _reduce_named
 if annotationlib is not None:
     OTHER_REDUCERS[annotationlib.ForwardRef] = _reduce_forward_reference
 if sys.version_info >= (3, 15):
