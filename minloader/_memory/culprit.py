@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,18 @@ MOST_FAILURES = 200
 """How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
 with all that is below it: an object that makes its parts anew would have endlessly many."""
 
+MOST_SECONDS = 2.0
+"""How long the search may take, but for the attempt under way. From CPython 3.14, an attempt with
+an object that makes its parts anew ends where the C stack does, after some 60,000 objects."""
 
-def _pickling_error(obj: Any) -> Exception | None:
+
+def _pickling_error(obj: Any) -> str | None:
     # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
     nowhere = SimpleNamespace(write=len)
     try:
         Pickler(nowhere, down=True, buffer_callback=lambda buffer: None).dump(obj)
     except Exception as error:
-        return error
+        return str(error)  # its traceback would keep the pickler, and all that it has seen
     return None
 
 
@@ -52,14 +57,14 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
 
 
-def _failing_parts(obj: Any) -> Iterator[tuple[str, Any, Exception]]:
-    for suffix, part in _parts(obj):
+def _failing_parts(obj: Any, deadline: float) -> Iterator[tuple[str, Any, str]]:
+    for suffix, part in takewhile(lambda _: monotonic() < deadline, _parts(obj)):
         error = _pickling_error(part)
         if error is not None:
             yield suffix, part, error
 
 
-def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
+def find_culprit(obj: Any, path: str) -> tuple[str, Any, str] | None:
     """Find a part of an object that cannot be pickled though all its own parts can.
 
     Args:
@@ -67,18 +72,19 @@ def find_culprit(obj: Any, path: str) -> tuple[str, Any, Exception] | None:
         path: how the object is called, "dataset".
 
     Returns:
-        The part's path ("dataset.files[3].lock"), the part and its error, the nearest such part
-        if there are several; None if all is well.
+        The part's path ("dataset.files[3].lock"), the part and the text of its error, the nearest
+        such part if there are several; the object itself if the search took too long; None if
+        all is well.
     """
     error = _pickling_error(obj)
     if error is None:
         return None
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
-    left = MOST_FAILURES
+    left, deadline = MOST_FAILURES, monotonic() + MOST_SECONDS
     for path, obj, error in found:  # grows while we walk
-        failing = list(islice(_failing_parts(obj), left))
-        left -= len(failing)
+        failing = list(islice(_failing_parts(obj, deadline), left))
+        left = left - len(failing) if monotonic() < deadline else 0
         if not failing and (left or not any(True for _ in _parts(obj))):
             return path, obj, error
         for suffix, part, part_error in failing:

@@ -26,11 +26,16 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from minloader._memory.by_value import OTHER_REDUCERS, reduce_by_value
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
 unpack = pickle.loads
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
+
+
+MOST_NOTES = 20
+"""How many notes an error of pickling keeps, half of them of the innermost levels."""
 
 
 def _is_main_global(obj: Any) -> bool:
@@ -60,11 +65,35 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.main_globals: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and _is_main_global(obj):
-            if not self.down:
-                return obj.__qualname__  # a string means: by name, from obj.__module__
-            self.main_globals[obj.__qualname__] = obj
-        return super().reducer_override(obj)
+        if isinstance(obj, (type, types.FunctionType)):
+            if _is_main_global(obj):
+                if not self.down:
+                    return obj.__qualname__  # a string means: by name, from obj.__module__
+                self.main_globals[obj.__qualname__] = obj
+            return reduce_by_value(obj, super().reducer_override)
+        # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
+        reducer = OTHER_REDUCERS.get(type(obj))
+        return NotImplemented if reducer is None else reducer(obj)
+
+    def dump(self, obj: Any) -> None:
+        try:
+            super().dump(obj)
+        except Exception as error:
+            shorten_notes(error)
+            raise
+
+
+def shorten_notes(error: BaseException) -> None:
+    """Leave out most notes of an error of pickling, and of the one that it comes from.
+
+    From CPython 3.14, each level of nesting adds a note, "when serializing …" (cpython #122213):
+    60,000 lines if an object has no end.
+    """
+    for each in (error, error.__cause__):
+        notes = getattr(each, "__notes__", None)
+        if isinstance(notes, list) and len(notes) > MOST_NOTES:
+            middle, left_out = MOST_NOTES // 2, len(notes) - MOST_NOTES
+            notes[middle:-middle] = [f"… {left_out} more levels …"]
 
 
 def pack(obj: Any, *, down: bool) -> bytes:
@@ -85,6 +114,7 @@ def pack(obj: Any, *, down: bool) -> bytes:
         if not down or b"__main__" not in payload:
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
+        shorten_notes(error)
         plain_error = error
     buffer = io.BytesIO()
     try:
@@ -152,6 +182,7 @@ class BatchPacker:
         try:
             return _pack_batch(pickle.Pickler, reducers, batch, writer)
         except Exception as plain_error:
+            shorten_notes(plain_error)
             # Buffers that were put into the slot already are lost room, until the task ends.
             table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
             make_pickler = partial(Pickler, down=False, table=table)
