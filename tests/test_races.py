@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from conftest import eventually
 
+import minloader
 from minloader._memory import slot_writer
 from minloader._memory.slot_writer import NoSlot
+from minloader._pools.base import PoolSettings
+from minloader._pools.threads import ThreadPool, _Thread
+from minloader._worker.messages import Job, Task
 
 
 def at_each_step(function: Any, call: Callable[[], object], meanwhile: Callable[[], object]) -> int:
@@ -67,3 +77,124 @@ def test_a_task_ends_while_a_thread_of_the_dataset_uses_its_slot(function):
         assert at_each_step(function, call, lambda: slot_writer.use(None)) > 5
     finally:
         slot_writer.use(None)
+
+
+# --- threads that make batches -----------------------------------------------------------------
+
+
+class Stuck:
+    """Pools whose thread takes too long with the first of two batches."""
+
+    def __init__(self) -> None:
+        self.pools: list[ThreadPool] = []
+        self.released = threading.Event()
+
+    def begin(self) -> None:
+        """Makes a new pool, and waits until its thread is in the first batch."""
+        self.released.set()
+        self.released = released = threading.Event()
+        entered = threading.Event()
+
+        def batch(item: int) -> None:
+            entered.set()
+            released.wait()
+
+        job = Job(batch, None, None, None)
+        self.pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, job, timeout=1e-9)
+        self.pools.append(self.pool)
+        self.future = self.pool.submit(Task(0, 0, [0, 1], id=1))
+        entered.wait()
+
+    def end(self) -> None:
+        self.released.set()
+        assert eventually(self.future.done)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    stuck = Stuck()
+    yield stuck
+    stuck.released.set()
+    for pool in stuck.pools:
+        pool.close()
+
+
+def test_a_thread_goes_on_while_it_is_looked_at(stuck):
+    """With its first batch it takes too long, with the next one it has only begun."""
+    found = []
+
+    def call() -> None:
+        stuck.begin()
+        stuck.pool._threads[0]._beat(1, 1, float("inf"))
+
+    def look() -> None:
+        stuck.pool.watch()
+        found.extend(death.item for death in stuck.pool.deaths.values())
+
+    assert at_each_step(_Thread._beat, call, look) > 5
+    assert set(found) == {0}
+
+
+def test_a_thread_ends_while_it_is_looked_at(stuck):
+    """Its batch is delivered, or it took too long, never both."""
+
+    def call() -> None:
+        stuck.begin()
+        stuck.pool.watch()
+        late = stuck.future.exception() is not None
+        assert (stuck.pool.replaced, len(stuck.pool.deaths)) == (late, late)
+
+    assert at_each_step(ThreadPool._replace_if_late, call, stuck.end) > 50
+
+
+def test_the_frames_of_a_running_thread_are_not_touched(stuck, monkeypatch):
+    """Without a global lock that is a crash."""
+    monkeypatch.delattr(sys, "_current_frames")
+    stuck.begin()
+    stuck.pool.watch()
+    stack = stuck.pool.deaths[1].stack
+    assert stack.startswith("Thread 0x")
+    assert stack.count("Thread 0x") == 1
+    assert re.search(rf'"{__file__}", line \d+ in batch\n', stack)
+
+
+CONTEXT = """
+import contextvars, threading
+import numpy as np
+from minloader import Loader, prefetch
+from concurrent.futures import ThreadPoolExecutor
+
+variable = contextvars.ContextVar("variable", default="nobody's")
+variable.set("the consumer's")
+
+def look(item):
+    return np.geterr()["divide"], variable.get()
+
+with np.errstate(divide="raise"), Loader(look, range(2), executor="thread") as loader:
+    print(*set(loader))
+    print(*set(prefetch(loader, look)))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(look(0)))
+    thread.start()
+    thread.join()
+    print(*found)
+"""
+
+
+@pytest.mark.parametrize("inherit", "01")
+def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
+    """The function of prefetch is the consumer's: it has what Python gives any thread."""
+    done = subprocess.run(
+        [sys.executable, "-X", f"thread_inherit_context={inherit}", "-c", CONTEXT],
+        env={**os.environ, "PYTHONPATH": str(Path(minloader.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    batches, prefetched, any_thread = done.stdout.splitlines()
+    assert batches == str(("warn", "nobody's"))
+    assert prefetched == any_thread
+    inherits = inherit == "1" and sys.version_info >= (3, 14)
+    assert any_thread == (str(("raise", "the consumer's")) if inherits else batches)
