@@ -144,8 +144,8 @@ class _Thread(threading.Thread):
 
     def _beat(self, task: int, item: int, now: float) -> None:
         work = self.work
-        if work is not None:  # as in worker_init_fn
-            self.work = work[0], work[1], item, now
+        assert work is not None
+        self.work = work[0], work[1], item, now
 
     def run(self) -> None:
         # A new thread may have the context variables of whoever started it (from 3.14, by
