@@ -18,8 +18,11 @@ from conftest import eventually
 
 import minloader
 from minloader._memory import slot_writer
+from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
+from minloader._pools import foreign
 from minloader._pools.base import PoolSettings
+from minloader._pools.foreign import JobReference
 from minloader._pools.threads import ThreadPool, _Thread
 from minloader._worker.messages import Job, Task
 
@@ -198,3 +201,36 @@ def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
     assert prefetched == any_thread
     inherits = inherit == "1" and sys.version_info >= (3, 14)
     assert any_thread == (str(("raise", "the consumer's")) if inherits else batches)
+
+
+# --- jobs of loaders of other processes --------------------------------------------------------
+
+
+@pytest.fixture
+def reference(monkeypatch) -> Iterator[JobReference]:
+    monkeypatch.setattr(foreign, "loaded_jobs", {})
+    job_file = JobFile("here")
+    told = 1, 0, foreign._versions()
+    yield JobReference(job_file.address.token, *told, job_file.address, (), 0)
+    job_file.close()
+
+
+def test_a_loader_is_closed_while_its_job_is_looked_for(reference):
+    def call() -> None:
+        foreign.loaded_jobs.clear()
+        assert foreign._find_job(reference).job == "here"
+
+    assert at_each_step(foreign._find_job, call, lambda: foreign.loaded_jobs.clear()) > 50
+
+
+def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
+    class Former:
+        """The connections of all end while this one is asked."""
+
+        @property
+        def may_be_needed(self) -> bool:
+            foreign.loaded_jobs.clear()
+            return False
+
+    foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
+    assert foreign._find_job(reference).job == "here"
