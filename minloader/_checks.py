@@ -182,6 +182,13 @@ def check_executor(executor: Any, *, streams: bool) -> None:
             "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
             f"client: client.get_executor(pure=False)), got {shown(executor)}"
         )
+    # From 3.14. It derives from ThreadPoolExecutor. If there is one, its module is imported.
+    interpreters: Any = sys.modules.get("concurrent.futures.interpreter")
+    if isinstance(executor, getattr(interpreters, "InterpreterPoolExecutor", ())):
+        raise ValueError(
+            "an InterpreterPoolExecutor cannot make batches, since numpy does not load in a "
+            "sub-interpreter; use executor='thread', executor='process' or a ProcessPoolExecutor"
+        )
     if streams and isinstance(executor, Executor):
         raise ValueError(
             "an executor of your own gives a task to any of its workers, but a stream (an iterable "

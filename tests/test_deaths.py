@@ -858,7 +858,7 @@ def test_threads_that_hang_are_left_alone():
                 next(batches)
             assert time.monotonic() - begin < AT_ONCE
             line = line_of(trouble.Stuck.__getitem__, "RELEASED.wait()")
-            assert f'trouble.py", line {line}, in __getitem__' in caught.value.stack
+            assert f'trouble.py", line {line} in __getitem__' in caught.value.stack
             assert (caught.value.ordinal, caught.value.item) == (2, 2)
             assert caught.value.pid == os.getpid()
             assert list(batches) == [n * n for n in range(3, 8)]

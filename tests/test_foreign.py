@@ -120,6 +120,22 @@ def test_a_task_that_is_lost_once_is_made_again(caplog):
     assert "the executor lost batch 2, again: too many values" in caplog.text
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="there are none before 3.14")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_interpreters_are_refused(num_workers):
+    """They are a kind of ThreadPoolExecutor, but not of this interpreter."""
+    from concurrent.futures import InterpreterPoolExecutor
+
+    class Own(InterpreterPoolExecutor):
+        pass
+
+    with Own(1) as executor:
+        with pytest.raises(ImportError, match="does not support loading in subinterpreters"):
+            executor.submit(__import__, "numpy").result()
+        with pytest.raises(ValueError, match=r"numpy does not load .* use executor='thread'"):
+            Loader(Echo(), range(3), executor=executor, num_workers=num_workers)
+
+
 # --- who listens -----------------------------------------------------------------------------
 
 

@@ -244,8 +244,9 @@ def use(writer: SlotWriter | None) -> None:
 
 
 def _before_fork() -> None:
-    if _current is not None:
-        _current.before_fork()
+    writer = _current  # once: another thread may end the task
+    if writer is not None:
+        writer.before_fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -264,7 +265,8 @@ def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:
         shape: of the array.
         dtype: of its elements.
     """
-    return (NO_SLOT if _current is None else _current).empty(shape, dtype)
+    writer = _current  # once: the task may end while a thread of the dataset's is here
+    return (NO_SLOT if writer is None else writer).empty(shape, dtype)
 
 
 NO_SLOT = NoSlot()

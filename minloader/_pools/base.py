@@ -20,7 +20,7 @@ from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.seeds import borrow_globals
+from minloader._worker.seeds import borrow_globals, reserve_globals
 
 logger = logging.getLogger("minloader")
 
@@ -208,9 +208,13 @@ class InlinePool(Pool):
     _worker: Worker | None = None
 
     def submit(self, task: Task) -> Future[Reply]:
-        if self._worker is None:
-            info = self.settings.info(0)
-            self._worker = Worker(self.job, info, seed=borrow_globals)
         future: Future[Reply] = Future()
-        future.set_result(self._worker.run(task))
+        release = reserve_globals()  # and the worker: epochs of other threads share it
+        try:
+            if self._worker is None:
+                info = self.settings.info(0)
+                self._worker = Worker(self.job, info, seed=borrow_globals)
+            future.set_result(self._worker.run(task))
+        finally:
+            release()
         return future

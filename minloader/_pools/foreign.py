@@ -120,12 +120,14 @@ class ForeignPool(RemotePool):
                 f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
-        if self._reference is None:
+        reference = self._reference  # once: another thread may change the settings
+        if reference is None:
             address = self.job_file.address if self.job_file is not None else None
             hosts, port = self.job_server.open() if self.job_server is not None else ((), 0)
             told = self.num_workers, self.settings.seed, _versions()
-            self._reference = JobReference(self._token, *told, address, hosts, port)
-        return self.executor.submit(run_task, self._reference, task, **self._options)
+            reference = JobReference(self._token, *told, address, hosts, port)
+            self._reference = reference
+        return self.executor.submit(run_task, reference, task, **self._options)
 
     def replace_workers(self) -> None:
         self._reference = None  # the next one has other settings
@@ -214,16 +216,18 @@ def _find_job(reference: JobReference) -> _Job:
     if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
         return here
     with _lock:
-        if token not in loaded_jobs:
-            for former in [each for each, job in loaded_jobs.items() if not job.may_be_needed]:
-                loaded_jobs.pop(former, None)
+        job = loaded_jobs.get(token)
+        if job is None:
+            for former, each in list(loaded_jobs.items()):  # _forget() takes out, with no lock
+                if not each.may_be_needed:
+                    loaded_jobs.pop(former, None)
             job = loaded_jobs[token] = _load_job(reference)
             if job.connection is not None:
                 args = token, job.connection
                 threading.Thread(
                     target=_forget, args=args, name="minloader-job", daemon=True
                 ).start()
-        return loaded_jobs[token]
+        return job
 
 
 def _forget(token: bytes, connection: socket.socket) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
+import faulthandler
 import logging
 import os
 import queue
-import sys
+import re
 import threading
 import time
-import traceback
 import weakref
 from concurrent.futures import BrokenExecutor, CancelledError, Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from minloader._memory.files import SharedFile
 from minloader._pools.base import Death, Pool
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
@@ -72,20 +74,22 @@ class ThreadPool(Pool):
                 threads[:] = [self._replace_if_late(thread, self.timeout) for thread in threads]
 
     def _replace_if_late(self, thread: _Thread, timeout: float) -> _Thread:
-        entry, item, began = thread.entry, thread.item, thread.began
-        if entry is None or time.perf_counter() - began <= timeout:
+        work = thread.work
+        if work is None or time.perf_counter() - work[3] <= timeout:
             return thread
-        stack = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
-        if thread.entry is not entry or thread.item != item:
+        future, task, item, _ = work
+        stack = _stack(thread)
+        if thread.work is not work:
             return thread  # it has just finished
-        # It cannot be ended: it is left alone, and ends when its batch does.
-        thread.abandoned = True
-        future, task = entry
         cause = f"thread {thread.name} took too long"
         death = Death(item, thread.info.id, os.getpid(), None, cause, stack, final=True)
-        self.deaths[task.id] = death
+        self.deaths[task.id] = death  # before whoever waits for the future looks for it
+        if not _finish(future, BrokenExecutor(cause)):
+            del self.deaths[task.id]
+            return thread  # it has finished since
+        # It cannot be ended: it is left alone, and ends when its batch does.
+        thread.abandoned = True
         self.replaced += 1
-        _finish(future, BrokenExecutor(cause))
         logger.warning("%s with batch %d; another takes its place", cause, task.ordinal)
         info = WorkerInfo(thread.info.id, thread.info.num_workers, self.pid, self.settings.seed)
         return _Thread(self.job, info, thread.tasks)
@@ -124,9 +128,8 @@ class _Thread(threading.Thread):
     Attributes:
         info: where its code is told that it runs.
         tasks: where its tasks come from, until there is None.
-        entry: the task that it is working on, with its future.
-        item: index of the item of it that it is making.
-        began: when it began with that, by ``time.perf_counter``.
+        work: a future, its task, index of the item in it, and when the thread began with that (by
+            ``time.perf_counter``). Replaced as a whole: another thread never sees a part of it.
         abandoned: whether another has taken its place.
     """
 
@@ -135,38 +138,64 @@ class _Thread(threading.Thread):
         self._job = job
         self.info = info
         self.tasks = tasks
-        self.entry: tuple[Future[Reply], Task] | None = None
-        self.item = 0
-        self.began = 0.0
+        self.work: tuple[Future[Reply], Task, int, float] | None = None
         self.abandoned = False
         self.start()
 
     def _beat(self, task: int, item: int, now: float) -> None:
-        self.item, self.began = item, now
+        work = self.work
+        assert work is not None
+        self.work = work[0], work[1], item, now
 
     def run(self) -> None:
+        # A new thread may have the context variables of whoever started it (from 3.14, by
+        # sys.flags.thread_inherit_context, which free-threaded builds set): numpy.errstate,
+        # decimal's precision. A batch must not depend on the consumer's.
+        contextvars.Context().run(self._make_batches)
+
+    def _make_batches(self) -> None:
         worker: Worker | None = None
         while not self.abandoned and (entry := self.tasks.get()) is not None:
             future, task = entry
             if not future.set_running_or_notify_cancel():
                 continue
-            self._beat(task.id, 0, time.perf_counter())
-            self.entry = entry
+            self.work = future, task, 0, time.perf_counter()
             try:
                 if worker is None:
                     worker = Worker(self._job, self.info, beat=self._beat)
                 _finish(future, worker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 _finish(future, error)
-            self.entry = None
+            self.work = None
             del entry, future, task  # while it waits, it must not keep the last batch alive
 
 
-def _finish(future: Future[Reply], outcome: Reply | BaseException) -> None:
+def _stack(thread: threading.Thread) -> str:
+    """Return the Python stack of a running thread; "" if it could not be had.
+
+    In one call of C: without a global lock nobody may touch the frames of a running thread, and
+    this stops all threads meanwhile (cpython #118680, #128400).
+    """
+    try:
+        file = SharedFile()
+    except OSError:  # no descriptors
+        return ""
+    faulthandler.dump_traceback(file.fd, all_threads=True)
+    with open(file.fd, closefd=False) as lines:
+        lines.seek(0)
+        text = lines.read()
+    file.close()
+    found = re.search(rf"^Thread 0x0*{thread.ident:x} .*\n(?: .*\n)+", text, re.MULTILINE)
+    return found[0] if found else ""
+
+
+def _finish(future: Future[Reply], outcome: Reply | BaseException) -> bool:
+    """Give a future its outcome. Return whether it had none yet."""
     try:
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
     except InvalidStateError:
-        return  # the other side was first: the thread with its batch, leave() or watch()
+        return False  # the other side was first: the thread with its batch, leave() or watch()
+    return True

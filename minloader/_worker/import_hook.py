@@ -17,30 +17,33 @@ Action = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call a function once with a module, now if it is imported, else when it has been.
+    """Call a function with a module, now if it is imported, else when it has been.
 
     Asking twice for the same action is asking once. If an import fails, the action waits for
-    the next one.
+    the next one. If another thread imports the module just now, it may be called twice.
 
     Args:
         name: of the module, as in ``sys.modules``.
         action: called with the module, in the thread that imports it, before the import returns.
     """
-    if name in sys.modules:
-        action(sys.modules[name])
-        return
-    actions = _waiting.setdefault(name, [])
-    if action not in actions:
-        actions.append(action)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if name not in sys.modules:
+        actions = _waiting.setdefault(name, [])
+        if action not in actions:
+            actions.append(action)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        if name not in sys.modules:
+            return
+        forget(name, action)  # another thread has imported it, perhaps without seeing the action
+    action(sys.modules[name])
 
 
 def forget(name: str, action: Action) -> None:
     """Take back :func:`when_imported`. Harmless if the action was called meanwhile."""
-    if action in _waiting.get(name, ()):
-        _waiting[name].remove(action)
-    if not any(_waiting.values()) and _finder in sys.meta_path:
+    actions = _waiting.get(name, [])  # once: another thread may have imported it just now
+    if action in actions:
+        actions.remove(action)
+    if not any(list(_waiting.values())) and _finder in sys.meta_path:
         # Another thread may be walking the list: one taken out of it would let it skip the next.
         sys.meta_path = [each for each in sys.meta_path if each is not _finder]
 
@@ -64,7 +67,7 @@ class _Finder:
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            for action in _waiting.pop(fullname, ()):
+            for action in tuple(_waiting.pop(fullname, ())):
                 action(module)
 
         # The loader was made for this one import: nobody else sees that it is changed.

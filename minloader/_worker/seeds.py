@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import _random
 import hashlib
+import logging
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from minloader._worker.import_hook import forget, when_imported
+
+logger = logging.getLogger("minloader")
 
 Seed = Callable[[int], Callable[[], None] | None]
 """Seeds the global generators for one batch; may return what is to be called after the batch."""
@@ -72,17 +77,58 @@ def seed_globals(value: int) -> None:
 
 
 def _seed_arrival(module: ModuleType) -> None:
-    if _value is not None:
-        SEEDERS[module.__name__](module, _value)
+    value = _value  # once: any thread may import, and the batch may end meanwhile
+    if value is not None:
+        SEEDERS[module.__name__](module, value)
+
+
+_patience = 5.0
+"""Seconds that a batch of the calling process waits for those of other threads. Few batches take
+longer; and if one waits for a thread that makes such batches, the program stands still so long."""
+
+_lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)  # a thread that is not here may have held it
+
+
+def reserve_globals() -> Callable[[], object]:
+    """Keep the global generators for this thread's batch; return what gives them free.
+
+    Threads that make batches in the calling process take turns: each seeds the generators that the
+    others draw from. One that has waited for too long goes on all the same, since the other may be
+    waiting for it, and then nobody waits any more.
+    """
+    global _patience
+    lock = _lock
+    if lock.acquire(timeout=_patience):
+        return lock.release
+    if _patience:
+        logger.warning(
+            "a batch with num_workers=0 has waited %g s for one in another thread, and goes on; "
+            "both draw from the same global generators, and may not repeat: use a worker, or draw "
+            "from get_worker_info().rng; said once, from now on none waits",
+            _patience,
+        )
+        _patience = 0.0
+    return lambda: None
 
 
 def borrow_globals(value: int) -> Callable[[], None]:
     """Seed the global generators of the caller's own process; return what gives them back."""
     import numpy.random  # the one generator that every batch may use without importing it
 
-    former, torch = _value, sys.modules.get("torch")
+    former = _value
+    # It has none yet if another thread is just importing it.
+    torch = getattr(sys.modules.get("torch"), "default_generator", None)
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    torch_state = torch and torch.default_generator.get_state()
+    torch_state = torch and torch.get_state()
     seed_globals(value)
 
     def give_back() -> None:
@@ -94,6 +140,6 @@ def borrow_globals(value: int) -> Callable[[], None]:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:
-            torch.default_generator.set_state(torch_state)
+            torch.set_state(torch_state)
 
     return give_back

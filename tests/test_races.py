@@ -1,0 +1,391 @@
+"""Threads that come between any two instructions of another, as they may without a global lock."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import eventually
+
+import minloader
+from minloader import Loader, get_worker_info, prefetch
+from minloader._memory import slot_writer
+from minloader._memory.job_file import JobFile
+from minloader._memory.slot_writer import NoSlot
+from minloader._pools import foreign
+from minloader._pools.base import PoolSettings
+from minloader._pools.foreign import JobReference
+from minloader._pools.threads import ThreadPool, _Thread
+from minloader._worker import seeds
+from minloader._worker.import_hook import forget, when_imported
+from minloader._worker.messages import Job, Task
+from minloader._worker.seeds import batch_seed
+
+
+def at_each_step(function: Any, call: Callable[[], object], meanwhile: Callable[[], object]) -> int:
+    """Makes a call again and again, with something else before another instruction of a function.
+
+    Args:
+        function: whose instructions are counted, when the call runs it.
+        call: what is called; the first time, the first instruction is waited for, and so on.
+        meanwhile: what happens then, once in each call.
+
+    Returns:
+        How many instructions there were.
+    """
+    former = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
+    for step in itertools.count():
+        left = step
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if frame.f_code is not function.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left >= 0:
+                return trace
+            sys.settrace(None)
+            meanwhile()
+            return None
+
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(former)
+        if left >= 0:
+            return step
+    raise AssertionError
+
+
+class Writer(NoSlot):
+    def before_fork(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("function", [slot_writer.empty, slot_writer._before_fork])
+def test_a_task_ends_while_a_thread_of_the_dataset_uses_its_slot(function):
+    def call() -> None:
+        slot_writer.use(Writer())
+        function(*[3] * (function is slot_writer.empty))
+
+    try:
+        assert at_each_step(function, call, lambda: slot_writer.use(None)) > 5
+    finally:
+        slot_writer.use(None)
+
+
+# --- threads that make batches -----------------------------------------------------------------
+
+
+class Stuck:
+    """Pools whose thread takes too long with the first of two batches."""
+
+    def __init__(self) -> None:
+        self.pools: list[ThreadPool] = []
+        self.released = threading.Event()
+
+    def begin(self) -> None:
+        """Makes a new pool, and waits until its thread is in the first batch."""
+        self.released.set()
+        self.released = released = threading.Event()
+        entered = threading.Event()
+
+        def batch(item: int) -> None:
+            entered.set()
+            released.wait()
+
+        job = Job(batch, None, None, None)
+        self.pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, job, timeout=1e-9)
+        self.pools.append(self.pool)
+        self.future = self.pool.submit(Task(0, 0, [0, 1], id=1))
+        entered.wait()
+
+    def end(self) -> None:
+        self.released.set()
+        assert eventually(self.future.done)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    stuck = Stuck()
+    yield stuck
+    stuck.released.set()
+    for pool in stuck.pools:
+        pool.close()
+
+
+def test_a_thread_goes_on_while_it_is_looked_at(stuck):
+    """With its first batch it takes too long, with the next one it has only begun."""
+    found = []
+
+    def call() -> None:
+        stuck.begin()
+        stuck.pool._threads[0]._beat(1, 1, float("inf"))
+
+    def look() -> None:
+        stuck.pool.watch()
+        found.extend(death.item for death in stuck.pool.deaths.values())
+
+    assert at_each_step(_Thread._beat, call, look) > 5
+    assert set(found) == {0}
+
+
+def test_a_thread_ends_while_it_is_looked_at(stuck):
+    """Its batch is delivered, or it took too long, never both."""
+
+    def call() -> None:
+        stuck.begin()
+        stuck.pool.watch()
+        late = stuck.future.exception() is not None
+        assert (stuck.pool.replaced, len(stuck.pool.deaths)) == (late, late)
+
+    assert at_each_step(ThreadPool._replace_if_late, call, stuck.end) > 50
+
+
+def test_the_frames_of_a_running_thread_are_not_touched(stuck, monkeypatch):
+    """Without a global lock that is a crash."""
+    monkeypatch.delattr(sys, "_current_frames")
+    stuck.begin()
+    stuck.pool.watch()
+    stack = stuck.pool.deaths[1].stack
+    assert stack.startswith("Thread 0x")
+    assert stack.count("Thread 0x") == 1
+    assert re.search(rf'"{__file__}", line \d+ in batch\n', stack)
+
+
+CONTEXT = """
+import contextvars, threading
+import numpy as np
+from minloader import Loader, prefetch
+from concurrent.futures import ThreadPoolExecutor
+
+variable = contextvars.ContextVar("variable", default="nobody's")
+variable.set("the consumer's")
+
+def look(item):
+    return np.geterr()["divide"], variable.get()
+
+with np.errstate(divide="raise"), Loader(look, range(2), executor="thread") as loader:
+    print(*set(loader))
+    print(*set(prefetch(loader, look)))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(look(0)))
+    thread.start()
+    thread.join()
+    print(*found)
+"""
+
+
+@pytest.mark.parametrize("inherit", "01")
+def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
+    """The function of prefetch is the consumer's: it has what Python gives any thread."""
+    done = subprocess.run(
+        [sys.executable, "-X", f"thread_inherit_context={inherit}", "-c", CONTEXT],
+        env={**os.environ, "PYTHONPATH": str(Path(minloader.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    batches, prefetched, any_thread = done.stdout.splitlines()
+    assert batches == str(("warn", "nobody's"))
+    assert prefetched == any_thread
+    inherits = inherit == "1" and sys.version_info >= (3, 14)
+    assert any_thread == (str(("raise", "the consumer's")) if inherits else batches)
+
+
+# --- jobs of loaders of other processes --------------------------------------------------------
+
+
+@pytest.fixture
+def reference(monkeypatch) -> Iterator[JobReference]:
+    monkeypatch.setattr(foreign, "loaded_jobs", {})
+    job_file = JobFile("here")
+    told = 1, 0, foreign._versions()
+    yield JobReference(job_file.address.token, *told, job_file.address, (), 0)
+    job_file.close()
+
+
+def test_a_loader_is_closed_while_its_job_is_looked_for(reference):
+    def call() -> None:
+        foreign.loaded_jobs.clear()
+        assert foreign._find_job(reference).job == "here"
+
+    assert at_each_step(foreign._find_job, call, lambda: foreign.loaded_jobs.clear()) > 50
+
+
+def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
+    class Former:
+        """The connections of all end while this one is asked."""
+
+        @property
+        def may_be_needed(self) -> bool:
+            foreign.loaded_jobs.clear()
+            return False
+
+    foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
+    assert foreign._find_job(reference).job == "here"
+
+
+# --- batches that threads make in the calling process ------------------------------------------
+
+
+class Pair:
+    """Two datasets, used in two threads: either waits in its batch for a batch of the other."""
+
+    def __init__(self) -> None:
+        self.entered = [threading.Event(), threading.Event()]
+
+    def dataset(self, me: int) -> Callable[[int], Any]:
+        def draw(item: int) -> Any:
+            self.entered[me].set()
+            before = random.random(), np.random.random()
+            self.entered[1 - me].wait(0.2)  # in vain, since it waits for us
+            info = get_worker_info()
+            assert info is not None
+            return item, before, random.random(), np.random.random(), info.rng.random()
+
+        return draw
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What functions return that are called in threads at the same time."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [future.result() for future in [threads.submit(each) for each in functions]]
+
+
+def test_two_loaders_make_batches_here_in_two_threads():
+    pair = Pair()
+    loaders = [Loader(pair.dataset(me), range(2), num_workers=0, seed=me) for me in (0, 1)]
+    state = random.getstate()
+    together = in_threads(*(partial(list, loader) for loader in loaders))
+    assert random.getstate() == state
+    for loader, batches in zip(loaders, together, strict=True):
+        loader.set_epoch(0)
+        assert list(loader) == batches
+
+
+def test_two_epochs_make_batches_here_in_two_threads():
+    pair = Pair()
+    numbers = itertools.count()
+
+    def draw(item: int) -> Any:
+        return pair.dataset(next(numbers) % 2)(item)
+
+    with Loader(draw, range(2), num_workers=0) as loader:
+        together = in_threads(*(partial(list, epoch) for epoch in [iter(loader), iter(loader)]))
+        loader.set_epoch(0)
+        assert [list(loader), list(loader)] == together
+
+
+@pytest.fixture
+def patience(monkeypatch) -> None:
+    """Batches that wait for others do so for a moment only."""
+    monkeypatch.setattr(seeds, "_patience", 0.1)
+
+
+@pytest.mark.parametrize("read", [list, lambda inner: list(prefetch(inner, abs))])
+def test_a_batch_may_need_others_that_are_made_here(read, patience, caplog):
+    """In its own thread, or in another one, which it waits for."""
+
+    def outer(item: int) -> Any:
+        return random.random(), read(inner), random.random()
+
+    with (
+        Loader(lambda item: random.random(), range(3), num_workers=0) as inner,
+        Loader(outer, range(3), num_workers=0) as loader,
+    ):
+        batches = list(loader)
+    for ordinal, (first, numbers, last) in enumerate(batches):
+        generator = random.Random(batch_seed(0, 0, ordinal))
+        assert (first, last) == (generator.random(), generator.random())
+        assert len(numbers) == 3
+    assert len(caplog.messages) == (read is not list)
+    for message in caplog.messages:
+        assert message.startswith("a batch with num_workers=0 has waited 0.1 s for one in another")
+        assert "draw from get_worker_info().rng" in message
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_waits_for_no_batch_of_its_parent(caplog):
+    entered, released = threading.Event(), threading.Event()
+
+    def wait(item: int) -> bool:
+        entered.set()
+        return released.wait()
+
+    with ThreadPoolExecutor(1) as thread, Loader(wait, range(1), num_workers=0) as loader:
+        future = thread.submit(list, loader)
+        entered.wait()
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            with Loader(abs, range(2), num_workers=0) as other:
+                os._exit(list(other) != [0, 1] or len(caplog.messages))
+        status = os.waitpid(child, 0)[1]
+        released.set()
+        assert (status, future.result()) == (0, [True])
+
+
+# --- modules that another thread imports -------------------------------------------------------
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch) -> Iterator[str]:
+    """The name of a module that nothing has imported."""
+    (tmp_path / "comes_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "comes_late"
+    sys.modules.pop("comes_late", None)
+
+
+@pytest.mark.parametrize("function", [when_imported, forget])
+def test_a_module_is_imported_while_it_is_waited_for(function, late):
+    before = list(sys.meta_path)
+    seen: list[Any] = []
+
+    def call() -> None:
+        sys.modules.pop(late, None)
+        seen.clear()
+        when_imported(late, seen.append)
+        forget(late, seen.append)
+        assert (late in sys.modules) >= bool(seen)
+        assert function is forget or (late in sys.modules) == bool(seen)
+        assert sys.meta_path == before
+
+    assert at_each_step(function, call, lambda: importlib.import_module(late)) > 5
+
+
+def test_a_batch_ends_while_another_thread_imports(monkeypatch):
+    def call() -> None:
+        monkeypatch.setattr(seeds, "_value", 5)
+        seeds._seed_arrival(np.random)
+
+    state = np.random.get_state()
+    try:
+        assert at_each_step(seeds._seed_arrival, call, lambda: setattr(seeds, "_value", None)) > 5
+    finally:
+        np.random.set_state(state)
+
+
+def test_batches_are_made_here_while_another_thread_imports_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it has nothing yet
+    with Loader(abs, range(3), num_workers=0) as loader:
+        assert list(loader) == [0, 1, 2]
