@@ -19,7 +19,6 @@ from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
-from minloader._memory.limits import processors
 from tests.conftest import eventually
 from tests.helpers import Squares
 
@@ -368,24 +367,6 @@ def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
     )
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
     assert "past the 2 processors there are" in busy.verdict
-
-
-@pytest.mark.parametrize(
-    ("files", "count"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 2),
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 64),
-        ({}, 64),
-    ],
-)
-def test_processors_that_a_container_allows(monkeypatch, tmp_path, files, count):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr("minloader._memory.limits._groups", lambda controller: [str(tmp_path)])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert processors() == count
 
 
 def test_nothing_delivered_nothing_to_say(make):

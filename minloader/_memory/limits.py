@@ -92,8 +92,16 @@ def _limit(group: str) -> int:
 
 
 def _usage(group: str) -> int:
+    """Bytes that a control group uses, without its cache of files: the kernel frees that at need.
+
+    Shared memory is no part of that cache, though it is made of files: it counts.
+    """
     words = _words(group, "memory.usage_in_bytes", "memory.current")
-    return int(words[0]) if words else 0
+    stat = _words(group, "memory.stat")
+    total = "total_" if "total_cache" in stat else ""  # version 1 counts subgroups apart
+    names = [total + "inactive_file", total + "active_file"]
+    cache = sum(int(stat[stat.index(name) + 1]) for name in names if name in stat)
+    return max(0, int(words[0]) - cache) if words else 0
 
 
 def _kills(group: str) -> int:
