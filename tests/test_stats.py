@@ -222,7 +222,11 @@ def test_tasks_in_flight():
 
 
 def test_stats_are_for_any_thread_to_ask():
-    """Another one may begin an epoch while the epochs are looked through."""
+    """Another one may begin an epoch while the epochs are looked through.
+
+    Until CPython 3.13 they are looked through again then; from 3.14 a WeakSet is walked in a copy.
+    """
+    looks = 1 if sys.version_info >= (3, 14) else 2
 
     class Disturbed(type(inspect(Loader(Squares(), num_workers=0)).group.users)):
         times = 0
@@ -238,8 +242,9 @@ def test_stats_are_for_any_thread_to_ask():
     with Loader(Sleepy(), range(40), num_workers=2) as loader:
         epochs = [iter(loader)]
         inspect(loader).group.users = Disturbed(epochs)
+        assert loader.stats.in_flight == 4 * looks
+        assert Disturbed.times == looks + 1  # once for the beginning of the other
         assert loader.stats.in_flight == 8
-        assert Disturbed.times > 1
         epochs.clear()
 
 
@@ -506,6 +511,7 @@ with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
     assert {entry["name"] for entry in read_trace(path)} >= {"wait", "draw", "task"}
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_writes_nothing_into_the_trace(tmp_path):
     path = tmp_path / "run.json"
     with Loader(Squares(3), num_workers=0, trace=path) as loader:
