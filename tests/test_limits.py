@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import minloader
-from minloader._memory.limits import free_memory, memory_limit, processors
+from minloader._memory.limits import free_memory, memory_limit, processors, remedy
 
 ROOT = Path(minloader.__file__).parents[1]
 
@@ -121,3 +123,77 @@ def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path
     if usage < 0.9 * limit:
         pytest.skip("what is read of a file is not counted in its reader's control group")
     assert overflowed == 0
+
+
+# --- little of everything
+
+
+def python(code: str, *before: str) -> str:
+    """Runs a program, behind the words of another one, and gives what it printed."""
+    result = subprocess.run(
+        [*before, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.stderr == ""
+    return result.stdout
+
+
+TRIED = """
+import errno, os, sys
+from minloader import Loader
+try:
+    with Loader([1, 2, 3], num_workers=2) as loader:
+        print(list(loader))
+except OSError as error:
+    print(errno.errorcode[error.errno], *error.__notes__)
+with Loader([1, 2, 3], num_workers=2, executor="thread") as loader:
+    assert list(loader) == [1, 2, 3]
+del loader
+"""
+
+
+def test_few_descriptors_are_enough():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    assert python(limit + TRIED) == "[1, 2, 3]\n"
+
+
+def test_too_few_descriptors_are_told():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"
+    said = python(limit + TRIED)
+    assert said.startswith("EMFILE minloader: batch 0 of epoch 0, item 0, in the parent, ")
+    assert "need more open files: raise the limit (ulimit -n), or use fewer (num_workers=0" in said
+
+
+def test_processes_without_semaphores_are_told():
+    """They are files in /dev/shm; batches are not."""
+    mount = "mount -t tmpfs -o ro tmpfs /dev/shm"
+    before = ["unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("programs cannot be given a /dev/shm of their own here")
+    said = python(TRIED, *before)
+    assert said.startswith("EROFS minloader: batch 0 of epoch 0, item 0, in the parent, ")
+    assert "let it be there, writable, and not full, or use fewer (num_workers=0" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "need"),
+    [
+        (OSError(errno.EMFILE, "?"), "ulimit -n"),
+        (BlockingIOError(errno.EAGAIN, "?"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(errno.ENOSPC, "?"), "/dev/shm"),
+        (OSError(errno.ENOSPC, "?", "file"), ""),
+        (RuntimeError("the pool is closed"), ""),
+        (OSError("?"), ""),
+        (ValueError(errno.EMFILE), ""),
+    ],
+)
+def test_what_to_do_about_it(error, need):
+    assert need in remedy(error)
+    assert bool(need) == bool(remedy(error))

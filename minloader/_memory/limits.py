@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import Any
 
 NO_LIMIT = 1 << 60
 """Bytes from which a limit is none."""
@@ -54,6 +56,31 @@ def most_files() -> int:
         return 512
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+_NEEDS: dict[Any, str] = {
+    errno.EMFILE: "need more open files: raise the limit (ulimit -n)",
+    errno.ENFILE: "need more open files than the machine allows",
+    errno.EAGAIN: "are processes and threads, and need more of them: raise the limit (ulimit -u, "
+    "or pids.max of a control group)",
+    errno.ENOMEM: "need more memory, or address space (ulimit -v)",
+    **dict.fromkeys(
+        (errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOSYS, errno.ENOENT),
+        "need semaphores, which are in /dev/shm: let it be there, writable, and not full",
+    ),
+}
+
+
+def remedy(error: Exception) -> str:
+    """What to do when the system refuses what a worker needs, to follow a message; "" if unknown.
+
+    An error that names a file is about that file, which is none of these.
+    """
+    number = getattr(error, "errno", 0) if getattr(error, "filename", None) is None else 0
+    if str(error) == "can't start new thread":  # a RuntimeError, which has no number
+        number = errno.EAGAIN
+    need = _NEEDS.get(number)
+    return f"; workers {need}, or use fewer (num_workers=0 needs none of it)" if need else ""
 
 
 # --- Control groups. Each file has one name in version 1 and another in version 2.
