@@ -161,6 +161,43 @@ def made_and_room(batches: Any) -> tuple[int, int]:
     return exchange.ready.qsize(), exchange.room.qsize()
 
 
+def _memory_group() -> tuple[Path, str] | None:
+    """The control group of this process that limits memory, if it may be divided; its file."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            folder, name = Path("/sys/fs/cgroup/memory", path.strip("/")), "memory.limit_in_bytes"
+        elif not controllers:
+            folder, name = Path("/sys/fs/cgroup", path.strip("/")), "memory.max"
+            control = folder / "cgroup.subtree_control"
+            if not control.exists() or "memory" not in control.read_text().split():
+                continue
+        else:
+            continue
+        if os.access(folder, os.W_OK) and (folder / "cgroup.procs").exists():
+            return folder, name
+    return None
+
+
+@pytest.fixture
+def small_group() -> Iterator[tuple[Path, int]]:
+    """A control group with little memory, for a process to enter; and how many bytes that is."""
+    found, limit = _memory_group(), 300 << 20
+    if found is None:
+        pytest.skip("no control group for memory that may be divided")
+    folder = found[0] / f"test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / found[1]).write_text(str(limit))
+    except OSError as error:
+        if folder.exists():
+            folder.rmdir()
+        pytest.skip(f"control groups cannot be made here: {error}")
+    yield folder, limit
+    eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
 def _target(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")

@@ -1114,24 +1114,6 @@ def test_an_address_space_that_ends():
         assert loader.stats.replaced == 0
 
 
-def memory_group() -> tuple[Path, str] | None:
-    """The control group of this process that limits memory, if it may be divided; its file."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            folder, name = Path("/sys/fs/cgroup/memory", path.strip("/")), "memory.limit_in_bytes"
-        elif not controllers:
-            folder, name = Path("/sys/fs/cgroup", path.strip("/")), "memory.max"
-            control = folder / "cgroup.subtree_control"
-            if not control.exists() or "memory" not in control.read_text().split():
-                continue
-        else:
-            continue
-        if os.access(folder, os.W_OK) and (folder / "cgroup.procs").exists():
-            return folder, name
-    return None
-
-
 GREEDY = """
 import os, pathlib, sys
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
@@ -1150,36 +1132,20 @@ with Loader(Greedy(), [1000, 2_000_000_000, 2000], retries=1) as loader:
 
 
 @pytest.mark.slow
-def test_out_of_memory_in_a_control_group():
-    found = memory_group()
-    if found is None:
-        pytest.skip("no control group for memory that may be divided")
-    group, name = found
-    folder = group / f"test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / name).write_text(str(300 << 20))
-    except OSError as error:
-        with_folder = folder.exists()
-        if with_folder:
-            folder.rmdir()
-        pytest.skip(f"control groups cannot be made here: {error}")
-    try:
-        result = subprocess.run(
-            [sys.executable, "-c", GREEDY, str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
-        )
-        first, error, last, retries = result.stdout.splitlines()
-        assert (first, last, retries) == ("1000", "2000", "1")
-        assert "killed by signal 9 (SIGKILL): out of memory" in error
-        assert f"by the limit of {300 << 20} bytes of a control group (tried 2 times)" in error
-    finally:
-        eventually(lambda: not (folder / "cgroup.procs").read_text())
-        folder.rmdir()
+def test_out_of_memory_in_a_control_group(small_group):
+    folder, limit = small_group
+    result = subprocess.run(
+        [sys.executable, "-c", GREEDY, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
+    )
+    first, error, last, retries = result.stdout.splitlines()
+    assert (first, last, retries) == ("1000", "2000", "1")
+    assert "killed by signal 9 (SIGKILL): out of memory" in error
+    assert f"by the limit of {limit} bytes of a control group (tried 2 times)" in error
 
 
 # --- after all of it -----------------------------------------------------------------------------

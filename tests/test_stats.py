@@ -19,7 +19,6 @@ from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
-from minloader._memory.limits import processors
 from tests.conftest import eventually
 from tests.helpers import Squares
 
@@ -223,7 +222,11 @@ def test_tasks_in_flight():
 
 
 def test_stats_are_for_any_thread_to_ask():
-    """Another one may begin an epoch while the epochs are looked through."""
+    """Another one may begin an epoch while the epochs are looked through.
+
+    Until CPython 3.13 they are looked through again then; from 3.14 a WeakSet is walked in a copy.
+    """
+    looks = 1 if sys.version_info >= (3, 14) else 2
 
     class Disturbed(type(inspect(Loader(Squares(), num_workers=0)).group.users)):
         times = 0
@@ -239,8 +242,9 @@ def test_stats_are_for_any_thread_to_ask():
     with Loader(Sleepy(), range(40), num_workers=2) as loader:
         epochs = [iter(loader)]
         inspect(loader).group.users = Disturbed(epochs)
+        assert loader.stats.in_flight == 4 * looks
+        assert Disturbed.times == looks + 1  # once for the beginning of the other
         assert loader.stats.in_flight == 8
-        assert Disturbed.times > 1
         epochs.clear()
 
 
@@ -368,24 +372,6 @@ def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
     )
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
     assert "past the 2 processors there are" in busy.verdict
-
-
-@pytest.mark.parametrize(
-    ("files", "count"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 2),
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 64),
-        ({}, 64),
-    ],
-)
-def test_processors_that_a_container_allows(monkeypatch, tmp_path, files, count):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr("minloader._memory.limits._groups", lambda controller: [str(tmp_path)])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert processors() == count
 
 
 def test_nothing_delivered_nothing_to_say(make):
@@ -525,6 +511,7 @@ with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
     assert {entry["name"] for entry in read_trace(path)} >= {"wait", "draw", "task"}
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_writes_nothing_into_the_trace(tmp_path):
     path = tmp_path / "run.json"
     with Loader(Squares(3), num_workers=0, trace=path) as loader:

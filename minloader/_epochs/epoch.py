@@ -45,6 +45,7 @@ from minloader._epochs.state import Ledger, Progress
 from minloader._errors import SKIP, WorkerDied
 from minloader._insight.counters import Counters
 from minloader._memory import pickling
+from minloader._memory.limits import remedy
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem, Pool
 from minloader._worker.messages import Failure, Reply, Task
@@ -403,6 +404,7 @@ class Epoch(TimedIterator):
             else:
                 # An item that cannot be pickled is one batch lost; no workers to be had, all.
                 stage, fatal = "when it was sent to a worker", packed is not None
+                stage += remedy(error) if fatal else ""
                 failed.set_result(_replied(error, stage=stage, fatal=fatal))
         if slots is not None and slot is not None:
             slots.discard(slot)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import Any
 
 NO_LIMIT = 1 << 60
 """Bytes from which a limit is none."""
@@ -56,6 +58,31 @@ def most_files() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
+_NEEDS: dict[Any, str] = {
+    errno.EMFILE: "need more open files: raise the limit (ulimit -n)",
+    errno.ENFILE: "need more open files than the machine allows",
+    errno.EAGAIN: "are processes and threads, and need more of them: raise the limit (ulimit -u, "
+    "or pids.max of a control group)",
+    errno.ENOMEM: "need more memory, or address space (ulimit -v)",
+    **dict.fromkeys(
+        (errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOSYS, errno.ENOENT),
+        "need semaphores, which are in /dev/shm: let it be there, writable, and not full",
+    ),
+}
+
+
+def remedy(error: Exception) -> str:
+    """What to do when the system refuses what a worker needs, to follow a message; "" if unknown.
+
+    An error that names a file is about that file, which is none of these.
+    """
+    number = getattr(error, "errno", 0) if getattr(error, "filename", None) is None else 0
+    if str(error) == "can't start new thread":  # a RuntimeError, which has no number
+        number = errno.EAGAIN
+    need = _NEEDS.get(number)
+    return f"; workers {need}, or use fewer (num_workers=0 needs none of it)" if need else ""
+
+
 # --- Control groups. Each file has one name in version 1 and another in version 2.
 
 
@@ -92,8 +119,16 @@ def _limit(group: str) -> int:
 
 
 def _usage(group: str) -> int:
+    """Bytes that a control group uses, without its cache of files: the kernel frees that at need.
+
+    Shared memory is no part of that cache, though it is made of files: it counts.
+    """
     words = _words(group, "memory.usage_in_bytes", "memory.current")
-    return int(words[0]) if words else 0
+    stat = _words(group, "memory.stat")
+    total = "total_" if "total_cache" in stat else ""  # version 1 counts subgroups apart
+    names = [total + "inactive_file", total + "active_file"]
+    cache = sum(int(stat[stat.index(name) + 1]) for name in names if name in stat)
+    return max(0, int(words[0]) - cache) if words else 0
 
 
 def _kills(group: str) -> int:

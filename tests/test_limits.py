@@ -1,0 +1,199 @@
+"""What the system lets a process have: how it is found out, and what happens where it is little."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minloader
+from minloader._memory.limits import free_memory, memory_limit, processors, remedy
+
+ROOT = Path(minloader.__file__).parents[1]
+
+# --- control groups
+
+
+@pytest.fixture
+def group(monkeypatch, tmp_path):
+    """The folder of the one control group that this process seems to be in."""
+    monkeypatch.setattr("minloader._memory.limits._groups", lambda controller: [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 64),
+        ({}, 64),
+    ],
+)
+def test_processors_that_a_container_allows(monkeypatch, group, files, count):
+    for name, text in files.items():
+        (group / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert processors() == count
+
+
+VERSION_1 = {
+    "memory.limit_in_bytes": "1000000\n",
+    "memory.usage_in_bytes": "999000\n",
+    "memory.stat": "cache 700000\nrss 20\ninactive_anon 9\ninactive_file 3\nactive_file 3\n"
+    "total_cache 800000\ntotal_inactive_anon 4\ntotal_inactive_file 600000\n"
+    "total_active_file 100000\n",
+}
+VERSION_2 = {
+    "memory.max": "1000000\n",
+    "memory.current": "999000\n",
+    "memory.stat": "anon 20\nfile 800000\nshmem 4\ninactive_anon 4\nactive_anon 0\n"
+    "inactive_file 600000\nactive_file 100000\nunevictable 0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        (VERSION_1, 701_000),
+        (VERSION_2, 701_000),
+        (VERSION_2 | {"memory.stat": ""}, 1000),
+        (VERSION_1 | {"memory.usage_in_bytes": "600000\n"}, 1_000_000),  # it changes meanwhile
+        ({"memory.max": "1000000\n"}, 1_000_000),
+    ],
+)
+def test_files_that_a_container_has_read_leave_its_memory_free(group, files, free):
+    """The kernel drops what it has cached of them when somebody needs the memory."""
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert memory_limit() == 1_000_000
+    assert free_memory() == free
+
+
+@pytest.mark.parametrize("files", [{}, {"memory.max": "max\n", "memory.current": "5\n"}])
+def test_a_group_without_a_limit(group, files):
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert memory_limit() == 1 << 60
+    assert 0 < free_memory() < 1 << 60
+
+
+STREAMER = """
+import os, pathlib, sys
+import numpy as np
+folder, file = map(pathlib.Path, sys.argv[1:])
+(folder / "cgroup.procs").write_text(str(os.getpid()))
+from minloader import Loader
+from minloader._memory.limits import free_memory
+for _ in range(2):
+    with open(file, "rb", buffering=0) as stream:
+        while stream.read(1 << 20):
+            pass
+names = "memory.usage_in_bytes", "memory.current"
+print(sum(int((folder / name).read_text()) for name in names if (folder / name).exists()))
+with Loader(np.ones, [1_000_000] * 8, num_workers=1) as loader:
+    for batch in loader:
+        assert batch.sum() == 1_000_000
+    print(loader.stats.overflowed)
+"""
+
+
+@pytest.mark.parametrize("size", [280 << 20, 500 << 20])
+def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path, size):
+    """Twice: the kernel takes a file for one in use then, unless it does not fit."""
+    folder, limit = small_group
+    large = tmp_path / "large"
+    with open(large, "wb") as file:
+        file.truncate(size)
+    result = subprocess.run(
+        [sys.executable, "-c", STREAMER, str(folder), str(large)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.stderr == ""
+    usage, overflowed = map(int, result.stdout.split())
+    if usage < 0.9 * limit:
+        pytest.skip("what is read of a file is not counted in its reader's control group")
+    assert overflowed == 0
+
+
+# --- little of everything
+
+
+def python(code: str, *before: str) -> str:
+    """Runs a program, behind the words of another one, and gives what it printed."""
+    result = subprocess.run(
+        [*before, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.stderr == ""
+    return result.stdout
+
+
+TRIED = """
+import errno, os, sys
+from minloader import Loader
+try:
+    with Loader([1, 2, 3], num_workers=2) as loader:
+        print(list(loader))
+except OSError as error:
+    print(errno.errorcode[error.errno], *error.__notes__)
+with Loader([1, 2, 3], num_workers=2, executor="thread") as loader:
+    assert list(loader) == [1, 2, 3]
+del loader
+"""
+
+
+def test_few_descriptors_are_enough():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    assert python(limit + TRIED) == "[1, 2, 3]\n"
+
+
+def test_too_few_descriptors_are_told():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"
+    said = python(limit + TRIED)
+    assert said.startswith("EMFILE minloader: batch 0 of epoch 0, item 0, in the parent, ")
+    assert "need more open files: raise the limit (ulimit -n), or use fewer (num_workers=0" in said
+
+
+def test_processes_without_semaphores_are_told():
+    """They are files in /dev/shm; batches are not."""
+    mount = "mount -t tmpfs -o ro tmpfs /dev/shm"
+    before = ["unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("programs cannot be given a /dev/shm of their own here")
+    said = python(TRIED, *before)
+    assert said.startswith("EROFS minloader: batch 0 of epoch 0, item 0, in the parent, ")
+    assert "let it be there, writable, and not full, or use fewer (num_workers=0" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "need"),
+    [
+        (OSError(errno.EMFILE, "?"), "ulimit -n"),
+        (BlockingIOError(errno.EAGAIN, "?"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(errno.ENOSPC, "?"), "/dev/shm"),
+        (OSError(errno.ENOSPC, "?", "file"), ""),
+        (RuntimeError("the pool is closed"), ""),
+        (OSError("?"), ""),
+        (ValueError(errno.EMFILE), ""),
+    ],
+)
+def test_what_to_do_about_it(error, need):
+    assert need in remedy(error)
+    assert bool(need) == bool(remedy(error))
