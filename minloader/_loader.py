@@ -253,13 +253,15 @@ class Loader:
     def stats(self) -> Stats:
         """A copy of what was counted so far; see :class:`Stats`."""
         group = self._group
-        slots = [pool.slots.used for pool in group.pools if pool.slots is not None]
+        slots = [pool.slots for pool in group.pools if pool.slots is not None]
+        used = [each.used for each in slots]
         return self._settings.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
             in_flight=group.in_flight,
-            slots=sum(count for count, _ in slots),
-            slot_bytes=sum(size for _, size in slots),
+            slots=sum(count for count, _ in used),
+            slot_bytes=sum(size for _, size in used),
+            slot_limit=sum(each.budget for each in slots),
             replaced=group.replaced,
         )
 

@@ -87,6 +87,17 @@ class Computing(Unlike):
         return time.perf_counter()
 
 
+class Starting(Unlike):
+    """Takes some 20 ms of two processors at once, in programs that it starts."""
+
+    def __getitem__(self, index: int) -> float:
+        loop = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done"
+        programs = [subprocess.Popen(["sh", "-c", loop]) for _ in range(2)]
+        for program in programs:
+            program.wait()
+        return time.perf_counter()
+
+
 class Failing(Healthy):
     """Opens files, until there are no more to open, after 0.8 s."""
 

@@ -8,6 +8,7 @@ import pty
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,9 @@ import pytest
 from conftest import eventually
 
 from minloader import Loader
+from minloader._insight.counters import Stats
 from minloader._inspect import inspect
-from minloader.doctor import Report, examine, main, steady_growth
+from minloader.doctor import Report, Row, examine, findings, main, steady_growth
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -219,6 +222,85 @@ def test_a_stream_has_its_shards():
         lambda report: report.serialized.answer == "no",
     )
     serialized(lambda: Loader(patients.Stream()), "num_workers was 1 when")
+
+
+# --- conclusions, from figures that are given
+
+
+def trial(workers: int, rate: float, noise: float = 0.01, **stats: float) -> Any:
+    """A trial of a second, in which all workers were busy."""
+    row = Row(workers, 2, 100, rate, noise, 0.0, 1.0, 1.0, 1, 0.1)
+    counted = Stats(batches=100, wait=1.0, dataset=workers, num_workers=workers, **stats)
+    return SimpleNamespace(row=row, stats=counted, inspection=SimpleNamespace(shards=None))
+
+
+@pytest.mark.parametrize(
+    ("spent", "cause"),
+    [
+        ({"computing": 1.9, "queued": 0.1}, "all processors are busy, since a batch takes several"),
+        ({"computing": 0.8, "queued": 1.2}, "workers wait for a processor 60 % of the time"),
+        (
+            {"computing": 0.02, "queued": 0.08, "asleep": 1.9},
+            "workers compute only 1 % of the time, and wait in the dataset for the rest",
+        ),
+        ({}, "other programs may have the processors"),
+    ],
+)
+def test_why_more_workers_do_not_help(
+    spent: dict[str, float], cause: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("minloader.doctor.findings.processors", lambda: 2)
+    verdict = findings.serialized([trial(1, 100), trial(2, 101, **spent)], 0)
+    assert verdict.answer == "yes"
+    assert cause in verdict.text
+    assert ("lock" in verdict.text) == ("asleep" in spent)
+
+
+def test_programs_that_a_dataset_starts_count():
+    """Each batch takes two processors, and there are two."""
+    before = os.sched_getaffinity(0)
+    two = sorted(before)[:2]
+    if len(two) < 2:
+        pytest.skip("there is one processor")
+    try:
+        os.sched_setaffinity(0, two)
+        serialized(lambda: Loader(patients.Starting()), "processor", seconds=1)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1, 0.2])
+def test_what_is_within_the_noise_is_not_recommended(noise: float):
+    """All are as fast as the other, but for chance: in another run, another one is fastest."""
+    rng = random.Random(0)
+
+    def run() -> list[Any]:
+        quarters = [[rng.gauss(100, 200 * noise) for _ in range(4)] for _ in range(4)]
+        rates = [max(1.0, statistics.fmean(each)) for each in quarters]
+        errors = [statistics.stdev(each) / 200 for each in quarters]
+        return [trial(n + 1, rates[n], errors[n]) for n in range(4)]
+
+    picked = [findings.pick(run(), 0).row.num_workers for _ in range(1000)]
+    assert picked.count(1) > 950
+
+
+def test_what_is_outside_the_noise_is_recommended():
+    trials = [trial(1, 100, 0.5), trial(2, 300, 0.03), trial(4, 310, 0.05)]
+    best = findings.pick(trials, 0).row
+    assert best.num_workers == 2
+    text = findings.recommend(best, [each.row for each in trials], 0)
+    assert "3.0 times as many as with 1 worker" in text
+    assert "More workers add 3 %." in text
+
+
+def test_what_may_be_chance_is_called_so():
+    trials = [trial(1, 100, 0.05), trial(2, 112, 0.05)]
+    best = findings.pick(trials, 0).row
+    assert best.num_workers == 1
+    text = findings.recommend(best, [each.row for each in trials], 0)
+    assert text.endswith(
+        "More workers add 12 %, which may be chance (+- 23 %): more --seconds would tell."
+    )
 
 
 # --- settings

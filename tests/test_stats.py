@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
+from minloader._memory.limits import processors
+from minloader._worker.processor_time import Meter
 from tests.conftest import eventually
 from tests.helpers import Squares
 
@@ -86,6 +89,10 @@ def unpack_slowly(index):
 
 def large(index):
     return np.full(2_000_000, index, np.uint8)
+
+
+def small(index):
+    return np.full(16_000, index, np.float32)
 
 
 def start_slowly(info):
@@ -389,6 +396,174 @@ def test_the_table(make):
         assert f"\n{name} " in table
     assert "busy " in table
     assert max(map(len, table.splitlines()[1:])) <= 100
+
+
+# --- what the workers did in their time
+
+
+def burn(seconds):
+    """Take so much processor time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+BURN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
+
+
+class Burning:
+    """0.1 s of processor time for each sample: here, in programs that end, in one that lives."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def __getitem__(self, index):
+        if self.where == "here":
+            burn(0.1)
+            return index
+        pipe = subprocess.PIPE
+        program = subprocess.Popen([sys.executable, "-c", BURN], stdin=pipe, stdout=pipe)
+        program.stdout.readline()
+        if self.where == "ended":
+            program.communicate(b"\n")
+        else:
+            LIVING.append(program)
+        return index
+
+
+LIVING: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.mark.parametrize("where", ["here", "ended", "living"])
+def test_what_programs_compute_counts_as_computing(where):
+    with Loader(Burning(where), range(10), num_workers=1) as loader:
+        stats = run(loader)
+    assert stats.computing >= 0.5  # of 1 s: all but that of the last samples
+    assert "\ncomputing " in str(stats)
+
+
+def test_waiting_for_a_processor_is_not_waiting_for_files():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        with Loader(Burning("here"), range(12), num_workers=2) as loader:
+            stats = run(loader)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert stats.queued > max(0.2 * stats.computing, 2 * stats.asleep), str(stats)
+    with Loader(Sleepy(), num_workers=2) as loader:
+        stats = run(loader)
+    assert stats.asleep > 2 * (stats.computing + stats.queued), str(stats)
+
+
+def test_what_comes_before_the_first_batch_is_not_computed_for_it():
+    init = lambda info: burn(1.0)  # noqa: E731
+    with Loader(Sleepy(5), num_workers=1, worker_init_fn=init) as loader:
+        assert run(loader).computing < 1.0
+
+
+def test_threads_are_not_told_apart():
+    with Loader(Sleepy(3), num_workers=2, executor="thread") as loader:
+        stats = run(loader)
+    assert stats.computing == stats.queued == stats.asleep == 0
+    assert "computing" not in str(stats)
+
+
+class Kernel:
+    """Files as in /proc, for a process and what it started."""
+
+    def __init__(self, path):
+        self.path = path
+        self.children = {}
+
+    def set(self, pid, ticks=(0, 0, 0, 0), threads=((0, 0),), children=()):
+        """Ticks: user and system time, and those of children that ended. Threads: ns of each."""
+        folder = self.path / str(pid)
+        folder.mkdir(exist_ok=True)
+        fields = ["R", *["0"] * 10, *map(str, ticks), "0"]
+        (folder / "stat").write_bytes(
+            f"{pid} (a ) \xff ".encode("latin-1") + b") " + " ".join(fields).encode()
+        )
+        for n, (ran, waited) in enumerate(threads):
+            task = folder / "task" / str(pid + n)
+            task.mkdir(parents=True, exist_ok=True)
+            (task / "schedstat").write_text(f"{ran} {waited} 7\n")
+            (task / "children").write_text(" ".join(map(str, children)) if n == 0 else "")
+
+
+def test_the_files_that_are_read(tmp_path):
+    tick, second = os.sysconf("SC_CLK_TCK"), 10**9
+    kernel, pid = Kernel(tmp_path), os.getpid()
+    kernel.set(pid, (9 * tick, 0, 0, 0), [(9 * second, second)])
+    meter = Meter(str(tmp_path))
+
+    # One second here, and two in a thread of a child that lives; it waited one.
+    kernel.set(pid, (10 * tick, 0, 0, 0), [(10 * second, second)], [1000, 2000])
+    kernel.set(1000, (tick, tick, 0, 0), [(0, 0), (2 * second, second)])
+    assert meter.add(100) == (3, 1, 96)
+
+    # The child has ended, with another second. How long it waited nobody knows: as long as we did.
+    kernel.set(pid, (11 * tick, 0, 2 * tick, tick), [(11 * second, 2 * second)])
+    assert meter.add(100) == (2, 2, 96)
+
+    # It cannot have waited longer than it took.
+    kernel.set(pid, (11 * tick, 0, 92 * tick, tick), [(int(11.1 * second), 3 * second)])
+    assert meter.add(100) == (90, 10, 0)
+
+    # Two threads at once.
+    threads = [(int(81.1 * second), 43 * second), (70 * second, 40 * second)]
+    kernel.set(pid, (151 * tick, 0, 92 * tick, tick), threads)
+    assert meter.add(100) == (140, 80, 0)
+    assert meter.add(0) is None
+
+
+def test_where_there_are_no_such_files(tmp_path):
+    meter = Meter(str(tmp_path))
+    assert meter.add(100) is None
+    kernel = Kernel(tmp_path)
+    kernel.set(os.getpid())
+    assert meter.add(1e9) is None
+
+
+@pytest.mark.parametrize(
+    ("spent", "cpus", "said"),
+    [
+        ((1.9, 0.05, 0.05), 2, "make it cheaper: it keeps all 2 processors busy"),
+        ((0.9, 1.0, 0.1), 1, "make it cheaper: it keeps the processor busy"),
+        (
+            (1.0, 0.9, 0.1),
+            2,
+            "45 % of the work was waiting for a processor, which the consumer or other programs "
+            "have",
+        ),
+        (
+            (0.1, 0.1, 1.8),
+            2,
+            "90 % of the work was waiting for files, the network or a lock: num_workers past the "
+            "2 processors helps, unless it is a lock",
+        ),
+        ((0.1, 0.1, 1.8), 8, "more workers would help (num_workers)"),
+        ((7.5, 0.1, 0.0), 8, "make it cheaper: it keeps all 8 processors busy"),
+        ((1.2, 0.2, 0.6), 2, "past the 2 processors there are if it waits for files"),
+    ],
+)
+def test_the_advice_depends_on_what_the_workers_did(monkeypatch, spent, cpus, said):
+    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
+    names = ("computing", "queued", "asleep")
+    busy = Stats(
+        batches=100, wait=1.0, dataset=1.96, num_workers=2, **dict(zip(names, spent, strict=True))
+    )
+    assert said in busy.verdict
+
+
+def test_shared_memory_is_what_is_used_and_the_limit_apart():
+    """While tasks are under way, each of which may take a part of the limit."""
+    with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:
+        for _ in loader:
+            stats = loader.stats
+            assert stats.slot_bytes <= stats.slots * 2**20
+            assert stats.slot_limit == 10**9
+    assert re.search(r"^shared memory .* slots, 1 GB at most$", str(stats), re.M), str(stats)
 
 
 # --- the timeline

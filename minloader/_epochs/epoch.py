@@ -570,12 +570,12 @@ class Epoch(TimedIterator):
             place = {"batch": self._ordinal(task.ordinal), "count": made, "epoch": task.epoch}
             counters.made(_track(reply.worker, reply.pid), reply, place)
         if reply.overflowed and not counters.overflowed and slots is not None:
-            count, total = slots.used
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower "
-                "(%d slots hold or may take %d of %d bytes); let go of batches sooner, or set "
-                "shared_memory to more bytes; said once",
-                *(count, total, slots.budget),
+                "(%d slots have %d of %d bytes, and batches under way may take the rest); let go "
+                "of batches sooner, or set shared_memory to more bytes; said once",
+                *slots.used,
+                slots.budget,
             )
         counters.overflowed += reply.overflowed
         limit = self.settings.memory_limit

@@ -39,6 +39,11 @@ class Stats:
         transform: workers' time in ``transform``.
         collate: workers' time in ``collate_fn``.
         transport: workers' time for packing batches, and ``unpacking``.
+        computing: workers' processor time while they made batches, with all programs that they
+            started. This and the next two are sampled, in worker processes where there is
+            ``/proc``; else 0.
+        queued: workers' time of waiting for a processor, with those programs.
+        asleep: workers' time in which neither was so: of waiting for files, the network, locks.
         slowest: longest time that one batch took a worker; for a task of several batches, their
             mean.
         busy: share of ``seconds`` in which a worker made batches, by worker; the time until
@@ -48,7 +53,8 @@ class Stats:
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
         slots: number of pieces of shared memory now, used and free.
-        slot_bytes: most bytes that these may take now.
+        slot_bytes: bytes that these have now.
+        slot_limit: most bytes that they may have together: ``shared_memory``.
         overflowed: number of batches that found no room in shared memory, and came through the
             pipe.
         retries: number of times that a batch was tried again because its worker had died.
@@ -67,6 +73,9 @@ class Stats:
     transform: float = 0.0
     collate: float = 0.0
     transport: float = 0.0
+    computing: float = 0.0
+    queued: float = 0.0
+    asleep: float = 0.0
     slowest: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
     executor: str = "process"
@@ -75,6 +84,7 @@ class Stats:
     chunk_size: int = 1
     slots: int = 0
     slot_bytes: int = 0
+    slot_limit: int = 0
     overflowed: int = 0
     retries: int = 0
     replaced: int = 0
@@ -136,6 +146,11 @@ class Stats:
     def _work(self) -> float:
         """Seconds that all workers together were busy."""
         return sum(self._stages.values())
+
+    @property
+    def _measured(self) -> float:
+        """Seconds of the workers of which it is known how they were spent."""
+        return self.computing + self.queued + self.asleep
 
     @property
     def _starting(self) -> float:
@@ -209,6 +224,11 @@ class Counters(Stats):
         self.transform += transform
         self.collate += collate
         self.transport += packing
+        if reply.processor is not None:
+            computing, queued, asleep = reply.processor
+            self.computing += computing
+            self.queued += queued
+            self.asleep += asleep
         self.bytes += reply.size
         self.work[worker] = self.work.get(worker, 0.0) + reply.seconds
         self.slowest = max(self.slowest, reply.seconds / args["count"])

@@ -126,11 +126,19 @@ def table(stats: Stats) -> list[Row]:
         remark = f"{share(seconds, work)} of the workers' time; {a_batch}{here}"
         rows.append((name, duration(seconds), remark))
     busy = ", ".join(f"{name}: {part:.0%}" for name, part in stats.busy.items())
+    at_most = f", {amount(stats.slot_limit)} at most" if stats.slot_limit else ""
     chunk = f"up to {stats.chunk_size} batches each" if stats.chunk_size > 1 else ""
+    known = stats._measured
+    if known:
+        queued, asleep = share(stats.queued, known), share(stats.asleep, known)
+        remark = f"of it; waited for a processor {queued}, for something else {asleep}"
+        rows.append(
+            ("computing", duration(stats.computing), f"{share(stats.computing, known)} {remark}")
+        )
     rows += [
         ("workers", f"{stats.num_workers}", f"busy {busy}" if busy else ""),
         ("tasks under way", f"{stats.in_flight}", chunk),
-        ("shared memory", amount(stats.slot_bytes), f"{stats.slots} slots"),
+        ("shared memory", amount(stats.slot_bytes), f"{stats.slots} slots{at_most}"),
         ("through the pipe", f"{stats.overflowed}", "batches that found no room there"),
     ]
     failures = [

@@ -22,6 +22,12 @@ STAGES = {
 LITTLE_WORK = 30e-6
 """Seconds of work a batch below which its delivery costs more than its making."""
 
+BUSY = 0.8
+"""Share of all processors from which on these are busy: the consumer and the system need some."""
+
+QUEUED = 0.25
+"""Share of the workers' time, waited for a processor, from which on others are in the way."""
+
 LITTLE_TIME = 200e-6
 """Seconds of the loop a batch below which larger batches are the advice."""
 
@@ -65,23 +71,40 @@ def judge(stats: Stats) -> tuple[str, str]:
     if busy > 0.6 and stats._work > LITTLE_WORK * stats.batches:
         who = {1: "the worker was", 2: "both workers were"}
         were_busy = f"{who.get(workers, f'all {workers} workers were')} busy {share(busy)}"
-        return stage, f"{limit}: {were_busy}, the consumer {waited}; {_speed_up(stats, stage)}"
+        return (
+            stage,
+            f"{limit}: {were_busy}, the consumer {waited}; {_speed_up(stats, stage, total)}",
+        )
     return "", f"the consumer {waited}, but {idle}: {_keep_busy(stats, total, wait)}"
 
 
-def _speed_up(stats: Stats, stage: str) -> str:
+def _speed_up(stats: Stats, stage: str, total: float) -> str:
     """Return the advice where the workers are the limit, most of all in one stage."""
+    cpus = processors()
     if stage == "transport":
         if stats.overflowed > stats.batches / 10:
             return "more shared_memory would help, since batches go through the pipe"
         return "make large arrays with collate or minloader.empty, and few small objects"
     if stats.executor == "thread":
         return "executor='process' would help, unless they wait for files or the network"
-    if stats.num_workers < processors():
+    if stats.computing > BUSY * cpus * total:
+        all_of_them = f"all {cpus} processors" if cpus > 1 else "the processor"
+        return f"make it cheaper: it keeps {all_of_them} busy"
+    if stats.queued > QUEUED * stats._measured:
+        return (
+            f"{share(stats.queued, stats._measured)} of the work was waiting for a processor, "
+            "which the consumer or other programs have"
+        )
+    if stats.num_workers < cpus:
         return "more workers would help (num_workers)"
+    if stats.asleep > 0.5 * stats._measured:
+        return (
+            f"{share(stats.asleep, stats._measured)} of the work was waiting for files, the "
+            f"network or a lock: num_workers past the {cpus} processors helps, unless it is a lock"
+        )
     return (
-        f"make it cheaper, or set num_workers past the {processors()} processors there are if it "
-        "waits for files or the network"
+        f"make it cheaper, or set num_workers past the {cpus} processors there are if it waits "
+        "for files or the network"
     )
 
 

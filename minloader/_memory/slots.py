@@ -90,8 +90,9 @@ class Slots:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Number of slots, and bytes committed to them."""
-        return len(self._all), self._committed
+        """Number of slots, and the bytes that they have, as far as the parent knows."""
+        with self._lock:
+            return len(self._all), sum(slot.size for slot in list(self._all))
 
     def lend(self) -> Slot | None:
         """Return a slot for a task; None where there can be no more, so that batches are piped."""

@@ -36,6 +36,7 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
+from minloader._worker.processor_time import Meter
 from minloader._worker.seeds import Seed, batch_seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
 
@@ -67,6 +68,7 @@ class Worker:
 
     Attributes:
         id: number of the worker in its replies.
+        meter: tells how the time of a task was spent; None if this process has other work too.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Worker:
         self._job = job
         self._packer = packer
         self._seed = seed
+        self.meter: Meter | None = None
         self._beat = beat
         self._maker = BatchMaker(job)
         self._made = 0.0  # when the last batch was ready to be packed
@@ -138,7 +141,8 @@ class Worker:
         spent = maker.transform_seconds, maker.collate_seconds, packing
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
         slot = size, writer.size, writer.retired, overflowed
-        return Reply(*done, *slot, memory, state)
+        processor = None if self.meter is None else self.meter.add(now - begin)
+        return Reply(*done, *slot, memory, state, processor)
 
     def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""

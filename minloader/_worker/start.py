@@ -25,6 +25,7 @@ from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
+from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker, in_thread
 from minloader._worker.seeds import seed_globals
 
@@ -106,6 +107,7 @@ def start(setup: WorkerSetup, index: int) -> None:
         _process_worker = Worker(
             job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload
         )
+        _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
         beat(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:

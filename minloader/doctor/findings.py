@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minloader._checks import amount
+from minloader._insight.verdict import BUSY, QUEUED, share
 from minloader._memory.limits import processors
 from minloader.doctor.trials import Row, Sample, Trial
 
 TOLERANCE = 0.05
 """Share of the best rate that is not worth more workers, or more prefetching."""
+
+CERTAIN = 3
+"""Standard errors from which on a difference is one. Those are estimates themselves, from four
+quarters of a trial, and the machine may be busier in one trial than in the next."""
 
 LEAST_SAMPLES = 12
 """Samples from which on a trend can be told from chance."""
@@ -136,11 +141,11 @@ def serialized(trials: list[Trial], step: float) -> Verdict:
         return Verdict("no", f"{text}, which waits {100 * enough.wait:.0f} % of the time")
     gain = many.rate / few.rate
     useful = min(many.num_workers, max(processors(), few.num_workers + 1))
-    share = (gain - 1) / (useful / few.num_workers - 1)
+    part = (gain - 1) / (useful / few.num_workers - 1)
     text = f"{_workers(many)} make {gain:.1f} times as many batches as {_workers(few)}"
-    if share >= 0.6:
+    if part >= 0.6:
         return Verdict("no", text)
-    return Verdict("yes" if share < 0.25 else "in part", f"{text}: {_cause(few, most)}")
+    return Verdict("yes" if part < 0.25 else "in part", f"{text}: {_cause(few, most)}")
 
 
 def _cause(few: Row, trial: Trial) -> str:
@@ -158,12 +163,19 @@ def _cause(few: Row, trial: Trial) -> str:
         return trial.stats.verdict  # workers are idle, and it says why
     if trial.stats.executor == "thread" and gil():
         return "threads share the interpreter's lock: try executor='process'"
-    if trial.computing >= 0.8 * cpus:
+    stats = trial.stats
+    known = stats._measured
+    if stats.computing >= BUSY * cpus * stats.seconds:
         return "all processors are busy, since a batch takes several of them (threads, programs)"
-    if trial.row.memory and trial.computing < 0.6 * count:
+    if stats.queued > QUEUED * known:
         return (
-            f"workers compute only {100 * trial.computing / count:.0f} % of the time, and wait in "
-            "the dataset for the rest: for a lock that they share, the disk or the network"
+            f"workers wait for a processor {share(stats.queued, known)} of the time: other "
+            "programs have them"
+        )
+    if stats.asleep > 0.4 * known:
+        return (
+            f"workers compute only {share(stats.computing, known)} of the time, and wait in the "
+            "dataset for the rest: for a lock that they share, the disk or the network"
         )
     return "other programs may have the processors"
 
@@ -178,14 +190,20 @@ def pick(trials: list[Trial], step: float) -> Trial:
     batch is made. It is left out then, if there is anything else.
     """
     trials = [trial for trial in trials if trial.row.num_workers or step] or trials
-    best = max((trial.row for trial in trials), key=lambda row: row.rate)
-    fast = [trial for trial in trials if trial.row.rate >= best.rate - _margin(trial.row, best)]
+    rows = [trial.row for trial in trials]
+    best = max(rows, key=lambda row: row.rate)
+
+    def is_fast(row: Row) -> bool:
+        return row.rate + max(TOLERANCE * best.rate, _chance(row, best, rows)) >= best.rate
+
+    fast = [trial for trial in trials if is_fast(trial.row)]
     return min(fast, key=lambda trial: trial.row.num_workers)  # the first of several
 
 
-def _margin(row: Row, best: Row) -> float:
-    """Return by how many batches a second a row may be slower and still count as fast."""
-    return best.rate * max(TOLERANCE, min(0.15, 2 * math.hypot(row.noise, best.noise)))
+def _chance(one: Row, other: Row, rows: list[Row]) -> float:
+    """Return by how many batches a second two of some rows may differ by chance."""
+    usual = statistics.median(row.noise for row in rows)  # a noisy trial may have looked quiet
+    return CERTAIN * math.hypot(*(max(row.noise, usual) * row.rate for row in (one, other)))
 
 
 def recommend(best: Row, rows: list[Row], step: float) -> str:
@@ -201,9 +219,15 @@ def recommend(best: Row, rows: list[Row], step: float) -> str:
         text += f"; workers take {amount(best.memory)} of memory"
     if step:
         text += f"; a step of {step * 1e3:g} ms waits {100 * best.wait:.0f} % of the time"
-    more = [row.rate for row in rows if row.num_workers > best.num_workers]
+    more = [row for row in rows if row.num_workers > best.num_workers]
     if more:
-        text += f". More workers add {max(0.0, 100 * max(more) / best.rate - 100):.0f} %."
+        fastest = max(more, key=lambda row: row.rate)
+        gain = max(0.0, fastest.rate / best.rate - 1)
+        text += f". More workers add {share(gain)}"
+        if gain > TOLERANCE:
+            chance = _chance(best, fastest, rows) / best.rate
+            text += f", which may be chance (+- {share(chance)}): more --seconds would tell"
+        text += "."
     elif len(rows) > 1:
         text += ". These are the most that were tried: more may be faster yet."
     inline = next((row for row in rows if not row.num_workers), best)

@@ -80,14 +80,12 @@ class Usage(NamedTuple):
         descriptors: open file descriptors.
         threads: its threads.
         children: processes that it started and did not wait for, running or not.
-        seconds: processor time since its start.
     """
 
     memory: int
     descriptors: int
     threads: int
     children: int
-    seconds: float
 
 
 def _usage(pid: int) -> Usage | None:
@@ -102,10 +100,7 @@ def _usage(pid: int) -> Usage | None:
     memory = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
     # A kernel without CONFIG_PROC_CHILDREN has no such file: then no children are seen.
     children = sum(len(_words(f"{proc}/task/{each}/children")) for each in threads)
-    # The second field is the program's name, which may have spaces and parentheses in it.
-    ticks = " ".join(_words(f"{proc}/stat")).rpartition(")")[2].split()[11:13]
-    seconds = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return Usage(memory, descriptors, len(threads), children, seconds)
+    return Usage(memory, descriptors, len(threads), children)
 
 
 def _all_memory(pid: int) -> int | None:
@@ -150,7 +145,6 @@ class Trial:
     Attributes:
         row: the rates.
         stats: the loader's, of the time that was counted.
-        computing: how many processors the worker processes used, on average.
         inspection: the view into the loader.
         names: what to call each process, by its pid.
         samples: all observations, in order.
@@ -159,7 +153,6 @@ class Trial:
 
     row: Row
     stats: Stats
-    computing: float
 
     def __init__(self, loader: Loader, seconds: float, step: float) -> None:
         self._loader = loader
@@ -216,11 +209,8 @@ class Trial:
         if count == 0:  # there is no batch but the first
             count, window = 1, after.startup
         workers = self._loader.num_workers
-        usages = {pid: usage for pid, usage in last.usages.items() if pid != os.getpid()}
-        # A worker that has taken another's place meanwhile is left out.
-        spent = (now.seconds - first.usages.get(pid, now).seconds for pid, now in usages.items())
-        self.computing = sum(spent) / window
-        memory = [size for size in map(_all_memory, usages) if size is not None]
+        pids = last.usages.keys() - {os.getpid()}
+        memory = [size for size in map(_all_memory, pids) if size is not None]
         self.stats = stats = _between(self._before or Stats(), after)
         packing = stats.transport - stats.unpacking
         work = stats.dataset + stats.transform + stats.collate + packing
@@ -240,7 +230,7 @@ class Trial:
 
 SUMS = (
     *("batches", "bytes", "overflowed", "wait", "consumer", "sampler", "unpacking"),
-    *("dataset", "transform", "collate", "transport"),
+    *("dataset", "transform", "collate", "transport", "computing", "queued", "asleep"),
 )
 """The stats that only grow, and on which a verdict depends."""
 
