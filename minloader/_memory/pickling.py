@@ -64,6 +64,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             if not self.down:
                 return obj.__qualname__  # a string means: by name, from obj.__module__
             self.main_globals[obj.__qualname__] = obj
+        if type(obj) is io.TextIOWrapper and obj not in (sys.stdout, sys.stderr):
+            # cloudpickle would send all of the file's text. Binary files are refused by pickle.
+            raise TypeError("cannot pickle '_io.TextIOWrapper' object: it is an open file")
         return super().reducer_override(obj)
 
 
