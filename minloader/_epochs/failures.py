@@ -17,6 +17,8 @@ from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
 
+EXIT = "it ends nothing here; raise an error that says what is wrong, in place of sys.exit()"
+
 OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
@@ -37,7 +39,8 @@ def handle(
         What takes the batch's place, or SKIP.
 
     Raises:
-        BaseException: the original error, with a note that names the batch.
+        BaseException: the original error, with a note that names the batch; or a BatchError in
+            place of what would end the loop or the program (StopIteration, SystemExit).
     """
     pid = reply.pid if reply.pid >= 0 else None
     worker = reply.worker if reply.worker >= 0 else None
@@ -49,23 +52,25 @@ def handle(
     remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
     error = _load_error(failure, packed=reply.packed)
+    if error is not None and remote is not None:
+        BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     if isinstance(error, BatchError):  # our own, which does not know its place yet
         vars(error).update(place)
         report: BatchError = error
     else:
-        report = BatchError(f"{what}: {failure.summary}", **place)
+        advice = f" ({EXIT})" if isinstance(error, SystemExit) else ""
+        report = BatchError(f"{what}: {failure.summary}{advice}", **place)
         report.__cause__ = error or remote
 
-    skippable = isinstance(error, Exception | None) and not failure.fatal
+    skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
     if on_error == "raise" or not skippable:
         try:
-            if error is None or isinstance(error, StopIteration):
-                # It cannot be carried; or it would end the loop as if the epoch were over.
+            # It cannot be carried; or it would end the loop as if the epoch were over, or the
+            # program without a word.
+            if error is None or isinstance(error, StopIteration | SystemExit):
                 raise report
             add_note(error, f"minloader: {what}")
-            if remote is None:
-                raise error
-            raise error from remote
+            raise error
         finally:
             # The error's traceback holds this frame. If the frame held the error, the loader
             # would live until the garbage collector finds the cycle.

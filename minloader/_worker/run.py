@@ -123,7 +123,7 @@ class Worker:
                     break
             if task.shard is not None:
                 state = self._end_stream_task(task.shard, outcomes)
-        except BaseException:  # sys.exit() in a thread, say
+        except BaseException:  # Ctrl-C in the calling process, say
             # The batches before it are good. The parent sends the rest again, one by one.
             if len(task.items) == 1:
                 raise
@@ -194,7 +194,7 @@ class Worker:
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
-        if self._packer is None and not isinstance(error, Exception):
+        if self._packer is None and not isinstance(error, Exception | SystemExit):
             raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
         self._exit_fork()
         return Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
