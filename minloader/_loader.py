@@ -39,6 +39,7 @@ import copy
 import itertools
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,8 +51,9 @@ from typing import Any, Literal
 
 from minloader import _checks as checks
 from minloader._checks import check_int, shown
-from minloader._epochs.epoch import CLOSED, Epoch, Settings
+from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import OnError
+from minloader._epochs.iterator import CLOSED, Settings
 from minloader._epochs.state import (
     VERSION,
     Ledger,
@@ -524,16 +526,19 @@ class Epochs:
         self._loader = loader
         self._n = n
         self._run: Epoch | StreamEpoch | None = None
+        self._begins = threading.Lock()  # several threads may take batches
         self.progress = Progress()
 
     def __iter__(self) -> Epochs:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        if self._run is None:
-            self._run = self._loader._begin(self._n, self.progress)
-        batch = next(self._run)
-        return self._run.epoch, batch
+        with self._begins:
+            if self._run is None:
+                self._run = self._loader._begin(self._n, self.progress)
+        with self._run.exclusive():
+            batch = next(self._run)
+            return self._run.epoch, batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's, see :meth:`Loader.state_dict`."""
