@@ -9,12 +9,13 @@ import traceback
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
-from conftest import making
-from helpers import Echo, Squares
+from conftest import making, require
+from helpers import Echo, Faulty, Squares
 from raising import exits
 
-from minloader import BatchError, Loader, prefetch
+from minloader import SKIP, BatchError, Loader, collate, pad_collate, prefetch
 
 N = 3000
 
@@ -191,3 +192,190 @@ def test_standard_output_is_no_such_file(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", file)
         with Loader(HoldsFile(file), range(3)) as loader:
             assert list(loader) == [0, 1, 2]
+
+
+# --- batches that would be silently wrong ----------------------------------------------------
+
+
+class Rows:
+    """Has ``__getitems__``, which gives something else."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.rows
+
+
+class Gaps:
+    """Some samples, or parts of them, are None."""
+
+    def __init__(self, sample: Any, gap: Any) -> None:
+        self.sample = sample
+        self.gap = gap
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.gap if index in (2, 3) else self.sample
+
+
+@pytest.mark.parametrize(
+    ("dataset", "items", "collate_fn", "error", "message"),
+    [
+        (Echo(), ["abc"], list, TypeError, "yielded 'abc', but with collate_fn each item must be"),
+        (Echo(), [{"a": 1}], list, TypeError, "yielded {'a': 1}, but with collate_fn each item"),
+        (
+            *(Rows({"x": [1, 2], "y": [3, 4]}), [[0, 1]], list, TypeError),
+            r"must return a list with one sample for each index, but returned one dict with keys "
+            r"\['x', 'y'\] for 2 of them; .* Loader\(dataset.__getitems__, BatchSampler",
+        ),
+        (Rows([1, 2, 3]), [range(16)], list, ValueError, "returned 3 for 16 indices"),
+        (Rows("ab"), [[0, 1]], list, TypeError, "must return a list .* but returned 'ab'"),
+        (Rows(None), [[0, 1]], list, TypeError, "must return a list .* but returned None"),
+        (Squares(), [[0, 1]], pad_collate, TypeError, r"write collate_fn=pad_collate\(\), with"),
+    ],
+)
+def test_what_would_be_a_wrong_batch_is_refused(dataset, items, collate_fn, error, message):
+    loader = Loader(dataset, items, collate_fn=collate_fn, num_workers=0)
+    with pytest.raises(error, match=message):
+        next(iter(loader))
+
+
+ARRAY = [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("sample", "gap", "path"),
+    [
+        (1, None, "sample"),
+        ("text", None, "sample"),
+        (np.array(ARRAY), None, "sample"),
+        ({"x": 1}, None, "sample"),
+        ((1, 2), None, "sample"),
+        ({"x": 1}, {"x": None}, r"sample\['x'\]"),
+        ((1, np.array(ARRAY)), (1, None), r"sample\[1\]"),
+        ({"x": None}, {"x": 1}, r"sample\['x'\]"),
+    ],
+)
+@pytest.mark.parametrize("collate_fn", [None, pad_collate()])
+def test_none_among_samples_is_named(sample, gap, path, collate_fn):
+    loader = Loader(Gaps(sample, gap), batch_size=4, num_workers=0, collate_fn=collate_fn)
+    which = "0 of the 4 of a batch, and in 1" if gap == {"x": 1} else "2 of the 4 of a batch, "
+    with pytest.raises(TypeError, match=f"collate: {path} is None in sample {which}"):
+        next(iter(loader))
+
+
+def test_none_for_every_sample_is_named():
+    loader = Loader(Gaps(None, None), batch_size=4, num_workers=0)
+    with pytest.raises(TypeError, match=r"is None in sample 0 of the 4 .*and in 3 more of them"):
+        next(iter(loader))
+
+
+def test_a_part_that_is_missing_in_all_samples_or_in_some_texts():
+    samples = [{"label": None, "text": "a"}, {"label": None, "text": None}]
+    assert collate(samples) == {"label": [None, None], "text": ["a", None]}
+
+
+@pytest.mark.parametrize("sample", [1, 1.5, np.array(ARRAY), {"x": 1}, (1, 2)])
+def test_none_among_the_samples_of_a_torch_loader(sample):
+    torch_loader = require("minloader.torch").DataLoader
+    text = "is None in sample 2 of the 4 of a batch, and in 1 more"
+    loader = torch_loader(Gaps(sample, None), batch_size=4, num_workers=1)
+    error = RuntimeError if type(sample) is int else TypeError  # as torch's own
+    with loader, pytest.raises(error, match=text):
+        next(iter(loader))
+
+
+def test_a_torch_loader_takes_whatever_getitems_gives():
+    torch_loader = require("minloader.torch").DataLoader
+    with torch_loader(Rows({"x": [1]}), batch_size=4, num_workers=1, collate_fn=same) as loader:
+        assert next(iter(loader)) == {"x": [1]}
+
+
+def test_a_dataset_with_getitems_alone(anywhere):
+    with_batches = anywhere(ManyAlone(), batch_size=4)
+    assert [batch.tolist() for batch in with_batches] == [[0, 1, 4, 9], [16, 25, 36, 49]]
+    assert list(anywhere(ManyAlone())) == [n * n for n in range(8)]
+
+
+class ManyAlone:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index * index for index in indices]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+# --- which sample it was ---------------------------------------------------------------------
+
+
+def bad_37(sample: int) -> int:
+    if sample == 37 * 37:
+        raise ValueError("it cannot be decoded")
+    return sample
+
+
+@pytest.mark.parametrize("options", [{"dataset": Faulty(64, {37: ValueError})}, {}])
+def test_a_failing_sample_is_named(anywhere, options):
+    arguments = {"dataset": Squares(64), "transform": bad_37 if not options else None} | options
+    loader = anywhere(**arguments, batch_size=16)
+    with pytest.raises(ValueError, match=r"is bad|decoded") as caught:
+        list(loader)
+    (note,) = caught.value.__notes__
+    assert "batch 2 of epoch 0, item [32, 33, 34, 35, 36, 37, ...], sample 37, worker" in note
+
+    failures: list[BatchError] = []
+    loader = anywhere(**arguments, batch_size=16, on_error=lambda e: [failures.append(e), SKIP][1])
+    assert len(list(loader)) == 3
+    assert failures[0].sample == 37
+    assert "item [32, 33, 34, 35, 36, 37, ...], sample 37, worker" in str(failures[0])
+
+
+def test_a_failing_sample_of_several_shards_is_named(anywhere):
+    batches = iter(anywhere(Faulty(64, {37: ValueError}), [[[1, 2], [36, 37]]], collate_fn=list))
+    with pytest.raises(ValueError, match="is bad") as caught:
+        next(batches)
+    assert "item [[1, 2], [36, 37]], sample 37, worker" in caught.value.__notes__[0]
+
+
+class Key:
+    """An index of the user's own kind."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Key {self.name}"
+
+
+def test_a_failing_sample_with_an_index_of_the_users_own_kind(anywhere):
+    failures: list[BatchError] = []
+    items = [[Key("a"), Key("b")]]
+    on_error = lambda e: [failures.append(e), SKIP][1]  # noqa: E731
+    assert list(anywhere(abs, items, collate_fn=list, on_error=on_error)) == []
+    assert failures[0].sample.name == "a"
+    assert "item [Key a, Key b], sample Key a" in str(failures[0])
+
+
+def test_no_sample_is_named_where_none_is_known(anywhere):
+    for loader in anywhere(Rows(1), batch_size=4), anywhere(Faulty(4, {0: ValueError})):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            next(iter(loader))
+        assert ", sample" not in caught.value.__notes__[0]
+
+
+def test_a_failing_sample_of_a_torch_loader_is_named():
+    torch_loader = require("minloader.torch").DataLoader
+    with torch_loader(Faulty(64, {37: ValueError}), batch_size=16, num_workers=1) as loader:
+        with pytest.raises(ValueError, match="item 37 is bad") as caught:
+            list(loader)
+        assert ", sample 37, worker 0" in caught.value.__notes__[0]

@@ -46,12 +46,15 @@ def handle(
     worker = reply.worker if reply.worker >= 0 else None
     who = "a worker" if worker is None else f"worker {worker}"
     where = "in the parent" if pid is None else f"{who} (pid {pid})"
-    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}, {where}"
+    sample = failure.sample and _load(failure.sample, packed=reply.packed)
+    which = f", sample {shown(sample[0])}" if sample else ""
+    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}, {where}"
     what += failure.stage and f", {failure.stage}"
     place = {"ordinal": ordinal, "epoch": epoch, "item": item, "worker": worker, "pid": pid}
+    place["sample"] = sample[0] if sample else None
     remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
-    error = _load_error(failure, packed=reply.packed)
+    error = _load(failure.error, packed=reply.packed)
     if error is not None and remote is not None:
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     if isinstance(error, BatchError):  # our own, which does not know its place yet
@@ -82,15 +85,13 @@ def handle(
     return on_error(report)
 
 
-def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
-    if not packed or failure.error is None:
-        error: BaseException | None = failure.error
-        return error
+def _load(part: Any, *, packed: bool) -> Any:
+    if not packed or part is None:
+        return part
     try:
-        error = pickling.unpack(failure.error)
+        return pickling.unpack(part)
     except Exception:  # its class exists in the worker only: the text must do
         return None
-    return error
 
 
 def add_note(error: BaseException, note: str) -> None:

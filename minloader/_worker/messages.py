@@ -138,6 +138,7 @@ class Failure(NamedTuple):
         traceback: as printed in the worker, "" if the exception brings its own.
         stage: what was being done, "" for making the batch.
         fatal: whether it will be the same for every other batch. Skipping them would hide it.
+        sample: the index of the sample that failed, in a tuple, packed if the reply is; or empty.
     """
 
     error: Any
@@ -145,6 +146,7 @@ class Failure(NamedTuple):
     traceback: str
     stage: str = ""
     fatal: bool = False
+    sample: Any = ()
 
     @classmethod
     def of(

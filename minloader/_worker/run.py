@@ -31,7 +31,7 @@ from typing import Any
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
-from minloader._memory.pickling import BatchPacker, PackedBatch, size_in_band, unpack
+from minloader._memory.pickling import BatchPacker, PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
@@ -197,7 +197,15 @@ class Worker:
         if self._packer is None and not isinstance(error, Exception | SystemExit):
             raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
         self._exit_fork()
-        return Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+        sample: Any = self._maker.failing
+        self._maker.failing = ()
+        if sample and self._packer is not None:
+            try:
+                sample = pack(sample, down=False)
+            except Exception:  # the error matters more
+                sample = ()
+        failure = Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+        return failure._replace(sample=sample)
 
     def _exit_fork(self) -> None:
         """End a fork of the worker that came back from the dataset, before it answers too."""
