@@ -6,6 +6,7 @@ makes the loader.
 
 from __future__ import annotations
 
+import logging
 import operator
 import reprlib
 import sys
@@ -14,6 +15,8 @@ from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, TypeGuard
+
+logger = logging.getLogger("minloader")
 
 shown = reprlib.repr
 """How messages show a value: never long, never failing."""
@@ -207,6 +210,18 @@ def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseCo
         return get_context(mp_context or "spawn")
     except ValueError as error:
         raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error
+
+
+def tell_rereading(shards: list[Mapping[str, Any]]) -> None:
+    """Say in the log that shards of a stream without a state are read again to where they were."""
+    again = [each["batches"] for each in shards if each["state"] is None and not each["ended"]]
+    if any(again):
+        logger.warning(
+            "the stream is read again from its beginning, past %d batches in %d shards, before the "
+            "first new batch, since it has no state; give it, or what its __iter__ returns, "
+            "state_dict and load_state_dict to go on at once",
+            *(sum(again), sum(map(bool, again))),
+        )
 
 
 # --- of what a batch is made of; these run where it is made

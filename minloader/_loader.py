@@ -329,7 +329,9 @@ class Loader:
         """
         return self._begin(1, Progress())
 
-    def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
+    def epochs(
+        self, n: int | None = None, *, until: int | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Go through the next epochs without a gap between them.
 
         While the last batches of an epoch are made, workers that would be idle begin with the
@@ -337,17 +339,23 @@ class Loader:
         were iterated by itself: order, errors, state.
 
         Args:
-            n: how many, the rest of a loaded one counted; None: for ever.
+            n: how many more, the rest of a loaded one counted; None: for ever.
+            until: how many in all, counted from epoch 0, with those that went before
+                :meth:`load_state_dict`: epochs up to ``until - 1``. Instead of ``n``.
 
         Yields:
             The number of the epoch and a batch.
 
         Raises:
-            ValueError: for ever was asked, but an epoch has no batches.
+            ValueError: for ever was asked, but an epoch has no batches; or ``n`` and ``until``
+                are both given.
         """
-        if n is not None:
-            check_int("n", n, 0)
-        return Epochs(self, n)
+        if n is not None and until is not None:
+            raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
+        for name, value in ("n", n), ("until", until):
+            if value is not None:
+                check_int(name, value, 0)
+        return Epochs(self, n, until)
 
     def _begin(self, n: int | None, progress: Progress) -> Epoch | StreamEpoch:
         """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
@@ -377,6 +385,7 @@ class Loader:
             else:
                 shards = resume["stream"]["shards"] if resume else [None] * self._shards
                 turn = resume["stream"]["turn"] if resume else 0
+                checks.tell_rereading(resume["stream"]["shards"] if resume else [])
                 yield StreamLedger(epoch, next(self._runs), shards, turn)
             resume = None
 
@@ -520,11 +529,13 @@ class Epochs:
     Args:
         loader: whose.
         n: how many epochs; None: endlessly many.
+        until: the epoch before which to end, in place of ``n``.
     """
 
-    def __init__(self, loader: Loader, n: int | None) -> None:
+    def __init__(self, loader: Loader, n: int | None, until: int | None = None) -> None:
         self._loader = loader
         self._n = n
+        self._until = until
         self._run: Epoch | StreamEpoch | None = None
         self._begins = threading.Lock()  # several threads may take batches
         self.progress = Progress()
@@ -535,6 +546,8 @@ class Epochs:
     def __next__(self) -> tuple[int, Any]:
         with self._begins:
             if self._run is None:
+                if self._until is not None:
+                    self._n = max(0, self._until - self._loader.epoch)
                 self._run = self._loader._begin(self._n, self.progress)
         with self._run.exclusive():
             batch = next(self._run)

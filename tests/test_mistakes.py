@@ -379,3 +379,49 @@ def test_a_failing_sample_of_a_torch_loader_is_named():
         with pytest.raises(ValueError, match="item 37 is bad") as caught:
             list(loader)
         assert ", sample 37, worker 0" in caught.value.__notes__[0]
+
+
+# --- going on --------------------------------------------------------------------------------
+
+
+def test_until_counts_the_epochs_before(anywhere):
+    expected = [(epoch, n) for epoch in range(3) for n in range(5)]
+    for taken in 0, 1, 5, 7, 14, 15:
+        run = (first := anywhere(Echo(), range(5))).epochs(until=3)
+        got = [next(run) for _ in range(taken)]
+        loader = anywhere(Echo(), range(5))
+        rest = loader.epochs(until=3)
+        loader.load_state_dict(first.state_dict())
+        assert got + list(rest) == expected
+        assert loader.epoch == 3
+        assert list(loader.epochs(until=3)) == list(loader.epochs(until=2)) == []
+
+
+def test_epochs_takes_one_number():
+    with Loader(Echo(), range(5), num_workers=0) as loader:
+        with pytest.raises(ValueError, match=r"epochs takes n=2 more, or all until=3; drop one"):
+            loader.epochs(2, until=3)
+        with pytest.raises(ValueError, match=r"until must be at least 0, got -1"):
+            loader.epochs(until=-1)
+
+
+def test_a_stream_that_is_read_again_is_told(anywhere, caplog):
+    first = anywhere(Numbers(9))
+    batches = iter(first)
+    shards = max(1, first.num_workers)
+    for _ in range(4 * shards):
+        next(batches)
+    loader = anywhere(Numbers(9))
+    loader.load_state_dict(first.state_dict())
+    assert not caplog.messages
+    assert len(list(loader)) == 5 * shards
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"the stream is read again from its beginning, past {4 * shards} batches in {shards} shards"
+    )
+    assert "state_dict and load_state_dict" in message
+    assert loader.stats.reread == 4 * shards
+    assert "read again" in str(loader.stats)
+    assert len(list(loader)) == 9 * shards
+    assert len(caplog.messages) == 1
+    assert first.stats.reread == 0

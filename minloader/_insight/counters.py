@@ -53,6 +53,8 @@ class Stats:
             pipe.
         retries: number of times that a batch was tried again because its worker had died.
         replaced: number of workers replaced because they died, hung or grew too large.
+        reread: number of batches of a stream that were read again, and passed over, to go on
+            behind them: the stream has no state.
     """
 
     batches: int = 0
@@ -78,6 +80,7 @@ class Stats:
     overflowed: int = 0
     retries: int = 0
     replaced: int = 0
+    reread: int = 0
     # The last events, those of tasks not split yet, and when the first epoch began.
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     _began: float = field(default=0.0, repr=False, compare=False)
@@ -210,6 +213,7 @@ class Counters(Stats):
         self.collate += collate
         self.transport += packing
         self.bytes += reply.size
+        self.reread += reply.reread
         self.work[worker] = self.work.get(worker, 0.0) + reply.seconds
         self.slowest = max(self.slowest, reply.seconds / args["count"])
         if not self.startup:

@@ -112,6 +112,7 @@ class Reply(NamedTuple):
         overflowed: how many batches found no room in shared memory.
         memory: bytes that the worker has for itself, if there is a limit.
         state: of the stream after the last of the outcomes, packed; None if it has none.
+        reread: how many batches of the stream were read again, to get to the first of them.
     """
 
     worker: int
@@ -127,6 +128,7 @@ class Reply(NamedTuple):
     overflowed: int = 0
     memory: int = 0
     state: bytes | None = None
+    reread: int = 0
 
 
 class Failure(NamedTuple):

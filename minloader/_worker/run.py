@@ -86,6 +86,7 @@ class Worker:
         self._seed = seed
         self._beat = beat
         self._maker = BatchMaker(job)
+        self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
         self._init_failure: Failure | None = None
@@ -138,7 +139,8 @@ class Worker:
         spent = maker.transform_seconds, maker.collate_seconds, packing
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
         slot = size, writer.size, writer.retired, overflowed
-        return Reply(*done, *slot, memory, state)
+        reread, self._reread = self._reread, 0
+        return Reply(*done, *slot, memory, state, reread)
 
     def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""
@@ -224,6 +226,7 @@ class Worker:
         samples = None
         while reader.position < index and not reader.ended:
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
+            self._reread += 1
             try:
                 samples = self._call(self._batch_seed(task, reader.begin()), reader.draw)
             except BaseException as error:
