@@ -176,8 +176,10 @@ def check_shared_memory(shared_memory: Any) -> int | None:
 
 def check_on_error(on_error: Any) -> None:
     """Refuse what is neither a known word nor a function."""
-    if on_error not in ("raise", "skip") and not callable(on_error):
-        raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
+    if on_error not in ("raise", "skip", "skip_sample") and not callable(on_error):
+        raise ValueError(
+            f"on_error must be 'raise', 'skip', 'skip_sample' or a callable, got {shown(on_error)}"
+        )
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:
@@ -268,6 +270,6 @@ def refuse_none(
         more = f", and in {len(found) - 1} more of them" if len(found) > 1 else ""
         raise error(
             f"collate: {path} is None in sample {found[0]} of the {len(samples)} of a batch{more}; "
-            "have the dataset and transform return something for every index, or leave such "
-            "samples out in a collate_fn of your own"
+            "have the dataset and transform return something for every index, or minloader.SKIP "
+            "for a sample to leave out"
         )

@@ -20,7 +20,9 @@ class _Skip:
 
 
 SKIP: Final = _Skip()
-"""Returned by an ``on_error`` callable to leave the failed batch out."""
+"""Leaves something out. A dataset or ``transform`` returns it for a sample that is not to be in its
+batch. A batch of which no sample is left is skipped, and one for which ``on_error`` returns it.
+"""
 
 
 class MinloaderError(RuntimeError):

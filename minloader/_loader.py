@@ -125,7 +125,9 @@ class Loader:
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after goes on with the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
-            place, or :data:`SKIP`, or raises.
+            place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
+            which the dataset or ``transform`` fails, with a warning in the log, and raises all
+            else. Whatever it is, a sample that is :data:`SKIP` is left out.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
@@ -200,6 +202,7 @@ class Loader:
             *(dataset, transform, collate_fn, worker_init_fn, worker_memory_limit),
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
+            skip_samples=on_error == "skip_sample",
         )
         self.epoch = 0
         self._told: int | None = None  # epoch that the sampler was told last

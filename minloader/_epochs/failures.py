@@ -19,7 +19,7 @@ logger = logging.getLogger("minloader")
 
 EXIT = "it ends nothing here; raise an error that says what is wrong, in place of sys.exit()"
 
-OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
 
 
 def handle(
@@ -66,7 +66,7 @@ def handle(
         report.__cause__ = error or remote
 
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
-    if on_error == "raise" or not skippable:
+    if on_error in ("raise", "skip_sample") or not skippable:
         try:
             # It cannot be carried; or it would end the loop as if the epoch were over, or the
             # program without a word.

@@ -29,7 +29,8 @@ class Stats:
     Attributes:
         batches: number of batches delivered.
         bytes: their size, packed; 0 where batches never leave the process.
-        skipped: number of batches that failed and were skipped.
+        skipped: number of batches that failed and were skipped, or of which no sample was left.
+        skipped_samples: number of samples that were left out of their batches.
         wait: time that the consumer spent in ``iter()`` and ``next()``.
         consumer: time that the consumer spent on its own work between batches.
         startup: part of ``wait``: the time until the first batch was there.
@@ -60,6 +61,7 @@ class Stats:
     batches: int = 0
     bytes: int = 0
     skipped: int = 0
+    skipped_samples: int = 0
     wait: float = 0.0
     consumer: float = 0.0
     startup: float = 0.0
@@ -214,6 +216,7 @@ class Counters(Stats):
         self.transport += packing
         self.bytes += reply.size
         self.reread += reply.reread
+        self.skipped_samples += reply.skipped
         self.work[worker] = self.work.get(worker, 0.0) + reply.seconds
         self.slowest = max(self.slowest, reply.seconds / args["count"])
         if not self.startup:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import check_indices, check_samples
+from minloader._checks import check_indices, check_samples, shown
+from minloader._errors import SKIP
 from minloader._worker.messages import Job
+
+logger = logging.getLogger("minloader")
 
 
 @dataclass
@@ -21,15 +25,17 @@ class BatchMaker:
         collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
+        skipped: samples that were left out, since it was set to 0.
     """
 
     job: Job
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
     failing: tuple[Any, ...] = ()
+    skipped: int = 0
 
     def fetch(self, item: Any) -> Any:
-        """Return the batch of one item."""
+        """Return the batch of one item, or SKIP."""
         if self.job.collate_fn is None:
             batch = self._get(item)
             return batch if self.job.transform is None else self.combine([batch])
@@ -37,7 +43,8 @@ class BatchMaker:
         as_torch = getattr(self.job.collate_fn, "takes_anything", False)
         shards = isinstance(item, list) and item and all(isinstance(each, list) for each in item)
         if shards and not as_torch:
-            return [self._gather(shard) for shard in item]
+            batches = [self._gather(shard) for shard in item]
+            return SKIP if any(batch is SKIP for batch in batches) else batches
         return self._gather(item, as_torch)
 
     def combine(self, samples: Any, indices: Sequence[Any] = ()) -> Any:
@@ -46,12 +53,19 @@ class BatchMaker:
         Args:
             samples: the samples, normally a list.
             indices: of these samples, for errors; () if they have none.
+
+        Returns:
+            The batch; SKIP if all samples are left out.
         """
         transform, collate_fn = self.job.transform, self.job.collate_fn
+        samples, indices = self._without_skipped(samples, indices)
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(transform, samples, indices)
             self.transform_seconds += time.perf_counter() - begin
+            samples, _ = self._without_skipped(samples, ())
+        if isinstance(samples, list) and not samples:
+            return SKIP
         if collate_fn is None:
             return samples[0]
         begin = time.perf_counter()
@@ -81,10 +95,25 @@ class BatchMaker:
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on."""
         results: list[Any] = []
-        try:
-            for value in values:
+        for value in values:
+            try:
                 results.append(function(value))
-        except BaseException:
-            self.failing = tuple(indices[len(results) :][:1])
-            raise
+            except BaseException as error:
+                index = tuple(indices[len(results) :][:1])
+                if not (self.job.skip_samples and isinstance(error, Exception)):
+                    self.failing = index
+                    raise
+                which = shown(index[0]) if index else f"{len(results)} of a batch"
+                logger.warning("left out sample %s: %r", which, error)
+                results.append(SKIP)
         return results
+
+    def _without_skipped(self, samples: Any, indices: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the samples to keep, and their indices."""
+        if not isinstance(samples, list):  # a function of torch's kind takes anything
+            return samples, indices
+        kept = [n for n, sample in enumerate(samples) if sample is not SKIP]
+        if len(kept) == len(samples):
+            return samples, indices
+        self.skipped += len(samples) - len(kept)
+        return [samples[n] for n in kept], [indices[n] for n in kept if indices]

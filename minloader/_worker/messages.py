@@ -26,6 +26,7 @@ class Job:
         memory_limit: bytes that a worker process may have for itself.
         batch_size: samples in a batch of a stream; None if its elements are the batches.
         keep_last: whether a stream's incomplete last batch is one.
+        skip_samples: whether a sample that fails is left out of its batch.
     """
 
     dataset: Any
@@ -35,6 +36,7 @@ class Job:
     memory_limit: int | None = None
     batch_size: int | None = None
     keep_last: bool = True
+    skip_samples: bool = False
 
 
 class Shard(NamedTuple):
@@ -113,6 +115,7 @@ class Reply(NamedTuple):
         memory: bytes that the worker has for itself, if there is a limit.
         state: of the stream after the last of the outcomes, packed; None if it has none.
         reread: how many batches of the stream were read again, to get to the first of them.
+        skipped: how many samples were left out.
     """
 
     worker: int
@@ -129,6 +132,7 @@ class Reply(NamedTuple):
     memory: int = 0
     state: bytes | None = None
     reread: int = 0
+    skipped: int = 0
 
 
 class Failure(NamedTuple):

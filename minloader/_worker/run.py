@@ -111,6 +111,7 @@ class Worker:
         state = None
         maker = self._maker
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
+        maker.skipped = 0
         begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
@@ -140,7 +141,7 @@ class Worker:
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
         slot = size, writer.size, writer.retired, overflowed
         reread, self._reread = self._reread, 0
-        return Reply(*done, *slot, memory, state, reread)
+        return Reply(*done, *slot, memory, state, reread, maker.skipped)
 
     def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""
