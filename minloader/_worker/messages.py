@@ -178,6 +178,8 @@ class WorkerInfo:
         pid: process the worker is, or runs in.
         seed: the loader's seed.
         epoch: epoch of the batch being made.
+        dataset: the object that the worker reads from, which ``worker_init_fn`` may change. Threads
+            share one; of a stream that is read, the shard's own. None once the info is pickled.
     """
 
     id: int
@@ -185,6 +187,7 @@ class WorkerInfo:
     pid: int
     seed: int
     epoch: int = 0
+    dataset: Any = field(default=None, repr=False, compare=False)
     _ordinal: int | None = field(default=None, repr=False)
     _rng: np.random.Generator | None = field(default=None, repr=False)
     _key: tuple[int, ...] = field(default=(), repr=False)
@@ -206,6 +209,9 @@ class WorkerInfo:
                 entropy = np.random.SeedSequence(place, spawn_key=self._key)
             self._rng = np.random.default_rng(entropy)
         return self._rng
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"dataset": None}  # a batch may hold the info
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key

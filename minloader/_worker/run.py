@@ -79,6 +79,7 @@ class Worker:
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
+        info.dataset = job.dataset
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._job = job
