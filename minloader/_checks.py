@@ -6,13 +6,17 @@ makes the loader.
 
 from __future__ import annotations
 
+import logging
 import operator
 import reprlib
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, TypeGuard
+
+logger = logging.getLogger("minloader")
 
 shown = reprlib.repr
 """How messages show a value: never long, never failing."""
@@ -89,7 +93,8 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
 
 def check_dataset(dataset: Any) -> None:
     """Refuse a dataset that is neither indexable nor callable."""
-    if not hasattr(type(dataset), "__getitem__") and not callable(dataset):
+    kind = type(dataset)
+    if not (hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)):
         raise TypeError(
             "dataset must have __getitem__ or __iter__, or be callable, got "
             f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
@@ -171,8 +176,10 @@ def check_shared_memory(shared_memory: Any) -> int | None:
 
 def check_on_error(on_error: Any) -> None:
     """Refuse what is neither a known word nor a function."""
-    if on_error not in ("raise", "skip") and not callable(on_error):
-        raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}")
+    if on_error not in ("raise", "skip", "skip_sample") and not callable(on_error):
+        raise ValueError(
+            f"on_error must be 'raise', 'skip', 'skip_sample' or a callable, got {shown(on_error)}"
+        )
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:
@@ -212,3 +219,64 @@ def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseCo
         return get_context(mp_context or "spawn")
     except ValueError as error:
         raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error
+
+
+def tell_rereading(shards: list[Mapping[str, Any]]) -> None:
+    """Say in the log that shards of a stream without a state are read again to where they were."""
+    again = [each["batches"] for each in shards if each["state"] is None and not each["ended"]]
+    if any(again):
+        logger.warning(
+            "the stream is read again from its beginning, past %d batches in %d shards, before the "
+            "first new batch, since it has no state; give it, or what its __iter__ returns, "
+            "state_dict and load_state_dict to go on at once",
+            *(sum(again), sum(map(bool, again))),
+        )
+
+
+# --- of what a batch is made of; these run where it is made
+
+
+def check_indices(item: Any) -> list[Any]:
+    """Return the indices of an item that the samples of a batch are fetched by."""
+    try:
+        if not isinstance(item, (str, bytes, Mapping)):
+            return list(item)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"the sampler yielded {shown(item)}, but with collate_fn each item must be a list of "
+        "indices; use a batch sampler or batch_size, or drop collate_fn"
+    )
+
+
+def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
+    """Return the samples that ``__getitems__`` has fetched, one for each index."""
+    wanted = "dataset.__getitems__ must return a list with one sample for each index"
+    if isinstance(fetched, Mapping):
+        raise TypeError(
+            f"{wanted}, but returned one {type(fetched).__name__} with keys {shown(list(fetched))} "
+            f"for {len(indices)} of them; if that is the batch, drop batch_size and collate_fn, "
+            "and give the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
+        )
+    if isinstance(fetched, (str, bytes)) or not hasattr(type(fetched), "__iter__"):
+        raise TypeError(f"{wanted}, but returned {shown(fetched)}")
+    samples = list(fetched)
+    if len(samples) != len(indices):
+        raise ValueError(f"{wanted}, but returned {len(samples)} for {len(indices)} indices")
+    return samples
+
+
+def refuse_none(
+    samples: Sequence[Any],
+    path: str = "a sample, or a part of one,",
+    error: type[Exception] = TypeError,
+) -> None:
+    """Refuse samples, or the same part of each, of which some are None."""
+    found = [n for n, sample in enumerate(samples) if sample is None]
+    if found:
+        more = f", and in {len(found) - 1} more of them" if len(found) > 1 else ""
+        raise error(
+            f"collate: {path} is None in sample {found[0]} of the {len(samples)} of a batch{more}; "
+            "have the dataset and transform return something for every index, or minloader.SKIP "
+            "for a sample to leave out"
+        )

@@ -20,7 +20,9 @@ class _Skip:
 
 
 SKIP: Final = _Skip()
-"""Returned by an ``on_error`` callable to leave the failed batch out."""
+"""Leaves something out. A dataset or ``transform`` returns it for a sample that is not to be in its
+batch. A batch of which no sample is left is skipped, and one for which ``on_error`` returns it.
+"""
 
 
 class MinloaderError(RuntimeError):
@@ -34,6 +36,7 @@ class BatchError(MinloaderError):
         ordinal: place of the batch in its epoch, from 0.
         epoch: the epoch it belongs to.
         item: what the sampler yielded for it.
+        sample: the index, of those in ``item``, of the sample that failed; None if it is not known.
         worker: id of the worker that made it, None if no worker is known.
         pid: process that ran it, None if unknown.
     """
@@ -47,6 +50,7 @@ class BatchError(MinloaderError):
         ordinal: int = -1,
         epoch: int = -1,
         item: Any = None,
+        sample: Any = None,
         worker: int | None = None,
         pid: int | None = None,
     ) -> None:
@@ -54,6 +58,7 @@ class BatchError(MinloaderError):
         self.ordinal = ordinal
         self.epoch = epoch
         self.item = item
+        self.sample = sample
         self.worker = worker
         self.pid = pid
 

@@ -39,6 +39,7 @@ import copy
 import itertools
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,8 +51,9 @@ from typing import Any, Literal
 
 from minloader import _checks as checks
 from minloader._checks import check_int, shown
-from minloader._epochs.epoch import CLOSED, Epoch, Settings
+from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import OnError
+from minloader._epochs.iterator import CLOSED, Settings
 from minloader._epochs.state import (
     VERSION,
     Ledger,
@@ -123,7 +125,9 @@ class Loader:
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after goes on with the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
-            place, or :data:`SKIP`, or raises.
+            place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
+            which the dataset or ``transform`` fails, with a warning in the log, and raises all
+            else. Whatever it is, a sample that is :data:`SKIP` is left out.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
@@ -198,6 +202,7 @@ class Loader:
             *(dataset, transform, collate_fn, worker_init_fn, worker_memory_limit),
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
+            skip_samples=on_error == "skip_sample",
         )
         self.epoch = 0
         self._told: int | None = None  # epoch that the sampler was told last
@@ -329,7 +334,9 @@ class Loader:
         """
         return self._begin(1, Progress())
 
-    def epochs(self, n: int | None = None) -> Iterator[tuple[int, Any]]:
+    def epochs(
+        self, n: int | None = None, *, until: int | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Go through the next epochs without a gap between them.
 
         While the last batches of an epoch are made, workers that would be idle begin with the
@@ -337,17 +344,23 @@ class Loader:
         were iterated by itself: order, errors, state.
 
         Args:
-            n: how many, the rest of a loaded one counted; None: for ever.
+            n: how many more, the rest of a loaded one counted; None: for ever.
+            until: how many in all, counted from epoch 0, with those that went before
+                :meth:`load_state_dict`: epochs up to ``until - 1``. Instead of ``n``.
 
         Yields:
             The number of the epoch and a batch.
 
         Raises:
-            ValueError: for ever was asked, but an epoch has no batches.
+            ValueError: for ever was asked, but an epoch has no batches; or ``n`` and ``until``
+                are both given.
         """
-        if n is not None:
-            check_int("n", n, 0)
-        return Epochs(self, n)
+        if n is not None and until is not None:
+            raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
+        for name, value in ("n", n), ("until", until):
+            if value is not None:
+                check_int(name, value, 0)
+        return Epochs(self, n, until)
 
     def _begin(self, n: int | None, progress: Progress) -> Epoch | StreamEpoch:
         """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
@@ -377,6 +390,7 @@ class Loader:
             else:
                 shards = resume["stream"]["shards"] if resume else [None] * self._shards
                 turn = resume["stream"]["turn"] if resume else 0
+                checks.tell_rereading(resume["stream"]["shards"] if resume else [])
                 yield StreamLedger(epoch, next(self._runs), shards, turn)
             resume = None
 
@@ -520,22 +534,29 @@ class Epochs:
     Args:
         loader: whose.
         n: how many epochs; None: endlessly many.
+        until: the epoch before which to end, in place of ``n``.
     """
 
-    def __init__(self, loader: Loader, n: int | None) -> None:
+    def __init__(self, loader: Loader, n: int | None, until: int | None = None) -> None:
         self._loader = loader
         self._n = n
+        self._until = until
         self._run: Epoch | StreamEpoch | None = None
+        self._begins = threading.Lock()  # several threads may take batches
         self.progress = Progress()
 
     def __iter__(self) -> Epochs:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        if self._run is None:
-            self._run = self._loader._begin(self._n, self.progress)
-        batch = next(self._run)
-        return self._run.epoch, batch
+        with self._begins:
+            if self._run is None:
+                if self._until is not None:
+                    self._n = max(0, self._until - self._loader.epoch)
+                self._run = self._loader._begin(self._n, self.progress)
+        with self._run.exclusive():
+            batch = next(self._run)
+            return self._run.epoch, batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's, see :meth:`Loader.state_dict`."""

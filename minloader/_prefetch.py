@@ -77,7 +77,7 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
 
 
 class Prefetch(Generic[B]):
-    """Iterator over batches that a thread makes ready, see :func:`prefetch`. For one thread to use.
+    """Iterator over batches that a thread makes ready, see :func:`prefetch`.
 
     Its thread ends with the batches, or when the iterator is collected, as it is after a loop that
     was left early; ``with`` and :meth:`close` say when.
@@ -113,6 +113,9 @@ class Prefetch(Generic[B]):
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
         entry = None if exchange.closed else exchange.ready.get()
         if entry is None or exchange.closed:  # by another thread, meanwhile
+            exchange.ready.put(None)  # a third one may be waiting too
+            if self._over:
+                raise StopIteration
             raise RuntimeError(CLOSED)
         self._note = entry.note
         self.progress.note = None if entry.end else entry.note

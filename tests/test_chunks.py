@@ -267,8 +267,8 @@ def test_out_of_order_loses_nothing(chunks):
 @pytest.mark.parametrize("make", ["thread", "foreign-thread"], indirect=True)
 def test_a_batch_that_exits_is_one_batch(chunks):
     found = outcomes(epoch_of(chunks(exit_at, range(N))))
-    assert [each.code if isinstance(each, SystemExit) else each for each in found] == [*range(N)]
-    assert [type(each) for each in found].count(SystemExit) == N // 10
+    assert [each.item if isinstance(each, BatchError) else each for each in found] == [*range(N)]
+    assert [type(each) for each in found].count(BatchError) == N // 10
 
 
 def test_a_worker_that_dies_costs_one_batch():

@@ -443,3 +443,27 @@ def test_on_error_decides(make):
     assert [(e.ordinal, e.epoch, e.item) for e in seen] == [(i, 0, i) for i in (1, 2, 3)]
     assert all(isinstance(e.__cause__, ValueError) for e in seen)
     assert all(e.pid is not None for e in seen)
+
+
+class Opened(Squares):
+    """Is opened once in each worker."""
+
+    connection: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return self.connection, info
+
+
+def open_dataset(info: Any) -> None:
+    info.dataset.connection = "open"
+
+
+def test_worker_init_fn_can_reach_the_dataset(make):
+    with make(Opened(), range(4), worker_init_fn=open_dataset) as loader:
+        for connection, info in loader:
+            assert connection == "open"
+            # What comes from another process brings no copy of the dataset along.
+            assert (info.dataset is None) == ("process" in make.name)

@@ -52,6 +52,10 @@ AT_ONCE = 4.0
 """Seconds within which a hang must be reported that ``timeout=2`` forbids."""
 
 
+NOT_OURS = Exception, KeyboardInterrupt, GeneratorExit, CancelledError, trouble.Demanding
+"""Errors of the user's code."""
+
+
 def outcomes(batches: Iterator[Any]) -> list[Any]:
     """All batches, and in their places the errors."""
     results: list[Any] = []
@@ -60,7 +64,7 @@ def outcomes(batches: Iterator[Any]) -> list[Any]:
             results.append(next(batches))
         except StopIteration:
             return results
-        except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, CancelledError) as error:
+        except NOT_OURS as error:
             results.append(error)
     raise AssertionError("no end")
 
@@ -102,7 +106,7 @@ ZOO: dict[str, tuple[Any, ...]] = {
     "raise CancelledError": (raising(CancelledError, "c"), CancelledError, "c"),
     "raise what has no words": (raising(trouble.Speechless), trouble.Speechless, None),
     "raise what fails to unpickle": (raising(trouble.Demanding, 5, "r"), trouble.Demanding, "5"),
-    "sys.exit": ((sys.exit, 3), SystemExit, "3"),
+    "sys.exit": ((sys.exit, 3), BatchError, "SystemExit: 3"),
     "sys.exit in a thread": ((IN_THREAD, sys.exit, 3), FINE),
     "raise in a thread": ((IN_THREAD, trouble.raises, OSError("aside")), FINE),
     "too deep a recursion": ((trouble.recurses,), RecursionError, "maximum recursion"),
@@ -123,7 +127,7 @@ ZOO: dict[str, tuple[Any, ...]] = {
     "kill the group": ((trouble.kills_its_group,), WorkerDied, KILL),
     # what goes wrong with the batch or the error on their way
     "raise when pickled": ((Trap, "pickled", *raising(OSError, "p")), TransportError, "Trap .p.;"),
-    "sys.exit when pickled": ((Trap, "pickled", sys.exit, 3), SystemExit, "3"),
+    "sys.exit when pickled": ((Trap, "pickled", sys.exit, 3), BatchError, "SystemExit: 3"),
     "raise the worst when pickled": (
         (Trap, "pickled", *raising(trouble.Demanding, 5, "reason")),
         *(trouble.Demanding, "5"),
@@ -134,7 +138,7 @@ ZOO: dict[str, tuple[Any, ...]] = {
     "raise when deleted": ((Trap, "deleted", *raising(OSError, "deleted")), FINE),
     "exit when deleted": ((Trap, "deleted", *EXITS), WorkerDied, EXIT),
     "raise when unpickled": ((Trap, "unpickled above", *raising(OSError, "u")), OSError, "u"),
-    "sys.exit when unpickled": ((Trap, "unpickled above", sys.exit, 3), SystemExit, "3"),
+    "sys.exit when unpickled": ((Trap, "unpickled above", sys.exit, 3), BatchError, "Exit: 3"),
     "an error that raises when pickled": (
         raising(TrapError, "pickled", *raising(OSError, "p")),
         *(TrapError, "a trap"),
@@ -256,7 +260,7 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
     ("trap", "expected", "text"),
     [
         (raising(OSError, "unpickling"), OSError, "unpickling"),
-        ((sys.exit, 3), SystemExit, "3"),
+        ((sys.exit, 3), BatchError, "SystemExit: 3"),
         (EXITS, WorkerDied, EXIT),
         (SEGVS, WorkerDied, SEGV),
     ],

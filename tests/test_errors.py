@@ -19,7 +19,6 @@ from helpers import Squares, TwoArguments
 from raising import (
     FailsToLoad,
     Frozen,
-    exits,
     ignore_sigterm,
     kill_self,
     loads_badly,
@@ -103,14 +102,6 @@ def test_exceptions_that_refuse_attributes(num_workers):
             next(batches)
         assert caught.value.code == 5
         assert next(batches) == 2
-
-
-def test_sys_exit_in_a_dataset_is_never_skipped(across):
-    batches = iter(across(exits, on_error="skip"))
-    next(batches)
-    with pytest.raises(SystemExit):
-        next(batches)
-    assert next(batches) == 2
 
 
 # --- batches that cannot be pickled ----------------------------------------------------------

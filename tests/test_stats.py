@@ -20,7 +20,6 @@ from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
-from minloader._memory.limits import processors
 from minloader._worker.processor_time import Meter
 from tests.conftest import eventually
 from tests.helpers import Squares

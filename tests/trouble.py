@@ -220,7 +220,7 @@ class Speechless(Exception):
         raise RuntimeError("no words")
 
 
-class Demanding(SystemExit):
+class Demanding(BaseException):
     """Fails to unpickle by itself, and is no ``Exception``."""
 
     def __init__(self, code: int, reason: str) -> None:

@@ -23,27 +23,26 @@ Guarantees:
 * At most ``prefetch_factor x num_workers`` tasks are under way, across the end of an epoch too.
 * What the sampler or a batch raises is raised in its place, and the next ``next()`` goes on.
 * Ctrl-C while the consumer waits loses nothing: a task leaves the deque when it is done.
+* Several threads may take batches: each batch goes to one of them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from minloader._checks import shown
 from minloader._epochs import failures
-from minloader._epochs.failures import OnError
-from minloader._epochs.state import Ledger, Progress
+from minloader._epochs.iterator import CLOSED, TimedIterator
+from minloader._epochs.state import Ledger
 from minloader._errors import SKIP, WorkerDied
-from minloader._insight.counters import Counters
 from minloader._memory import pickling
 from minloader._memory.limits import remedy
 from minloader._memory.slots import Slot, Slots
@@ -59,33 +58,6 @@ CHUNK_MOST = 128
 CHUNK_BYTES = 512 * 1024
 """Most bytes that the batches of a task of several should have: one of them that is kept keeps the
 memory of all."""
-
-CLOSED = "this Loader is closed; make a new one"
-
-
-@dataclass(eq=False, repr=False)
-class Settings:
-    """Settings that all epochs of a loader share.
-
-    Attributes:
-        depth: most tasks under way; 0 if submitting one runs it.
-        in_order: whether batches come in the sampler's order.
-        retries: how often a batch is tried again whose worker died.
-        patience: seconds to wait before looking whether a worker is stuck.
-        memory_limit: bytes that a worker may have for itself; None for any.
-        on_error: what to do with a batch that failed.
-        counters: what is counted.
-        closed: whether the loader is.
-    """
-
-    depth: int
-    in_order: bool
-    retries: int
-    patience: float
-    memory_limit: int | None
-    on_error: OnError
-    counters: Counters
-    closed: bool = False
 
 
 class Pending(NamedTuple):
@@ -108,95 +80,6 @@ class _Opened(NamedTuple):
     task: Task
     reply: Reply
     memory: Any
-
-
-@dataclass(eq=False, repr=False)
-class TimedIterator(ABC):
-    """Iterator over batches that counts the consumer's time.
-
-    Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool that makes the batches, which may become another one.
-        coming: a ledger for each epoch, made when the epoch begins.
-        progress: how far the consumer has come.
-        owner: the loader, which must live as long as this.
-        endless: whether epochs never cease to come.
-    """
-
-    settings: Settings
-    where: Callable[..., Pool]
-    coming: Iterator[Any]
-    progress: Progress
-    owner: Any
-    endless: bool = field(default=False, kw_only=True)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that the consumer is in."""
-        return self.progress.ledgers[0].epoch
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin the first epoch, and have as many tasks under way as may be.
-
-        Raises:
-            Exception: what beginning to read the sampler raised.
-        """
-
-    @abstractmethod
-    def _take(self) -> Any:
-        """Return the next batch of the epoch that the consumer is in.
-
-        Raises:
-            StopIteration: there is none.
-        """
-
-    @abstractmethod
-    def _next_epoch(self) -> None:
-        """Let the consumer go on to the next epoch.
-
-        Raises:
-            StopIteration: there is none.
-        """
-
-    def __iter__(self) -> TimedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        # Counted here rather than by calls: a tiny batch takes 15 µs in all.
-        counters = self.settings.counters
-        begin = time.perf_counter()
-        if counters.left:
-            counters.consumer += begin - counters.left
-        try:
-            while True:
-                try:
-                    batch = self._take()
-                    break
-                except StopIteration:
-                    self._next_epoch()
-        except BaseException as error:
-            counters.leave(begin, working=not isinstance(error, StopIteration))
-            raise
-        counters.left = now = time.perf_counter()
-        counters.wait += now - begin
-        return batch
-
-    def _check_end(self) -> None:
-        """Refuse to go through endless epochs if the one that has just ended gave no batch.
-
-        Raises:
-            StopIteration: the last epoch is over, and the consumer was told so.
-        """
-        ledger = self.progress.ledgers[0]
-        if ledger.over:
-            raise StopIteration
-        if self.endless and not ledger.fruitful:
-            ledger.over = True
-            raise ValueError(
-                f"epoch {ledger.epoch} has no batches, and epochs() without a number would go "
-                "through such for ever; look at the sampler, or give a number"
-            )
 
 
 @dataclass(eq=False, repr=False)
@@ -595,7 +478,7 @@ class Epoch(TimedIterator):
                 return pickling.unpack(outcome)
             if type(outcome) is pickling.PackedBatch:
                 return pickling.unpack_batch(outcome, opened.memory)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             stage = "when the batch was unpickled"
             outcome = Failure.of(error, packed=False, stage=stage)
             reply = reply._replace(packed=False)

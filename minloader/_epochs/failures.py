@@ -17,7 +17,9 @@ from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
 
-OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+EXIT = "it ends nothing here; raise an error that says what is wrong, in place of sys.exit()"
+
+OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
 
 
 def handle(
@@ -37,35 +39,41 @@ def handle(
         What takes the batch's place, or SKIP.
 
     Raises:
-        BaseException: the original error, with a note that names the batch.
+        BaseException: the original error, with a note that names the batch; or a BatchError in
+            place of what would end the loop or the program (StopIteration, SystemExit).
     """
     pid = reply.pid if reply.pid >= 0 else None
     worker = reply.worker if reply.worker >= 0 else None
     who = "a worker" if worker is None else f"worker {worker}"
     where = "in the parent" if pid is None else f"{who} (pid {pid})"
-    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}, {where}"
+    sample = failure.sample and _load(failure.sample, packed=reply.packed)
+    which = f", sample {shown(sample[0])}" if sample else ""
+    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}, {where}"
     what += failure.stage and f", {failure.stage}"
     place = {"ordinal": ordinal, "epoch": epoch, "item": item, "worker": worker, "pid": pid}
+    place["sample"] = sample[0] if sample else None
     remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
-    error = _load_error(failure, packed=reply.packed)
+    error = _load(failure.error, packed=reply.packed)
+    if error is not None and remote is not None:
+        BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     if isinstance(error, BatchError):  # our own, which does not know its place yet
         vars(error).update(place)
         report: BatchError = error
     else:
-        report = BatchError(f"{what}: {failure.summary}", **place)
+        advice = f" ({EXIT})" if isinstance(error, SystemExit) else ""
+        report = BatchError(f"{what}: {failure.summary}{advice}", **place)
         report.__cause__ = error or remote
 
-    skippable = isinstance(error, Exception | None) and not failure.fatal
-    if on_error == "raise" or not skippable:
+    skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
+    if on_error in ("raise", "skip_sample") or not skippable:
         try:
-            if error is None or isinstance(error, StopIteration):
-                # It cannot be carried; or it would end the loop as if the epoch were over.
+            # It cannot be carried; or it would end the loop as if the epoch were over, or the
+            # program without a word.
+            if error is None or isinstance(error, StopIteration | SystemExit):
                 raise report
             add_note(error, f"minloader: {what}")
-            if remote is None:
-                raise error
-            raise error from remote
+            raise error
         finally:
             # The error's traceback holds this frame. If the frame held the error, the loader
             # would live until the garbage collector finds the cycle.
@@ -77,15 +85,13 @@ def handle(
     return on_error(report)
 
 
-def _load_error(failure: Failure, *, packed: bool) -> BaseException | None:
-    if not packed or failure.error is None:
-        error: BaseException | None = failure.error
-        return error
+def _load(part: Any, *, packed: bool) -> Any:
+    if not packed or part is None:
+        return part
     try:
-        error = pickling.unpack(failure.error)
+        return pickling.unpack(part)
     except Exception:  # its class exists in the worker only: the text must do
         return None
-    return error
 
 
 def add_note(error: BaseException, note: str) -> None:

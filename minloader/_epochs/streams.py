@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minloader._epochs.epoch import Epoch, Pending, TimedIterator
+from minloader._epochs.epoch import Epoch, Pending
+from minloader._epochs.iterator import TimedIterator
 from minloader._epochs.state import Ledger, Note, Progress, State
 from minloader._errors import BatchTimeout, WorkerDied
 from minloader._memory import pickling

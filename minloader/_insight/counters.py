@@ -29,7 +29,8 @@ class Stats:
     Attributes:
         batches: number of batches delivered.
         bytes: their size, packed; 0 where batches never leave the process.
-        skipped: number of batches that failed and were skipped.
+        skipped: number of batches that failed and were skipped, or of which no sample was left.
+        skipped_samples: number of samples that were left out of their batches.
         wait: time that the consumer spent in ``iter()`` and ``next()``.
         consumer: time that the consumer spent on its own work between batches.
         startup: part of ``wait``: the time until the first batch was there.
@@ -59,11 +60,14 @@ class Stats:
             pipe.
         retries: number of times that a batch was tried again because its worker had died.
         replaced: number of workers replaced because they died, hung or grew too large.
+        reread: number of batches of a stream that were read again, and passed over, to go on
+            behind them: the stream has no state.
     """
 
     batches: int = 0
     bytes: int = 0
     skipped: int = 0
+    skipped_samples: int = 0
     wait: float = 0.0
     consumer: float = 0.0
     startup: float = 0.0
@@ -88,6 +92,7 @@ class Stats:
     overflowed: int = 0
     retries: int = 0
     replaced: int = 0
+    reread: int = 0
     # The last events, those of tasks not split yet, and when the first epoch began.
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     _began: float = field(default=0.0, repr=False, compare=False)
@@ -230,6 +235,8 @@ class Counters(Stats):
             self.queued += queued
             self.asleep += asleep
         self.bytes += reply.size
+        self.reread += reply.reread
+        self.skipped_samples += reply.skipped
         self.work[worker] = self.work.get(worker, 0.0) + reply.seconds
         self.slowest = max(self.slowest, reply.seconds / args["count"])
         if not self.startup:

@@ -145,6 +145,8 @@ def table(stats: Stats) -> list[Row]:
         ("retries", stats.retries, "batches whose worker died"),
         ("replaced", stats.replaced, "workers"),
         ("skipped", stats.skipped, "batches that failed"),
+        ("left out", stats.skipped_samples, "samples"),
+        ("read again", stats.reread, "batches of a stream that has no state_dict"),
     ]
     return rows + [(name, f"{count}", remark) for name, count, remark in failures if count]
 

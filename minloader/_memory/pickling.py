@@ -38,6 +38,16 @@ MOST_NOTES = 20
 """How many notes an error of pickling keeps, half of them of the innermost levels."""
 
 
+def _refuse_open_file(file: io.TextIOWrapper) -> Any:
+    """Refuse what cloudpickle would send all the text of. Pickle refuses binary files."""
+    if file in (sys.stdout, sys.stderr):
+        return NotImplemented
+    raise TypeError("cannot pickle '_io.TextIOWrapper' object: it is an open file")
+
+
+OTHER_REDUCERS[io.TextIOWrapper] = _refuse_open_file
+
+
 def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)

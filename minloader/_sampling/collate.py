@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minloader._checks import check_int
+from minloader._checks import check_int, refuse_none
 from minloader._memory.slot_writer import empty
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def collate(samples: Sequence[Any]) -> Any:
     one by ``__array__``, such as CPU tensors) are stacked along a new first axis: ``n`` arrays of
     shape ``s`` become one of shape ``(n, *s)``, of a type that holds them all. Numbers become an
     array of shape ``(n,)``. Mappings become dicts; tuples, named tuples and lists are walked.
-    Strings, bytes and None become lists.
+    Strings and bytes become lists, and so does a part that is None in all samples.
 
     Args:
         samples: at least one sample.
@@ -48,7 +48,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
     Raises:
         ValueError: the samples differ in shape, length or keys, or there are none.
-        TypeError: a sample is of a type that cannot be stacked.
+        TypeError: a sample is of a type that cannot be stacked, or is None.
     """
     return _join(samples, "sample")
 
@@ -76,6 +76,11 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.value, (list, tuple)):
+            raise TypeError(
+                "pad_collate was called with samples, but takes what to pad with; write "
+                "collate_fn=pad_collate(), with parentheses"
+            )
         check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -144,9 +149,14 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
         raise ValueError("collate: there are no samples; an item must name at least one index")
     first = samples[0]
     if first is None or isinstance(first, (str, bytes)):
+        # A part may be missing in all samples, and a text in some. A sample may not.
+        texts = all(sample is None or isinstance(sample, (str, bytes)) for sample in samples)
+        if path == "sample" or not texts:
+            refuse_none(samples, path)
         return list(samples)
     if isinstance(first, Mapping):
         if any(not isinstance(s, Mapping) or s.keys() != first.keys() for s in samples):
+            refuse_none(samples, path)
             raise ValueError(
                 f"collate: {path} has keys {sorted(map(str, first))} in the first sample but not "
                 "in all of them; give every sample the same keys, or a collate_fn of your own"
@@ -154,6 +164,7 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
         return {key: _join([s[key] for s in samples], f"{path}[{key!r}]", pad) for key in first}
     if isinstance(first, (list, tuple)):
         if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
+            refuse_none(samples, path)
             raise ValueError(
                 f"collate: {path} is a sequence of {len(first)} in the first sample but not in "
                 "all of them; make ragged data arrays and use collate_fn=pad_collate()"
@@ -165,6 +176,7 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
         return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
     if _is_array(first):
         if not all(map(_is_array, samples)):
+            refuse_none(samples, path)
             raise TypeError(f"collate: {path} is a number in some samples and not in others")
         arrays = [np.asarray(sample) for sample in samples]
         return _stack(arrays, path) if pad is None else pad._pad(arrays, path)

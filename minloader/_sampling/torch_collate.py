@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minloader._checks import shown
+from minloader._checks import refuse_none, shown
 from minloader._memory.pickling import PLAIN_DTYPES, as_tensor
 from minloader._memory.slot_writer import empty
 
@@ -55,6 +55,14 @@ def collate(samples: Sequence[Any]) -> Any:
         RuntimeError: the samples differ in shape, or in the length of a sequence.
         KeyError: the samples differ in their keys.
     """
+    try:
+        return _collate(samples)
+    except (TypeError, AttributeError):
+        refuse_none(samples)
+        raise
+
+
+def _collate(samples: Sequence[Any]) -> Any:
     first = samples[0]
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
@@ -183,11 +191,13 @@ def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
         kinds = {np.dtype("f") if type(n) is float else np.asarray(n).dtype for n in numbers}
         return Leaf(np.array(numbers, _common(set(map(_native, kinds)))))
     if isinstance(numbers[0], float):
+        refuse_none(numbers)  # numpy takes it for NaN
         return Leaf(np.array(numbers, np.float64))
     array = np.array(numbers)
     if array.dtype.kind == "f":  # whole numbers first, then others
         array = array.astype(np.float32)
     elif array.dtype.kind not in "bi":
+        refuse_none(numbers, error=RuntimeError)
         large = all(isinstance(number, int) for number in numbers)
         raise (ValueError if large else RuntimeError)(
             f"cannot make a tensor of {shown(numbers)}: not all are numbers that int64 can hold"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minloader._checks import check_indices, check_samples, shown
+from minloader._errors import SKIP
 from minloader._worker.messages import Job
+
+logger = logging.getLogger("minloader")
 
 
 @dataclass
@@ -17,28 +23,49 @@ class BatchMaker:
         job: what to make them from.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
         collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
+        failing: the index of the sample that has just raised an error, in a tuple; () if it is not
+            known.
+        skipped: samples that were left out, since it was set to 0.
     """
 
     job: Job
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
+    failing: tuple[Any, ...] = ()
+    skipped: int = 0
 
     def fetch(self, item: Any) -> Any:
-        """Return the batch of one item."""
+        """Return the batch of one item, or SKIP."""
         if self.job.collate_fn is None:
             batch = self._get(item)
             return batch if self.job.transform is None else self.combine([batch])
-        if isinstance(item, list) and item and all(isinstance(shard, list) for shard in item):
-            return [self._gather(shard) for shard in item]
-        return self._gather(item)
+        # A function of torch's kind: it gets whatever __getitems__ gives.
+        as_torch = getattr(self.job.collate_fn, "takes_anything", False)
+        shards = isinstance(item, list) and item and all(isinstance(each, list) for each in item)
+        if shards and not as_torch:
+            batches = [self._gather(shard) for shard in item]
+            return SKIP if any(batch is SKIP for batch in batches) else batches
+        return self._gather(item, as_torch)
 
-    def combine(self, samples: list[Any]) -> Any:
-        """Return the batch of some samples; of a single one, if nothing is collated."""
+    def combine(self, samples: Any, indices: Sequence[Any] = ()) -> Any:
+        """Return the batch of some samples; of a single one, if nothing is collated.
+
+        Args:
+            samples: the samples, normally a list.
+            indices: of these samples, for errors; () if they have none.
+
+        Returns:
+            The batch; SKIP if all samples are left out.
+        """
         transform, collate_fn = self.job.transform, self.job.collate_fn
+        samples, indices = self._without_skipped(samples, indices)
         if transform is not None:
             begin = time.perf_counter()
-            samples = [transform(each) for each in samples]
+            samples = self._each(transform, samples, indices)
             self.transform_seconds += time.perf_counter() - begin
+            samples, _ = self._without_skipped(samples, ())
+        if isinstance(samples, list) and not samples:
+            return SKIP
         if collate_fn is None:
             return samples[0]
         begin = time.perf_counter()
@@ -49,16 +76,44 @@ class BatchMaker:
     def _get(self, item: Any) -> Any:
         dataset = self.job.dataset
         # Looked up on the type, as Python itself does: a class can be a callable dataset.
-        return dataset[item] if hasattr(type(dataset), "__getitem__") else dataset(item)
+        if hasattr(type(dataset), "__getitem__"):
+            return dataset[item]
+        if hasattr(type(dataset), "__getitems__"):
+            return check_samples(dataset.__getitems__([item]), [item])[0]
+        return dataset(item)
 
-    def _gather(self, indices: Any) -> Any:
-        try:
-            indices = list(indices)
-        except TypeError as error:
-            raise TypeError(
-                f"the sampler yielded {indices!r}, but with collate_fn each item must be a list "
-                "of indices; use a batch sampler or batch_size, or drop collate_fn"
-            ) from error
-        if hasattr(self.job.dataset, "__getitems__"):
-            return self.combine(list(self.job.dataset.__getitems__(indices)))
-        return self.combine([self._get(index) for index in indices])
+    def _gather(self, indices: Any, as_torch: bool = False) -> Any:
+        indices = check_indices(indices)
+        dataset = self.job.dataset
+        if not hasattr(dataset, "__getitems__"):
+            return self.combine(self._each(self._get, indices, indices), indices)
+        samples = dataset.__getitems__(indices)
+        return self.combine(samples if as_torch else check_samples(samples, indices), indices)
+
+    def _each(
+        self, function: Callable[[Any], Any], values: Sequence[Any], indices: Sequence[Any]
+    ) -> list[Any]:
+        """Return what a function makes of each value; note the index of one that it fails on."""
+        results: list[Any] = []
+        for value in values:
+            try:
+                results.append(function(value))
+            except BaseException as error:
+                index = tuple(indices[len(results) :][:1])
+                if not (self.job.skip_samples and isinstance(error, Exception)):
+                    self.failing = index
+                    raise
+                which = shown(index[0]) if index else f"{len(results)} of a batch"
+                logger.warning("left out sample %s: %r", which, error)
+                results.append(SKIP)
+        return results
+
+    def _without_skipped(self, samples: Any, indices: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the samples to keep, and their indices."""
+        if not isinstance(samples, list):  # a function of torch's kind takes anything
+            return samples, indices
+        kept = [n for n, sample in enumerate(samples) if sample is not SKIP]
+        if len(kept) == len(samples):
+            return samples, indices
+        self.skipped += len(samples) - len(kept)
+        return [samples[n] for n in kept], [indices[n] for n in kept if indices]

@@ -26,6 +26,7 @@ class Job:
         memory_limit: bytes that a worker process may have for itself.
         batch_size: samples in a batch of a stream; None if its elements are the batches.
         keep_last: whether a stream's incomplete last batch is one.
+        skip_samples: whether a sample that fails is left out of its batch.
     """
 
     dataset: Any
@@ -35,6 +36,7 @@ class Job:
     memory_limit: int | None = None
     batch_size: int | None = None
     keep_last: bool = True
+    skip_samples: bool = False
 
 
 class Shard(NamedTuple):
@@ -113,6 +115,8 @@ class Reply(NamedTuple):
         memory: bytes that the worker has for itself, if there is a limit.
         state: of the stream after the last of the outcomes, packed; None if it has none.
         processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
+        reread: how many batches of the stream were read again, to get to the first of them.
+        skipped: how many samples were left out.
     """
 
     worker: int
@@ -129,6 +133,8 @@ class Reply(NamedTuple):
     memory: int = 0
     state: bytes | None = None
     processor: tuple[float, float, float] | None = None
+    reread: int = 0
+    skipped: int = 0
 
 
 class Failure(NamedTuple):
@@ -140,6 +146,7 @@ class Failure(NamedTuple):
         traceback: as printed in the worker, "" if the exception brings its own.
         stage: what was being done, "" for making the batch.
         fatal: whether it will be the same for every other batch. Skipping them would hide it.
+        sample: the index of the sample that failed, in a tuple, packed if the reply is; or empty.
     """
 
     error: Any
@@ -147,6 +154,7 @@ class Failure(NamedTuple):
     traceback: str
     stage: str = ""
     fatal: bool = False
+    sample: Any = ()
 
     @classmethod
     def of(
@@ -172,6 +180,8 @@ class WorkerInfo:
         pid: process the worker is, or runs in.
         seed: the loader's seed.
         epoch: epoch of the batch being made.
+        dataset: the object that the worker reads from, which ``worker_init_fn`` may change. Threads
+            share one; of a stream that is read, the shard's own. None once the info is pickled.
     """
 
     id: int
@@ -179,6 +189,7 @@ class WorkerInfo:
     pid: int
     seed: int
     epoch: int = 0
+    dataset: Any = field(default=None, repr=False, compare=False)
     _ordinal: int | None = field(default=None, repr=False)
     _rng: np.random.Generator | None = field(default=None, repr=False)
     _key: tuple[int, ...] = field(default=(), repr=False)
@@ -200,6 +211,9 @@ class WorkerInfo:
                 entropy = np.random.SeedSequence(place, spawn_key=self._key)
             self._rng = np.random.default_rng(entropy)
         return self._rng
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"dataset": None}  # a batch may hold the info
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key

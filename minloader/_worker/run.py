@@ -31,7 +31,7 @@ from typing import Any
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
-from minloader._memory.pickling import BatchPacker, PackedBatch, size_in_band, unpack
+from minloader._memory.pickling import BatchPacker, PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
@@ -81,6 +81,7 @@ class Worker:
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
+        info.dataset = job.dataset
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._job = job
@@ -89,6 +90,7 @@ class Worker:
         self.meter: Meter | None = None
         self._beat = beat
         self._maker = BatchMaker(job)
+        self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
         self._init_failure: Failure | None = None
@@ -113,6 +115,7 @@ class Worker:
         state = None
         maker = self._maker
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
+        maker.skipped = 0
         begin = now = time.perf_counter()
         try:
             for n, item in enumerate(task.items):
@@ -126,7 +129,7 @@ class Worker:
                     break
             if task.shard is not None:
                 state = self._end_stream_task(task.shard, outcomes)
-        except BaseException:  # sys.exit() in a thread, say
+        except BaseException:  # Ctrl-C in the calling process, say
             # The batches before it are good. The parent sends the rest again, one by one.
             if len(task.items) == 1:
                 raise
@@ -142,7 +145,8 @@ class Worker:
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
         slot = size, writer.size, writer.retired, overflowed
         processor = None if self.meter is None else self.meter.add(now - begin)
-        return Reply(*done, *slot, memory, state, processor)
+        reread, self._reread = self._reread, 0
+        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped)
 
     def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""
@@ -198,10 +202,18 @@ class Worker:
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
-        if self._packer is None and not isinstance(error, Exception):
+        if self._packer is None and not isinstance(error, Exception | SystemExit):
             raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
         self._exit_fork()
-        return Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+        sample: Any = self._maker.failing
+        self._maker.failing = ()
+        if sample and self._packer is not None:
+            try:
+                sample = pack(sample, down=False)
+            except Exception:  # the error matters more
+                sample = ()
+        failure = Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+        return failure._replace(sample=sample)
 
     def _exit_fork(self) -> None:
         """End a fork of the worker that came back from the dataset, before it answers too."""
@@ -220,6 +232,7 @@ class Worker:
         samples = None
         while reader.position < index and not reader.ended:
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
+            self._reread += 1
             try:
                 samples = self._call(self._batch_seed(task, reader.begin()), reader.draw)
             except BaseException as error:

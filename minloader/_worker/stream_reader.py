@@ -130,8 +130,8 @@ class ShardReaders:
         if key in self._readers and self._readers[key].position > index:
             self._drop(key)  # a batch is wanted again
         if key not in self._readers:
-            info = WorkerInfo(shard.id, shard.total, pid, self.seed)
             dataset = self._take_dataset(shard)
+            info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
             self._readers[key] = ShardReader(self.maker, dataset, info, epoch, shard)
         return self._readers[key]
 

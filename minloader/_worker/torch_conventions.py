@@ -22,16 +22,18 @@ from minloader._worker.start import get_worker_info
 
 @dataclass(repr=False, eq=False)
 class Collated:
-    """Call a ``collate_fn`` of torch's kind on what :class:`Samples` fetched.
+    """A ``collate_fn`` of torch's kind.
 
     Attributes:
         function: called with whatever ``__getitems__`` returned, or with the list of samples.
+        takes_anything: tells who fetches the samples so.
     """
 
     function: Callable[[Any], Any]
+    takes_anything = True
 
-    def __call__(self, fetched: list[Any]) -> Any:
-        return self.function(fetched[0])
+    def __call__(self, fetched: Any) -> Any:
+        return self.function(fetched)
 
 
 @dataclass(repr=False, eq=False)
@@ -48,21 +50,6 @@ class ExtendedCollate:
         from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
         return collate(samples, collate_fn_map=default_collate_fn_map | self.added)
-
-
-@dataclass(repr=False, eq=False)
-class Samples:
-    """A map-style dataset from which samples are fetched as torch fetches them."""
-
-    dataset: Any
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return a list of one element: all samples, in whatever the dataset puts them."""
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return [fetch(indices) if fetch else [self.dataset[index] for index in indices]]
 
 
 @dataclass(repr=False, eq=False)

@@ -378,7 +378,7 @@ class DataLoader(Generic[T]):
             if workers:
                 init = conventions.WorkerInit(self.dataset, self.worker_init_fn)
                 options["worker_init_fn"] = init
-            return Loader(conventions.Samples(self.dataset), self._order, **options)
+            return Loader(self.dataset, self._order, **options)
         if self.batch_size is not None:
             last_batch = "discard" if self.drop_last else "keep"
             options |= {"batch_size": self.batch_size, "last_batch": last_batch}

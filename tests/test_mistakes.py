@@ -1,0 +1,427 @@
+"""What a hurried user does wrong: each mistake is told, with what to do instead."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import making, require
+from helpers import Echo, Faulty, Squares
+from raising import exits
+
+from minloader import SKIP, BatchError, Loader, collate, pad_collate, prefetch
+
+N = 3000
+
+
+@pytest.fixture(params=["inline", "thread", "process-1"])
+def anywhere(request):
+    """Makes loaders in this process, in its threads and in another process."""
+    with making(request) as make:
+        yield make
+
+
+# --- one iterator in several threads ---------------------------------------------------------
+
+
+def take_in_threads(batches: Any, threads: int = 4) -> list[list[Any]]:
+    """What each of some threads gets of one iterator, all of them in a hurry."""
+    taken: list[list[Any]] = [[] for _ in range(threads)]
+    begin = threading.Barrier(threads)
+
+    def take(mine: list[Any]) -> None:
+        begin.wait()
+        for batch in batches:
+            mine.append(batch)
+
+    consumers = [threading.Thread(target=take, args=(mine,), daemon=True) for mine in taken]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join(60)
+            assert not consumer.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+    return taken
+
+
+def test_each_batch_goes_to_one_of_several_threads(anywhere):
+    loader = anywhere(Echo(), range(N))
+    batches = iter(loader)
+    taken = take_in_threads(batches)
+    assert sorted(chain(*taken)) == list(range(N))
+    assert all(mine == sorted(mine) for mine in taken)
+    assert loader.stats.batches == N
+    assert next(batches, "over") == "over"
+
+
+def test_epochs_in_several_threads():
+    with Loader(Echo(), range(N // 3), num_workers=2) as loader:
+        taken = chain(*take_in_threads(loader.epochs(3)))
+        assert sorted(taken) == [(epoch, n) for epoch in range(3) for n in range(N // 3)]
+        assert loader.epoch == 3
+
+
+def test_a_stream_in_several_threads():
+    with Loader(Numbers(N), num_workers=2) as loader:
+        assert sorted(chain(*take_in_threads(iter(loader)))) == sorted([*range(N)] * 2)
+
+
+def test_a_prefetch_in_several_threads():
+    with Loader(Echo(), range(N)) as loader:
+        taken = take_in_threads(prefetch(loader, abs, depth=8))
+        assert sorted(chain(*taken)) == list(range(N))
+
+
+class Numbers:
+    """A stream without a state."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter(range(self.n))
+
+
+# --- a fork ----------------------------------------------------------------------------------
+
+
+def in_a_fork(function: Any) -> str:
+    """What a function returns, or the error that it raises, in a fork of this process."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        try:
+            try:
+                answer = repr(function())
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(theirs, answer.encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, encoding="utf-8") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("begin", [iter, lambda loader: loader.epochs(2)])
+def test_next_in_a_fork_on_the_iterator_of_its_parent(begin):
+    with Loader(Echo(), range(40), num_workers=1, prefetch_factor=4) as loader:
+        batches = begin(loader)
+        first = next(batches)
+        answer = in_a_fork(lambda: next(batches))
+        assert answer.startswith("RuntimeError: this iterator was begun in the process of which")
+        assert "call iter(loader) in this process" in answer
+        assert len([first, *batches]) == 40 * (2 if begin is not iter else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_next_in_a_fork_where_no_worker_is_needed():
+    with Loader(Echo(), range(4), num_workers=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert in_a_fork(lambda: list(batches)) == "[1, 2, 3]"
+
+
+# --- sys.exit --------------------------------------------------------------------------------
+
+
+def test_sys_exit_in_a_dataset_is_the_error_of_its_batch(anywhere):
+    batches = iter(anywhere(exits, range(3)))
+    assert next(batches) == 0
+    with pytest.raises(BatchError, match=r"batch 1 of epoch 0, item 1, .*SystemExit: 3") as caught:
+        next(batches)
+    assert "raise an error that says what is wrong, in place of sys.exit()" in str(caught.value)
+    assert caught.value.__cause__.code == 3
+    assert "in exits" in "".join(traceback.format_exception(caught.value))
+    assert next(batches) == 2
+
+
+def test_sys_exit_in_a_dataset_is_skipped(anywhere):
+    loader = anywhere(exits, range(3), on_error="skip")
+    assert list(loader) == [0, 2]
+    assert loader.stats.skipped == 1
+
+
+def exits_at_once(*ignored: Any) -> Any:
+    sys.exit("no licence")
+
+
+def test_sys_exit_in_worker_init_fn():
+    with Loader(Squares(3), on_error="skip", worker_init_fn=exits_at_once) as loader:
+        for _ in range(2):
+            with pytest.raises(BatchError, match="in worker_init_fn: SystemExit: no licence"):
+                next(iter(loader))
+
+
+# --- what cannot be sent ---------------------------------------------------------------------
+
+
+class HoldsFile:
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("r", "TextIOWrapper"), ("rb", "BufferedReader")])
+def test_an_open_file_is_refused(mode, kind, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("{}\n")
+    with open(path, mode) as file, pytest.raises(TypeError) as caught:
+        Loader(HoldsFile(file), range(3))
+    assert f"dataset.file is a {kind} (cannot pickle '_io.{kind}' object" in str(caught.value)
+    assert "when it is first used" in str(caught.value)
+
+
+def test_standard_output_is_no_such_file(tmp_path, monkeypatch):
+    with open(tmp_path / "output", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with Loader(HoldsFile(file), range(3)) as loader:
+            assert list(loader) == [0, 1, 2]
+
+
+# --- batches that would be silently wrong ----------------------------------------------------
+
+
+class Rows:
+    """Has ``__getitems__``, which gives something else."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.rows
+
+
+class Gaps:
+    """Some samples, or parts of them, are None."""
+
+    def __init__(self, sample: Any, gap: Any) -> None:
+        self.sample = sample
+        self.gap = gap
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.gap if index in (2, 3) else self.sample
+
+
+@pytest.mark.parametrize(
+    ("dataset", "items", "collate_fn", "error", "message"),
+    [
+        (Echo(), ["abc"], list, TypeError, "yielded 'abc', but with collate_fn each item must be"),
+        (Echo(), [{"a": 1}], list, TypeError, "yielded {'a': 1}, but with collate_fn each item"),
+        (
+            *(Rows({"x": [1, 2], "y": [3, 4]}), [[0, 1]], list, TypeError),
+            r"must return a list with one sample for each index, but returned one dict with keys "
+            r"\['x', 'y'\] for 2 of them; .* Loader\(dataset.__getitems__, BatchSampler",
+        ),
+        (Rows([1, 2, 3]), [range(16)], list, ValueError, "returned 3 for 16 indices"),
+        (Rows("ab"), [[0, 1]], list, TypeError, "must return a list .* but returned 'ab'"),
+        (Rows(None), [[0, 1]], list, TypeError, "must return a list .* but returned None"),
+        (Squares(), [[0, 1]], pad_collate, TypeError, r"write collate_fn=pad_collate\(\), with"),
+    ],
+)
+def test_what_would_be_a_wrong_batch_is_refused(dataset, items, collate_fn, error, message):
+    loader = Loader(dataset, items, collate_fn=collate_fn, num_workers=0)
+    with pytest.raises(error, match=message):
+        next(iter(loader))
+
+
+ARRAY = [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("sample", "gap", "path"),
+    [
+        (1, None, "sample"),
+        ("text", None, "sample"),
+        (np.array(ARRAY), None, "sample"),
+        ({"x": 1}, None, "sample"),
+        ((1, 2), None, "sample"),
+        ({"x": 1}, {"x": None}, r"sample\['x'\]"),
+        ((1, np.array(ARRAY)), (1, None), r"sample\[1\]"),
+        ({"x": None}, {"x": 1}, r"sample\['x'\]"),
+    ],
+)
+@pytest.mark.parametrize("collate_fn", [None, pad_collate()])
+def test_none_among_samples_is_named(sample, gap, path, collate_fn):
+    loader = Loader(Gaps(sample, gap), batch_size=4, num_workers=0, collate_fn=collate_fn)
+    which = "0 of the 4 of a batch, and in 1" if gap == {"x": 1} else "2 of the 4 of a batch, "
+    with pytest.raises(TypeError, match=f"collate: {path} is None in sample {which}"):
+        next(iter(loader))
+
+
+def test_none_for_every_sample_is_named():
+    loader = Loader(Gaps(None, None), batch_size=4, num_workers=0)
+    with pytest.raises(TypeError, match=r"is None in sample 0 of the 4 .*and in 3 more of them"):
+        next(iter(loader))
+
+
+def test_a_part_that_is_missing_in_all_samples_or_in_some_texts():
+    samples = [{"label": None, "text": "a"}, {"label": None, "text": None}]
+    assert collate(samples) == {"label": [None, None], "text": ["a", None]}
+
+
+@pytest.mark.parametrize("sample", [1, 1.5, np.array(ARRAY), {"x": 1}, (1, 2)])
+def test_none_among_the_samples_of_a_torch_loader(sample):
+    torch_loader = require("minloader.torch").DataLoader
+    text = "is None in sample 2 of the 4 of a batch, and in 1 more"
+    loader = torch_loader(Gaps(sample, None), batch_size=4, num_workers=1)
+    error = RuntimeError if type(sample) is int else TypeError  # as torch's own
+    with loader, pytest.raises(error, match=text):
+        next(iter(loader))
+
+
+def test_a_torch_loader_takes_whatever_getitems_gives():
+    torch_loader = require("minloader.torch").DataLoader
+    with torch_loader(Rows({"x": [1]}), batch_size=4, num_workers=1, collate_fn=same) as loader:
+        assert next(iter(loader)) == {"x": [1]}
+
+
+def test_a_dataset_with_getitems_alone(anywhere):
+    with_batches = anywhere(ManyAlone(), batch_size=4)
+    assert [batch.tolist() for batch in with_batches] == [[0, 1, 4, 9], [16, 25, 36, 49]]
+    assert list(anywhere(ManyAlone())) == [n * n for n in range(8)]
+
+
+class ManyAlone:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index * index for index in indices]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+# --- which sample it was ---------------------------------------------------------------------
+
+
+def bad_37(sample: int) -> int:
+    if sample == 37 * 37:
+        raise ValueError("it cannot be decoded")
+    return sample
+
+
+@pytest.mark.parametrize("options", [{"dataset": Faulty(64, {37: ValueError})}, {}])
+def test_a_failing_sample_is_named(anywhere, options):
+    arguments = {"dataset": Squares(64), "transform": bad_37 if not options else None} | options
+    loader = anywhere(**arguments, batch_size=16)
+    with pytest.raises(ValueError, match=r"is bad|decoded") as caught:
+        list(loader)
+    (note,) = caught.value.__notes__
+    assert "batch 2 of epoch 0, item [32, 33, 34, 35, 36, 37, ...], sample 37, worker" in note
+
+    failures: list[BatchError] = []
+    loader = anywhere(**arguments, batch_size=16, on_error=lambda e: [failures.append(e), SKIP][1])
+    assert len(list(loader)) == 3
+    assert failures[0].sample == 37
+    assert "item [32, 33, 34, 35, 36, 37, ...], sample 37, worker" in str(failures[0])
+
+
+def test_a_failing_sample_of_several_shards_is_named(anywhere):
+    batches = iter(anywhere(Faulty(64, {37: ValueError}), [[[1, 2], [36, 37]]], collate_fn=list))
+    with pytest.raises(ValueError, match="is bad") as caught:
+        next(batches)
+    assert "item [[1, 2], [36, 37]], sample 37, worker" in caught.value.__notes__[0]
+
+
+class Key:
+    """An index of the user's own kind."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Key {self.name}"
+
+
+def test_a_failing_sample_with_an_index_of_the_users_own_kind(anywhere):
+    failures: list[BatchError] = []
+    items = [[Key("a"), Key("b")]]
+    on_error = lambda e: [failures.append(e), SKIP][1]  # noqa: E731
+    assert list(anywhere(abs, items, collate_fn=list, on_error=on_error)) == []
+    assert failures[0].sample.name == "a"
+    assert "item [Key a, Key b], sample Key a" in str(failures[0])
+
+
+def test_no_sample_is_named_where_none_is_known(anywhere):
+    for loader in anywhere(Rows(1), batch_size=4), anywhere(Faulty(4, {0: ValueError})):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            next(iter(loader))
+        assert ", sample" not in caught.value.__notes__[0]
+
+
+def test_a_failing_sample_of_a_torch_loader_is_named():
+    torch_loader = require("minloader.torch").DataLoader
+    with torch_loader(Faulty(64, {37: ValueError}), batch_size=16, num_workers=1) as loader:
+        with pytest.raises(ValueError, match="item 37 is bad") as caught:
+            list(loader)
+        assert ", sample 37, worker 0" in caught.value.__notes__[0]
+
+
+# --- going on --------------------------------------------------------------------------------
+
+
+def test_until_counts_the_epochs_before(anywhere):
+    expected = [(epoch, n) for epoch in range(3) for n in range(5)]
+    for taken in 0, 1, 5, 7, 14, 15:
+        run = (first := anywhere(Echo(), range(5))).epochs(until=3)
+        got = [next(run) for _ in range(taken)]
+        loader = anywhere(Echo(), range(5))
+        rest = loader.epochs(until=3)
+        loader.load_state_dict(first.state_dict())
+        assert got + list(rest) == expected
+        assert loader.epoch == 3
+        assert list(loader.epochs(until=3)) == list(loader.epochs(until=2)) == []
+
+
+def test_epochs_takes_one_number():
+    with Loader(Echo(), range(5), num_workers=0) as loader:
+        with pytest.raises(ValueError, match=r"epochs takes n=2 more, or all until=3; drop one"):
+            loader.epochs(2, until=3)
+        with pytest.raises(ValueError, match=r"until must be at least 0, got -1"):
+            loader.epochs(until=-1)
+
+
+def test_a_stream_that_is_read_again_is_told(anywhere, caplog):
+    first = anywhere(Numbers(9))
+    batches = iter(first)
+    shards = max(1, first.num_workers)
+    for _ in range(4 * shards):
+        next(batches)
+    loader = anywhere(Numbers(9))
+    loader.load_state_dict(first.state_dict())
+    assert not caplog.messages
+    assert len(list(loader)) == 5 * shards
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"the stream is read again from its beginning, past {4 * shards} batches in {shards} shards"
+    )
+    assert "state_dict and load_state_dict" in message
+    assert loader.stats.reread == 4 * shards
+    assert "read again" in str(loader.stats)
+    assert len(list(loader)) == 9 * shards
+    assert len(caplog.messages) == 1
+    assert first.stats.reread == 0
