@@ -55,6 +55,7 @@ from minloader._pools.base import GRACE, Death, RemotePool, close_pools
 from minloader._pools.cpython import Executor, holds_pid, reap, register_exit, start_worker
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
+from minloader._worker.logs import LogReader, LogSettings, open_logs
 from minloader._worker.messages import Reply, Task
 from minloader._worker.start import TOKEN, WorkerSetup, run, warm_up, worker_main
 
@@ -214,13 +215,20 @@ class _Executor(Executor):
         tasks: what became of its tasks.
     """
 
-    def __init__(self, setup: WorkerSetup, heartbeats: Heartbeats, context: BaseContext) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        heartbeats: Heartbeats,
+        logs: LogReader | None,
+        context: BaseContext,
+    ) -> None:
         self._context = _WorkerContext(context, setup)
         super().__init__(heartbeats.workers, self._context)
         self.setup = setup
         self._oom_kills = oom_kills()
         self._dead_since: float | None = None
         self.heartbeats = heartbeats
+        self._logs = logs
         self.leaving = False
         self.tasks = _Tasks()
 
@@ -275,6 +283,8 @@ class _Executor(Executor):
         for worker in self.workers:
             worker.reap()
         self.heartbeats.close()
+        if self._logs is not None:
+            self._logs.close(GRACE)
         if self.broken or any(worker.exitcode for worker in self.workers):
             kill_marked(TOKEN, self.setup.token)
 
@@ -384,7 +394,7 @@ class ProcessPool(RemotePool):
                 "it is unpickled, at worker_init_fn, and at the machine's memory"
             )
         if not self._executors or self._executors[-1].leaving:
-            heartbeats = Heartbeats(self.num_workers)
+            heartbeats, logs = Heartbeats(self.num_workers), open_logs()
             setup = WorkerSetup(
                 address=self.job_file.address,
                 folder=self.slots.folder if self.slots is not None else None,
@@ -393,8 +403,10 @@ class ProcessPool(RemotePool):
                 first_id=self.settings.first_id,
                 num_workers=self.settings.all_workers,
                 seed=self.settings.seed,
+                logs=None if logs is None else logs.sender,
+                log_settings=LogSettings.of_this_process(),
             )
-            self._executors.append(_Executor(setup, heartbeats, self.context))
+            self._executors.append(_Executor(setup, heartbeats, logs, self.context))
         return self._executors[-1]
 
     def _remove_ended_executors(self) -> None:

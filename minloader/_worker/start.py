@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from socket import socket
 from typing import Any, NamedTuple
 
 from minloader._memory.files import unlink
@@ -24,6 +25,7 @@ from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
+from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker, in_thread
@@ -59,6 +61,8 @@ class WorkerSetup(NamedTuple):
         first_id: id of the first worker that is started from here.
         num_workers: of the loader.
         seed: of the loader.
+        logs: leads to where the parent reads what workers log; None if they log for themselves.
+        log_settings: what is to be logged at all.
     """
 
     address: JobAddress
@@ -68,6 +72,8 @@ class WorkerSetup(NamedTuple):
     first_id: int
     num_workers: int
     seed: int
+    logs: socket | None
+    log_settings: LogSettings
 
     def load_dataset(self) -> Any:
         """Return another copy of the dataset; large arrays are mapped, not copied."""
@@ -99,8 +105,12 @@ def start(setup: WorkerSetup, index: int) -> None:
     follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
+    if setup.logs is not None:
+        send_logs(setup.logs, index)
+        setup.log_settings.set_levels()
     try:
         job = setup.address.load(forever=True)
+        setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         packer, reload = BatchPacker(), setup.load_dataset

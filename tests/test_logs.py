@@ -1,0 +1,242 @@
+"""What workers log and warn comes out in the calling process, as if it had happened there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minloader
+from minloader import Loader
+
+logger = logging.getLogger("tests.dataset")
+
+FOLDERS = [str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)]
+
+
+class Unpicklable(UserWarning):
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+class Talkative:
+    """Says what the item tells it to."""
+
+    def __setstate__(self, state: Any) -> None:
+        logger.info("loading")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"something": 1}
+
+    def __getitem__(self, item: Any) -> None:
+        kind, *values = item
+        if kind == "fork":
+            child = os.fork()
+            if child == 0:
+                logger.error("in a fork")
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        elif kind == "thread":
+            names = [f"thread {n}" for n in range(4)]
+            threads = [threading.Thread(target=self._log_many, args=(name,)) for name in names]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        elif kind == "error":
+            try:
+                raise KeyError("no such thing")
+            except KeyError:
+                logger.exception(*values)
+        elif kind == "lock":
+            logger.info(*values, extra={"lock": threading.Lock()})
+        elif kind == "unpicklable":
+            warnings.warn(Unpicklable(*values), stacklevel=1)
+        elif kind == "warn":
+            warnings.warn(*values, stacklevel=1)
+        else:
+            getattr(logger, kind)(*values[:-1], extra=values[-1])
+
+    def _log_many(self, name: str) -> None:
+        for n in range(100):
+            logger.info("%s: %d", name, n)
+
+
+@pytest.fixture
+def talk(caplog):
+    """Has workers say something, and returns the records that come of it."""
+
+    def talk(*items: Any, level: int = logging.INFO, num_workers: int = 1) -> list[Any]:
+        caplog.clear()
+        with (
+            caplog.at_level(level, "tests"),
+            Loader(Talkative(), items, num_workers=num_workers, collate_fn=None) as loader,
+        ):
+            list(loader)
+        records = [each for each in caplog.records if each.name == logger.name]
+        assert os.getpid() not in {each.process for each in records}
+        return records
+
+    return talk
+
+
+def test_records_come_whole(talk):
+    records = talk(("info", "%s of %d", "one", 2, {"speaker": 3}), ("error", "sorry"))
+    loading, first, second = records
+    assert loading.getMessage() == "loading"
+    assert (first.getMessage(), first.levelname, first.speaker) == ("one of 2", "INFO", 3)
+    assert (first.pathname, first.funcName) == (__file__, "__getitem__")
+    assert first.processName != "MainProcess"
+    assert "KeyError: 'no such thing'" in second.exc_text
+
+
+def test_levels_are_those_of_the_calling_process(talk):
+    items = [("debug", "fine", {}), ("info", "some", {}), ("error", "bad")]
+    assert [each.levelname for each in talk(*items, level=logging.ERROR)] == ["ERROR"]
+    names = [each.levelname for each in talk(*items, level=logging.DEBUG)]
+    assert names[-4:] == ["INFO", "DEBUG", "INFO", "ERROR"]
+
+
+def test_long_messages_of_several_workers_and_threads(talk):
+    text = "x" * 500_000
+    talks = [("info", f"{n} {text}", {}) for n in range(8)] + [("thread",)] * 4
+    messages = [each.getMessage() for each in talk(*talks, num_workers=4)]
+    assert sorted(filter(lambda each: text in each, messages)) == [f"{n} {text}" for n in range(8)]
+    assert sum(each.startswith("thread") for each in messages) == 4 * 4 * 100
+
+
+def test_what_cannot_be_sent_is_left_out_of_a_record(talk):
+    (_, record) = talk(("lock", "here"))
+    assert record.getMessage() == "here"
+    assert not hasattr(record, "lock")
+
+
+def test_filters_of_the_calling_process_hold(talk):
+    def caught(*items: Any, **options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as got:
+            warnings.simplefilter(**options)
+            talk(*items)
+        return [f"{each.category.__name__}: {each.message}" for each in got]
+
+    items = [("warn", "first"), ("warn", "first"), ("warn", "second", RuntimeWarning)]
+    assert caught(*items, action="default") == ["UserWarning: first", "RuntimeWarning: second"]
+    assert len(caught(*items, action="always")) == 3
+    assert caught(*items, action="ignore") == []
+    assert caught(("unpicklable", "rare"), action="always") == ["UserWarning: Unpicklable: rare"]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_warning_may_be_an_error(talk):
+    with pytest.raises(RuntimeWarning, match="second"):
+        talk(("warn", "second", RuntimeWarning))
+
+
+def test_several_workers_warn_once():
+    code = """
+    import warnings
+    from minloader import Loader
+
+    def item(index):
+        warnings.warn("the same", DeprecationWarning)
+
+    list(Loader(item, range(8), num_workers=2, collate_fn=None))
+    """
+    error = run(code).stderr
+    assert error.count("DeprecationWarning: the same") == 1, error
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
+    assert [each.getMessage() for each in talk(("fork",))] == ["loading"]
+    assert capfd.readouterr().err == "in a fork\n"
+
+
+def test_nothing_is_lost_when_the_program_ends():
+    """Also of a worker that logs more than a socket holds, and then dies."""
+    code = """
+    import logging, os
+    from minloader import Loader
+
+    class Dataset:
+        def __getitem__(self, index):
+            for n in range(3000):
+                logging.getLogger("data").warning("line %d of %d", n, index)
+            if index == 1:
+                os._exit(1)
+            return index
+
+    class Handler(logging.Handler):
+        lines = []
+        def emit(self, record):
+            self.lines.append(record.getMessage())
+
+    logging.getLogger("data").addHandler(Handler())
+    logging.getLogger("data").propagate = False
+    logging.getLogger("minloader").disabled = True
+    loader = Loader(Dataset(), range(3), num_workers=1, retries=0, on_error="skip")
+    assert list(loader) == [0, 2]
+    import atexit
+    loader.close()
+    print(len(Handler.lines), Handler.lines[-1])
+    """
+    assert run(code).stdout == "9000 line 2999 of 2\n"
+
+
+def test_a_handler_that_raises_harms_nobody(caplog):
+    class Refusing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise RuntimeError("not this one")
+
+    refusing = Refusing()
+    logger.addFilter(refusing)
+    try:
+        items = [("error", "oh")] * 3
+        with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
+            assert len(list(loader)) == 3
+    finally:
+        logger.removeFilter(refusing)
+    assert "what a worker logged could not be shown" in caplog.text
+
+
+def set_up_logging(info: Any) -> None:
+    logging.basicConfig(format="worker %(name)s %(message)s", level="DEBUG")
+
+
+def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
+    items = [("debug", "here", {})]
+    with Loader(Talkative(), items, num_workers=1, worker_init_fn=set_up_logging) as loader:
+        list(loader)
+    assert capfd.readouterr().err == "worker tests.dataset here\n"
+    assert logger.name not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):
+    items = [("info", "here", {})]
+    with (
+        caplog.at_level(logging.INFO),
+        Loader(Talkative(), items, num_workers=1, mp_context="fork", collate_fn=None) as loader,
+    ):
+        list(loader)
+    records = [each for each in caplog.records if each.name == logger.name]
+    assert [each.getMessage() for each in records] == ["loading", "here"]
+    assert capfd.readouterr().err == ""
