@@ -8,8 +8,9 @@ or a function has a function that evaluates them, ``__annotate__``. cloudpickle 
 - cannot pickle that function itself, which ``functools.update_wrapper`` stores in objects
   (cloudpickle #585), since it refers to the namespace of its class.
 
-Here annotations are evaluated without leaving a trace in what they belong to, and sent as values,
-as they were before 3.14. Names that do not exist stay forward references.
+Here annotations are evaluated, without leaving a trace in the class, and sent as values, as they
+were before 3.14. Names that do not exist stay forward references. A module that was imported lazily
+is imported if an annotation needs it.
 
 What typing reduces to a name of ``__main__`` is sent by value too, since annotations refer to it.
 
@@ -34,7 +35,7 @@ if sys.version_info >= (3, 14):
     annotationlib = importlib.import_module("annotationlib")  # dataclasses needs it anyway
 
 OTHER_REDUCERS: dict[type, Callable[[Any], Any]] = {}
-"""How objects of types of this version of Python are reduced, other than classes and functions."""
+"""How objects of other types than classes and functions are reduced, if cloudpickle fails."""
 
 
 def reduce_by_value(obj: Any, usual: Callable[[Any], Any]) -> Any:
@@ -85,7 +86,7 @@ def _twin(function: Any) -> Any:
 
 
 def _annotations(annotate: Any, owner: Any) -> dict[str, Any]:
-    """Evaluate annotations; the owner does not keep the result, as it would if it were asked."""
+    """Evaluate annotations. The owner does not keep the result, as it would if it were asked."""
     if annotate is not None:
         for form in (annotationlib.Format.VALUE, annotationlib.Format.FORWARDREF):
             with suppress(Exception):  # names that exist for type checkers only, any user code
