@@ -164,7 +164,6 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
     assert [each.getMessage() for each in talk(("fork",))] == ["loading"]
     assert capfd.readouterr().err == "in a fork\n"
@@ -229,7 +228,6 @@ def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
     assert logger.name not in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):
     items = [("info", "here", {})]
     with (
