@@ -206,34 +206,53 @@ threading.Timer(0.1, lambda: open({go!r}, "w").close()).start()
     assert counts[0] < 8
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_2_a_child_of_multiprocessing_joins_its_children_first(tmp_path, method):
-    """A loader that is still open there must not hang it."""
+ENDS = {
+    "global": ("", 0, ""),
+    "cycle": ("cycle = [batches]; cycle.append(cycle)", 0, ""),
+    "exit": ("sys.exit(3)", 3, ""),
+    "error": ("raise OSError('planned')", 1, "OSError: planned\n"),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [
+        pytest.param(method, end, marks=[] if end == "global" else pytest.mark.slow)
+        for method in ("spawn", "fork", "forkserver")
+        for end in ENDS
+    ],
+)
+def test_2_a_child_of_multiprocessing_joins_its_children_first(tmp_path, method, end):
+    """A loader that is still open there must not hang it, however it ends, nor say anything."""
+    line, code, error = ENDS[end]
     script = tmp_path / "script.py"
     script.write_text(f"""
 import multiprocessing
+import sys
 from minloader import Loader
 def use():
-    global batches
-    batches = iter(Loader(abs, range(10), num_workers=2))
+    {"global batches" if end == "global" else ""}
+    batches = iter(Loader(abs, range(1000), num_workers=2))
     print(next(batches), flush=True)
+    {line}
 if __name__ == "__main__":
     process = multiprocessing.get_context({method!r}).Process(target=use)
     process.start()
     process.join()
     print(process.exitcode)
 """)
-    done = python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
-    if method == "spawn":
-        environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment,
-        )
-    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
+    )
+    assert done.stdout == f"0\n{code}\n"
+    assert done.stderr.endswith(error)
+    assert done.stderr.count("Traceback") == bool(error)
+    assert "ignored" not in done.stderr
+    assert bool(done.stderr) == bool(error)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

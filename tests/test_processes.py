@@ -478,6 +478,24 @@ def test_other_processes_still_get_their_main_module(tmp_path):
     assert (result.stdout, result.stderr) == ("['1']\nf of __mp_main__\n", "")
 
 
+def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
+    """The worker begins while its parent is just starting it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, minloader, __main__\n"
+        "def f(): print('f of', __name__)\n"
+        "def start(item):\n"
+        "    p = multiprocessing.get_context('spawn').Process(target=__main__.f)\n"
+        "    p.start(); p.join()\n"
+        "if __name__ == '__main__':\n"
+        "    print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout, result.stderr) == ("f of __mp_main__\n[None]\n", "")
+
+
 def leave_early(loader: Loader) -> None:
     for _ in loader:
         break

@@ -176,8 +176,10 @@ class Killer(threading.Thread):
         return self.kills >= self.wanted
 
     def run(self) -> None:
+        # A burst must stay below the 8 failed starts in a row that are an error; two go each time.
+        bursts = [1, 1, 2] if self.starting else [1, 1, 1, 2, 3]
         while not self.done:
-            for _ in range(self.random.choice([1, 1, 1, 2, 3])):
+            for _ in range(self.random.choice(bursts)):
                 if self.end.wait(self.delay()) or self.done:
                     return
                 if self.starting:
