@@ -1,4 +1,4 @@
-"""Arguments: how they are checked, and how messages show values.
+"""Arguments: how they are checked, and how messages show values; and how to copy a collection.
 
 Every message names the argument, what was given, and what to do. All of it runs in the process that
 makes the loader.
@@ -10,11 +10,13 @@ import logging
 import operator
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger("minloader")
 
@@ -63,6 +65,19 @@ def check_iterable(name: str, value: Any) -> None:
     kind = type(value)
     if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"{name} must be iterable or None, got {shown(value)}")
+
+
+def copied(things: Iterable[T]) -> list[T]:
+    """Return what is in a collection that other threads may change meanwhile.
+
+    One step of C for lists and dicts. A ``WeakSet`` is walked in Python (until 3.14), and a deque
+    refuses to be walked if it changes, which it can without a global lock.
+    """
+    while True:
+        try:
+            return list(things)
+        except RuntimeError:  # it changed size
+            continue
 
 
 class Stateful(Protocol):

@@ -396,7 +396,9 @@ class Loader:
 
     def _oldest_run(self) -> int:
         """Return the oldest pass over a stream that somebody still makes."""
-        streams = (user for user in self._group.users if isinstance(user, StreamEpoch))
+        streams = (
+            user for user in checks.copied(self._group.users) if isinstance(user, StreamEpoch)
+        )
         return min(stream.run for stream in streams if stream.progress.ledgers)
 
     def _tell_epoch(self, epoch: int) -> None:

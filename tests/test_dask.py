@@ -348,7 +348,7 @@ def test_a_loader_that_somebody_else_poses_as(cluster):
 
 
 def test_other_versions_are_named(make, monkeypatch):
-    monkeypatch.setattr(foreign, "_versions", lambda: ("9.9", "3.99"))
+    monkeypatch.setattr(foreign, "versions", lambda: ("9.9", "3.99"))
     with pytest.raises(RuntimeError, match=r"but the loader has 9\.9 and Python 3\.99; install"):
         list(make(Dice(), range(3)))
 

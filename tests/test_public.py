@@ -65,7 +65,8 @@ MOST_PRIVATE_NAMES = 10
 can see, or through ``minloader._inspect``."""
 
 NOT_OURS = [
-    *("_exit", "_forkserver", "_pid", "_recv", "_replace", "_resource_tracker", "_send", "_stop")
+    *("_current_frames", "_exit", "_forkserver", "_getframe", "_pid", "_recv", "_replace"),
+    *("_resource_tracker", "_send", "_stop"),
 ]
 """Names of the standard library that are private, or are spelled so."""
 

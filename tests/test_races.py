@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -23,30 +24,42 @@ from conftest import eventually
 
 import minloader
 from minloader import Loader, get_worker_info, prefetch
-from minloader._memory import slot_writer
+from minloader._epochs.state import Progress, latest_note
+from minloader._insight import counters, trace
+from minloader._insight.counters import Counters
+from minloader._insight.trace import Trace
+from minloader._inspect import inspect
+from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
-from minloader._pools import foreign
-from minloader._pools.base import PoolSettings
+from minloader._pools import foreign, threads
+from minloader._pools.base import PoolSettings, close_pools
 from minloader._pools.foreign import JobReference
-from minloader._pools.threads import ThreadPool, _Thread
+from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import Job, Task
 from minloader._worker.seeds import batch_seed
 
 
-def at_each_step(function: Any, call: Callable[[], object], meanwhile: Callable[[], object]) -> int:
-    """Makes a call again and again, with something else before another instruction of a function.
+def at_each_step(
+    where: Any,
+    call: Callable[[], object],
+    meanwhile: Callable[[], object],
+    prepare: Callable[[], object] = int,
+) -> int:
+    """Makes a call again and again, with something else before another instruction of it.
 
     Args:
-        function: whose instructions are counted, when the call runs it.
+        where: function or module whose instructions are counted, when the call comes to them.
         call: what is called; the first time, the first instruction is waited for, and so on.
         meanwhile: what happens then, once in each call.
+        prepare: what comes before each call.
 
     Returns:
         How many instructions there were.
     """
+    place = where.__file__ if isinstance(where, ModuleType) else where.__code__
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
     for step in itertools.count():
@@ -54,7 +67,7 @@ def at_each_step(function: Any, call: Callable[[], object], meanwhile: Callable[
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal left
-            if frame.f_code is not function.__code__:
+            if place not in (frame.f_code, frame.f_code.co_filename):
                 return None
             frame.f_trace_opcodes = True
             left -= event == "opcode"
@@ -64,6 +77,7 @@ def at_each_step(function: Any, call: Callable[[], object], meanwhile: Callable[
             meanwhile()
             return None
 
+        prepare()
         sys.settrace(trace)
         try:
             call()
@@ -79,7 +93,7 @@ class Writer(NoSlot):
         pass
 
 
-@pytest.mark.parametrize("function", [slot_writer.empty, slot_writer._before_fork])
+@pytest.mark.parametrize("function", [slot_writer.empty, slot_writer.before_fork])
 def test_a_task_ends_while_a_thread_of_the_dataset_uses_its_slot(function):
     def call() -> None:
         slot_writer.use(Writer())
@@ -108,6 +122,7 @@ class Stuck:
         entered = threading.Event()
 
         def batch(item: int) -> None:
+            self.thread: Any = threading.current_thread()
             entered.set()
             released.wait()
 
@@ -136,14 +151,13 @@ def test_a_thread_goes_on_while_it_is_looked_at(stuck):
     found = []
 
     def call() -> None:
-        stuck.begin()
-        stuck.pool._threads[0]._beat(1, 1, float("inf"))
+        stuck.thread.beat(1, 1, float("inf"))
 
     def look() -> None:
         stuck.pool.watch()
         found.extend(death.item for death in stuck.pool.deaths.values())
 
-    assert at_each_step(_Thread._beat, call, look) > 5
+    assert at_each_step(threads, call, look, stuck.begin) > 5
     assert set(found) == {0}
 
 
@@ -151,12 +165,11 @@ def test_a_thread_ends_while_it_is_looked_at(stuck):
     """Its batch is delivered, or it took too long, never both."""
 
     def call() -> None:
-        stuck.begin()
         stuck.pool.watch()
         late = stuck.future.exception() is not None
         assert (stuck.pool.replaced, len(stuck.pool.deaths)) == (late, late)
 
-    assert at_each_step(ThreadPool._replace_if_late, call, stuck.end) > 50
+    assert at_each_step(threads, call, stuck.end, stuck.begin) > 50
 
 
 def test_the_frames_of_a_running_thread_are_not_touched(stuck, monkeypatch):
@@ -219,17 +232,17 @@ def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
 def reference(monkeypatch) -> Iterator[JobReference]:
     monkeypatch.setattr(foreign, "loaded_jobs", {})
     job_file = JobFile("here")
-    told = 1, 0, foreign._versions()
+    told = 1, 0, foreign.versions()
     yield JobReference(job_file.address.token, *told, job_file.address, (), 0)
     job_file.close()
 
 
 def test_a_loader_is_closed_while_its_job_is_looked_for(reference):
     def call() -> None:
-        foreign.loaded_jobs.clear()
-        assert foreign._find_job(reference).job == "here"
+        assert foreign.find_job(reference).job == "here"
 
-    assert at_each_step(foreign._find_job, call, lambda: foreign.loaded_jobs.clear()) > 50
+    clear = foreign.loaded_jobs.clear
+    assert at_each_step(foreign, call, clear, clear) > 50
 
 
 def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
@@ -242,7 +255,7 @@ def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
             return False
 
     foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
-    assert foreign._find_job(reference).job == "here"
+    assert foreign.find_job(reference).job == "here"
 
 
 # --- batches that threads make in the calling process ------------------------------------------
@@ -299,7 +312,7 @@ def test_two_epochs_make_batches_here_in_two_threads():
 @pytest.fixture
 def patience(monkeypatch) -> None:
     """Batches that wait for others do so for a moment only."""
-    monkeypatch.setattr(seeds, "_patience", 0.1)
+    monkeypatch.setattr(seeds, "patience", 0.1)
 
 
 @pytest.mark.parametrize("read", [list, lambda inner: list(prefetch(inner, abs))])
@@ -373,19 +386,131 @@ def test_a_module_is_imported_while_it_is_waited_for(function, late):
     assert at_each_step(function, call, lambda: importlib.import_module(late)) > 5
 
 
-def test_a_batch_ends_while_another_thread_imports(monkeypatch):
-    def call() -> None:
-        monkeypatch.setattr(seeds, "_value", 5)
-        seeds._seed_arrival(np.random)
+def test_a_batch_ends_while_another_thread_imports():
+    def begin() -> None:
+        endings.append(seeds.borrow_globals(5))
 
-    state = np.random.get_state()
-    try:
-        assert at_each_step(seeds._seed_arrival, call, lambda: setattr(seeds, "_value", None)) > 5
-    finally:
-        np.random.set_state(state)
+    endings: list[Any] = []
+    arrive = partial(seeds.seed_arrival, np.random)
+    assert at_each_step(seeds.seed_arrival, arrive, lambda: endings[-1](), begin) > 5
+    endings[-1]()
 
 
 def test_batches_are_made_here_while_another_thread_imports_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it has nothing yet
     with Loader(abs, range(3), num_workers=0) as loader:
         assert list(loader) == [0, 1, 2]
+
+
+# --- collections that other threads change -----------------------------------------------------
+
+
+def disturbed(things: Any) -> Any:
+    """A copy of a collection to which another thread adds while it is first walked."""
+
+    class Disturbed(type(things)):  # type: ignore[misc]
+        times = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times += 1
+            for number, each in enumerate(super().__iter__()):
+                if self.times == 1 and number:
+                    raise RuntimeError("changed size during iteration")
+                yield each
+
+    return Disturbed(things)
+
+
+@pytest.fixture
+def two_slots(monkeypatch) -> Iterator[list[slots.Slots]]:
+    both = [slots.Slots(1 << 20, 1) for _ in range(2)]
+    monkeypatch.setattr(slots, "all_slots", disturbed(WeakSet(both)))
+    yield both
+    for each in both:
+        each.close()
+
+
+def test_a_fork_while_loaders_are_made(two_slots):
+    """Memory that is in use is never written again: the fork has it too."""
+    lent = [each.lend() for each in two_slots]
+    for each, slot in zip(two_slots, lent, strict=True):
+        os.truncate(slot.fd, 4096)
+        each.settle(slot, 4096, 0)
+    memory = [each.lease(slot, retire=False) for each, slot in zip(two_slots, lent, strict=True)]
+    slots.before_fork()
+    assert [slot.fd for slot in lent] == [-1, -1]
+    del memory
+
+
+def test_a_fork_lets_go_of_slots_while_loaders_are_made(two_slots):
+    slots.in_forked_child()
+    assert [each.lend() for each in two_slots] == [None, None]
+
+
+def test_pools_are_closed_while_others_are_made():
+    pools = [ThreadPool(PoolSettings(1, 0, 0, 1), None, Job(abs, *[None] * 3), 1) for _ in "ab"]
+    for pool in pools:
+        pool.start()
+    close_pools(disturbed(WeakSet(pools)))
+    for pool in pools:
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.start()
+
+
+def test_a_pool_of_threads_is_closed_while_futures_go(stuck):
+    stuck.begin()
+    futures = [stuck.future, stuck.pool.submit(Task(0, 0, [0, 1], id=2))]
+    stuck.pool.futures = disturbed(stuck.pool.futures)
+    stuck.pool.leave()
+    assert all(future.done() for future in futures)
+
+
+def test_epochs_are_begun_while_those_of_a_loader_are_walked():
+    with Loader(Numbers(), num_workers=1, executor="thread") as loader:
+        epochs = [iter(loader), iter(loader)]
+        group = inspect(loader).group
+        group.users = disturbed(group.users)
+        assert loader.stats.in_flight > 0
+        group.users = disturbed(group.users)
+        assert [next(each) for each in epochs] == [0, 0]
+        group.users = disturbed(group.users)
+        group.tidy()
+        counted = inspect(loader).settings.counters
+        counted.records = disturbed(counted.records)
+        assert len(loader.stats.events) >= len(counted.records) > 1
+
+
+class Numbers:
+    """A stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+@pytest.mark.parametrize("where", [counters, trace])
+def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
+    def begin() -> None:
+        counted.trace = Trace(tmp_path / "trace")
+
+    counted = Counters()
+    call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
+    assert at_each_step(where, call, counted.end_trace, begin) > 20
+    counted.end_trace()
+
+
+def test_a_state_is_asked_for_while_the_consumer_comes_to_its_end():
+    """From another thread, of what a third one has read ahead."""
+    progress = Progress(lambda: {"ahead": True})
+    states = []
+
+    def end() -> None:
+        progress.note = None
+
+    def begin() -> None:
+        progress.note = lambda: {"ahead": True}
+
+    def call() -> None:
+        states.append(latest_note(progress, lambda: lambda: {"ahead": False})())
+
+    assert at_each_step(latest_note, call, end, begin) > 10
+    assert {"ahead": False} in states

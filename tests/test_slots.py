@@ -641,7 +641,7 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
         monkeypatch.setattr(start, "failed_start", run(Task(0, 0, [0])))
         run = start.run
     elif stage == "attach":
-        monkeypatch.setattr(foreign, "_find_job", refuse)
+        monkeypatch.setattr(foreign, "find_job", refuse)
         run = partial(foreign.run_task, None)
     slot = bench.pool.lend()
     reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True))

@@ -88,7 +88,8 @@ def latest_note(progress: Progress | None, own: Callable[[], Note]) -> Note:
     nearest = progress
     while nearest is not None and nearest.nearest is not None:
         nearest = nearest.nearest
-    return own() if nearest is None or nearest.note is None else nearest.note
+    note = None if nearest is None else nearest.note  # once: the consumer may be at its end
+    return own() if note is None else note
 
 
 class Ledger:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from minloader._checks import copied
 from minloader._insight.trace import Event, Trace, split_task
 from minloader._insight.verdict import judge
 from minloader._worker.messages import Reply
@@ -254,8 +255,9 @@ class Counters(Stats):
         """Add an event to the timeline; see :class:`Event`."""
         event = Event(track, name, start, seconds, args)
         self.records.append(event)
-        if self.trace is not None:
-            self.trace.write(event)
+        trace = self.trace  # once: another thread may close the loader
+        if trace is not None:
+            trace.write(event)
 
     def end_trace(self) -> None:
         """Complete the trace file, if there is one."""
@@ -273,8 +275,8 @@ class Counters(Stats):
         stats = Stats(**counted | now)
         stats.unpacking = max(0.0, stats.wait - self.opening)
         stats.transport += stats.unpacking
-        stats._records = tuple(self.records)
+        stats._records = tuple(copied(self.records))
         running = max(stats.seconds - stats._starting, 1e-9)
-        work = sorted(self.work.items())
+        work = sorted(copied(self.work.items()))
         stats.busy = {worker: min(1.0, seconds / running) for worker, seconds in work}
         return stats

@@ -94,9 +94,9 @@ class Trace:
         """Complete the file. Harmless when repeated, or in a fork."""
         if os.getpid() == self._pid:
             self._send("]\n")
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _track_id(self, name: str) -> int:
         """Return the number of a track. The first time, its name and place are written."""
@@ -112,13 +112,16 @@ class Trace:
 
     def _send(self, text: str) -> None:
         """Write text to the file, if that is still open."""
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         data = text.encode()
         try:
             while data:  # a full disk may take a part of it
-                data = data[self._file.write(data) :]
+                data = data[file.write(data) :]
+        except ValueError:
+            return  # another thread has just closed it
         except OSError as error:
-            self._file.close()
+            file.close()
             self._file = None
             logger.warning("the trace %s ends here: %s", self.path, error)

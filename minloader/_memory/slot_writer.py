@@ -243,7 +243,7 @@ def use(writer: SlotWriter | None) -> None:
     _current = writer
 
 
-def _before_fork() -> None:
+def before_fork() -> None:
     writer = _current  # once: another thread may end the task
     if writer is not None:
         writer.before_fork()
@@ -251,7 +251,7 @@ def _before_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     # In the child the slot is the worker's.
-    os.register_at_fork(before=_before_fork, after_in_child=partial(use, None))
+    os.register_at_fork(before=before_fork, after_in_child=partial(use, None))
 
 
 def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:

@@ -35,6 +35,7 @@ import threading
 import weakref
 from typing import Any
 
+from minloader._checks import copied
 from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
 from minloader._memory.limits import free_memory, most_files
 
@@ -86,7 +87,7 @@ class Slots:
         self._open = 0  # slots that have their file
         self._closed = 0  # files closed so far
         self._ended = False
-        _all_slots.add(self)
+        all_slots.add(self)
 
     @property
     def used(self) -> tuple[int, int]:
@@ -222,18 +223,18 @@ def _free_space(folder: str | None) -> int:
     return free if folder is None else min(free, shutil.disk_usage(folder).free)
 
 
-_all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
+all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
-    for slots in list(_all_slots):
+def before_fork() -> None:
+    for slots in copied(all_slots):
         slots.retire_leased()
 
 
-def _in_forked_child() -> None:
-    for slots in list(_all_slots):
+def in_forked_child() -> None:
+    for slots in copied(all_slots):
         slots.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_in_forked_child)
+    os.register_at_fork(before=before_fork, after_in_child=in_forked_child)

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from minloader._checks import copied
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
@@ -164,7 +165,7 @@ class Pool:
 def close_pools(pools: Iterable[Pool]) -> None:
     """Close those pools that belong to this process, all within one GRACE."""
     deadline = time.monotonic() + GRACE
-    ours = [pool for pool in pools if pool.pid == os.getpid()]
+    ours = [pool for pool in copied(pools) if pool.pid == os.getpid()]
     for pool in ours:
         pool.leave()
     for pool in ours:

@@ -76,7 +76,7 @@ class JobReference(NamedTuple):
     port: int
 
 
-def _versions() -> tuple[str, str]:
+def versions() -> tuple[str, str]:
     """Return minloader's version and Python's, of which functions that are sent are the code."""
     return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
 
@@ -124,7 +124,7 @@ class ForeignPool(RemotePool):
         if reference is None:
             address = self.job_file.address if self.job_file is not None else None
             hosts, port = self.job_server.open() if self.job_server is not None else ((), 0)
-            told = self.num_workers, self.settings.seed, _versions()
+            told = self.num_workers, self.settings.seed, versions()
             reference = JobReference(self._token, *told, address, hosts, port)
             self._reference = reference
         return self.executor.submit(run_task, reference, task, **self._options)
@@ -144,7 +144,7 @@ class ForeignPool(RemotePool):
 def run_task(reference: JobReference, task: Task) -> Reply:
     """Make the batches of a task. The executor runs it, wherever its workers are."""
     try:
-        job = _find_job(reference)
+        job = find_job(reference)
         worker = job.worker(reference)
     except Exception as error:
         stage = "while the worker loaded the dataset"
@@ -209,7 +209,7 @@ _lock = threading.Lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
 
 
-def _find_job(reference: JobReference) -> _Job:
+def find_job(reference: JobReference) -> _Job:
     """Return the job of a task, loaded if need be."""
     token = reference.token
     here = _jobs_here.get(token)
@@ -246,8 +246,8 @@ def _load_job(reference: JobReference) -> _Job:
     address, connection = reference.address, None
     if address is None:
         raise RuntimeError("this is no thread of the loader's process, or the loader is closed")
-    if reference.versions != _versions():
-        ours, theirs = (" and Python ".join(each) for each in (_versions(), reference.versions))
+    if reference.versions != versions():
+        ours, theirs = (" and Python ".join(each) for each in (versions(), reference.versions))
         raise RuntimeError(
             f"a worker on {socket.gethostname()} has minloader {ours}, but the loader has "
             f"{theirs}; install the same on all machines"

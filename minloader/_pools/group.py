@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+from minloader._checks import copied
 from minloader._memory.culprit import find_culprit
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import memory_limit
@@ -128,11 +129,7 @@ class PoolGroup:
     @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
-        while True:
-            try:
-                return sum(user.in_flight for user in list(self.users))
-            except RuntimeError:  # an epoch was begun meanwhile, in another thread
-                continue
+        return sum(user.in_flight for user in copied(self.users))
 
     @property
     def replaced(self) -> int:
@@ -146,7 +143,7 @@ class PoolGroup:
 
     def tidy(self) -> None:
         """Close pools that nobody uses any more."""
-        used = {id(pool) for user in self.users for pool in user.pools}
+        used = {id(pool) for user in copied(self.users) for pool in user.pools}
         for pool in list(self._former):
             if id(pool) not in used and pool.pid == os.getpid():
                 pool.close()

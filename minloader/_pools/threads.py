@@ -15,6 +15,7 @@ from concurrent.futures import BrokenExecutor, CancelledError, Future, InvalidSt
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from minloader._checks import copied
 from minloader._memory.files import SharedFile
 from minloader._pools.base import Death, Pool
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
@@ -44,7 +45,7 @@ class ThreadPool(Pool):
         self._threads: list[_Thread] = []
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
+        self.futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
         self._lock = threading.Lock()  # who closes the loader may not be who draws from it
         self._closed = False
 
@@ -62,7 +63,7 @@ class ThreadPool(Pool):
         future: Future[Reply] = Future()
         with self._lock:
             self._start()
-            self._futures.add(future)
+            self.futures.add(future)
             self._tasks.put((future, task))
         return future
 
@@ -107,7 +108,7 @@ class ThreadPool(Pool):
     def leave(self) -> None:
         with self._lock:
             self._closed = True
-        for future in list(self._futures):
+        for future in copied(self.futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
                 _finish(future, CancelledError())
@@ -142,7 +143,7 @@ class _Thread(threading.Thread):
         self.abandoned = False
         self.start()
 
-    def _beat(self, task: int, item: int, now: float) -> None:
+    def beat(self, task: int, item: int, now: float) -> None:
         work = self.work
         assert work is not None
         self.work = work[0], work[1], item, now
@@ -162,7 +163,7 @@ class _Thread(threading.Thread):
             self.work = future, task, 0, time.perf_counter()
             try:
                 if worker is None:
-                    worker = Worker(self._job, self.info, beat=self._beat)
+                    worker = Worker(self._job, self.info, beat=self.beat)
                 _finish(future, worker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 _finish(future, error)

@@ -69,20 +69,20 @@ def seed_globals(value: int) -> None:
     global _value
     if _value is None:
         for name in SEEDERS:
-            when_imported(name, _seed_arrival)
+            when_imported(name, seed_arrival)
     _value = value
     for name, seed in SEEDERS.items():
         if name in sys.modules:
             seed(sys.modules[name], value)
 
 
-def _seed_arrival(module: ModuleType) -> None:
+def seed_arrival(module: ModuleType) -> None:
     value = _value  # once: any thread may import, and the batch may end meanwhile
     if value is not None:
         SEEDERS[module.__name__](module, value)
 
 
-_patience = 5.0
+patience = 5.0
 """Seconds that a batch of the calling process waits for those of other threads. Few batches take
 longer; and if one waits for a thread that makes such batches, the program stands still so long."""
 
@@ -105,18 +105,18 @@ def reserve_globals() -> Callable[[], object]:
     others draw from. One that has waited for too long goes on all the same, since the other may be
     waiting for it, and then nobody waits any more.
     """
-    global _patience
+    global patience
     lock = _lock
-    if lock.acquire(timeout=_patience):
+    if lock.acquire(timeout=patience):
         return lock.release
-    if _patience:
+    if patience:
         logger.warning(
             "a batch with num_workers=0 has waited %g s for one in another thread, and goes on; "
             "both draw from the same global generators, and may not repeat: use a worker, or draw "
             "from get_worker_info().rng; said once, from now on none waits",
-            _patience,
+            patience,
         )
-        _patience = 0.0
+        patience = 0.0
     return lambda: None
 
 
@@ -136,7 +136,7 @@ def borrow_globals(value: int) -> Callable[[], None]:
         _value = former  # that of an outer batch, whose dataset reads a loader of its own
         if former is None:
             for name in SEEDERS:
-                forget(name, _seed_arrival)
+                forget(name, seed_arrival)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:
