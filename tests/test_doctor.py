@@ -29,6 +29,7 @@ from minloader import Loader
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader.doctor import Report, Row, examine, findings, main, steady_growth
+from minloader.doctor.schedule import Schedule, audit_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -108,12 +109,15 @@ def is_leaking(report: Report) -> bool:
 
 def test_a_healthy_loader():
     """More workers help, so the most that were tried are recommended."""
-    shares = []
+    shares, texts = [], []
 
     def progress(share: float, text: str) -> None:
-        if share == 0:
+        if text == "num_workers=1, prefetch_factor=2" and texts[-1:] != [text]:
             shares.clear()
+            texts.clear()
         shares.append(share)
+        if texts[-1:] != [text]:
+            texts.append(text)
 
     report = examined(
         lambda: Loader(patients.Healthy(), shuffle=True),
@@ -133,6 +137,8 @@ def test_a_healthy_loader():
     assert "the dataset" in report.bottleneck
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)
+    assert re.fullmatch(r"about \d+ s to go: 3 more settings, and check_reproducible", texts[1])
+    assert texts[2:4] == ["num_workers=2, prefetch_factor=2", "num_workers=0, prefetch_factor=2"]
 
     inline, one, two, _ = report.rows
     assert inline.memory is inline.busy is None
@@ -303,6 +309,51 @@ def test_what_may_be_chance_is_called_so():
     )
 
 
+# --- how long it takes
+
+
+@pytest.mark.parametrize("batch", [1e-4, 0.05, 1.0])
+@pytest.mark.parametrize("start", [0.1, 1.0, 8.0])
+def test_it_takes_as_long_as_was_said(start: float, batch: float, monkeypatch: pytest.MonkeyPatch):
+    """Within a quarter, though starting takes as long as it takes, on two processors."""
+    monkeypatch.setattr("minloader.doctor.schedule.processors", lambda: 2)
+    rng, now = random.Random(0), [0.0]
+
+    def starting(workers: int) -> float:
+        return start * max(1, 0.7 * workers) * rng.uniform(0.8, 1.2) if workers else batch
+
+    for _ in range(50):
+        audit = audit_runs({0, 2, 3})
+        schedule = Schedule(3.0, [1, 2, 3, 0, 2, 2], audit, clock=lambda: now[0])
+        said: list[float] = []
+        while schedule.trials:
+            seconds = schedule.next_seconds()
+            assert 2 <= seconds <= 6
+            workers = schedule.trials.pop(0)
+            took = starting(workers)
+            now[0] += 0.3 + took + seconds + rng.uniform(0, batch)
+            schedule.learn(workers, 0.3, took, batch)
+            said += [now[0], schedule.left]
+            assert 0 < schedule.share < 1
+        batches = schedule.batches()
+        assert 3 <= batches <= 20
+        for workers in audit:
+            if schedule.is_over(2):
+                break
+            now[0] += 0.3 + starting(workers)
+            now[0] += 2 * batches * batch / max(1, min(workers, 2)) * rng.uniform(0.7, 1)
+        assert 0.75 < (now[0] - said[0]) / said[1] < 1.25
+
+
+def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Schedule, "is_over", lambda schedule, workers: True)
+    report = quick(lambda: Loader(patients.Healthy()), workers=[0], seconds=0.1)
+    assert str(report.reproducible) == (
+        "perhaps: batches were the same in 2 runs, then the time was up: check_reproducible does "
+        "all runs"
+    )
+
+
 # --- settings
 
 
@@ -444,6 +495,7 @@ def test_the_command(tmp_path: Path):
     for name in ("serialized", "reproducible", "leaking", "recommended"):
         assert re.search(rf"^{name} +\S", out, re.M)
     assert "num_workers=1, prefetch_factor=2" in shown
+    assert re.search(r"about \d+ s to go: 2 more settings, and check_reproducible\r\n", shown)
     assert "] 100%" in shown
     assert "Traceback" not in shown
     assert "died" not in shown  # of the worker that the audit kills
