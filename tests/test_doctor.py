@@ -30,6 +30,7 @@ from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader.doctor import Report, Row, examine, findings, main, steady_growth
 from minloader.doctor.schedule import Schedule, audit_runs
+from minloader.testing import NewLoaders
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -392,6 +393,72 @@ def test_one_epoch_and_an_executor_of_ones_own():
     assert "too few to tell" in report.leaking.text
     assert any("one epoch" in note for note in report.notes)
     assert any("executor is your own" in note for note in report.notes)
+
+
+# --- torch's DataLoader
+
+
+def test_a_data_loader_of_torchs_kind():
+    pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    report = quick(
+        lambda: DataLoader(
+            patients.Healthy(), batch_size=2, shuffle=True, timeout=30, num_workers=1
+        ),
+        workers=[0, 1, 2],
+        seconds=0.3,
+    )
+    assert [row.num_workers for row in report.rows] == [0, 1, 2]
+    assert all(row.prefetch_factor == 2 for row in report.rows)
+    assert [row.busy is None for row in report.rows] == [True, False, False]
+    assert report.reproducible.answer == "yes", report.reproducible
+    assert "the sampler" not in report.bottleneck
+
+
+def test_a_stream_of_torchs_kind():
+    torch = pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    class Numbers(torch.utils.data.IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            info = torch.utils.data.get_worker_info()
+            return iter(range(info.id, 8, info.num_workers))
+
+    make = NewLoaders(lambda: DataLoader(Numbers(), batch_size=2))
+    with make(num_workers=2, prefetch_factor=3) as loader:
+        assert inspect(loader).prefetch_factor == 3
+        assert sorted(batch.tolist() for batch in loader) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_the_order_of_torchs_samplers_follows_from_the_epoch():
+    torch = pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    def orders(**options: Any) -> list[Any]:
+        torch.seed()
+        before = torch.get_rng_state()
+        loader = NewLoaders(lambda: DataLoader(list(range(50)), batch_size=50, **options))
+        with loader(num_workers=0) as made:
+            found = [batch.tolist() for _ in range(2) for batch in made]
+        assert torch.equal(before, torch.get_rng_state())
+        return found
+
+    def draws() -> dict[str, Any]:
+        generator = torch.Generator()
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 50, 50, generator=generator)
+        return {"sampler": sampler}
+
+    for options in (lambda: {"shuffle": True}, draws):
+        first, second = orders(**options())
+        assert first != second
+        assert orders(**options()) == [first, second]
+
+
+def test_torchs_own_loader_has_a_stand_in():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"import DataLoader from minloader\.torch instead"):
+        quick(lambda: torch.utils.data.DataLoader([1, 2]))
 
 
 # --- errors
