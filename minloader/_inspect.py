@@ -14,6 +14,7 @@ from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import Pool
 from minloader._pools.job_server import JobServer
 from minloader._pools.processes import ProcessPool
+from minloader._worker.torch_conventions import Samples, Stream
 
 
 class WorkerProcess(NamedTuple):
@@ -73,6 +74,14 @@ class Inspection:
     def sampler_used_up(self) -> bool:
         """Whether the sampler is an iterator that has served its one epoch."""
         return self._loader._items._used_up
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a :class:`minloader.torch.DataLoader` made it.
+
+        Then batches are made in one way by workers, and in another in the calling process.
+        """
+        return isinstance(self._loader.dataset, Samples | Stream)
 
     @property
     def prefetch_factor(self) -> int:

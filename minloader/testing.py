@@ -136,7 +136,9 @@ def check_reproducible(
 
     Args:
         make_loader: makes a new loader, with a dataset and a sampler of its own, each time. A
-            dataset that counts its batches and is shared would remember earlier runs.
+            dataset that counts its batches and is shared would remember earlier runs. It may make
+            a :class:`minloader.torch.DataLoader`: that is run with workers only, and torch's
+            generators are seeded by the number of the epoch.
         workers: numbers of workers to run with, in addition to the loader's own number. A stream
             keeps the shards that it is made with.
         batches: most batches to compare in each epoch: a sampler may be endless.
@@ -170,7 +172,7 @@ class NewLoaders:
                 f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
             )
         self._make_loader = make_loader
-        self._made: weakref.WeakSet[Loader] = weakref.WeakSet()
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, **settings: Any) -> Loader:
         """Return the next loader.
@@ -183,14 +185,22 @@ class NewLoaders:
             ValueError: it returned one that it had returned before.
         """
         loader = self._make_loader(**{k: v for k, v in settings.items() if self._takes(k)})
-        if not isinstance(loader, Loader):
-            raise TypeError(f"make_loader must return a minloader.Loader, got {shown(loader)}")
+        as_loader = getattr(loader, "_as_loader", None)  # of our torch.DataLoader
+        if as_loader is None and not isinstance(loader, Loader):
+            instead = ""
+            if type(loader).__name__ == "DataLoader":
+                instead = "; import DataLoader from minloader.torch instead"
+            raise TypeError(
+                "make_loader must return a minloader.Loader or a minloader.torch.DataLoader, got "
+                f"{shown(loader)}{instead}"
+            )
         if loader in self._made:
             raise ValueError(
                 "make_loader returned the same Loader again; it must make a new one each time"
             )
         self._made.add(loader)
-        return loader
+        plain: Loader = as_loader(**settings) if as_loader else loader
+        return plain
 
     def _takes(self, name: str) -> bool:
         try:
@@ -244,8 +254,10 @@ class _Audit:
     def run(self, workers: set[int]) -> Report:
         """Do all runs, those first that have the fewest reasons to differ."""
         with self._make() as loader:
-            executor = inspect(loader).executor
-            counts = sorted(workers | {loader.num_workers})
+            executor, workers = inspect(loader).executor, workers | {loader.num_workers}
+            inline = loader.num_workers == 0
+            is_torchs = inspect(loader).is_torchs
+            counts = sorted(n for n in workers if not is_torchs or (n == 0) == inline)
             reference = _Run(f"num_workers={counts[0]}", counts[0])
             self._name = reference.name
             _start(loader, reference)

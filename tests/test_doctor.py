@@ -29,6 +29,8 @@ from minloader import Loader
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader.doctor import Report, Row, examine, findings, main, steady_growth
+from minloader.doctor.schedule import Schedule, audit_runs
+from minloader.testing import NewLoaders
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -108,12 +110,15 @@ def is_leaking(report: Report) -> bool:
 
 def test_a_healthy_loader():
     """More workers help, so the most that were tried are recommended."""
-    shares = []
+    shares, texts = [], []
 
     def progress(share: float, text: str) -> None:
-        if share == 0:
+        if text == "num_workers=1, prefetch_factor=2" and texts[-1:] != [text]:
             shares.clear()
+            texts.clear()
         shares.append(share)
+        if texts[-1:] != [text]:
+            texts.append(text)
 
     report = examined(
         lambda: Loader(patients.Healthy(), shuffle=True),
@@ -133,6 +138,8 @@ def test_a_healthy_loader():
     assert "the dataset" in report.bottleneck
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0, 1)
+    assert re.fullmatch(r"about \d+ s to go: 3 more settings, and check_reproducible", texts[1])
+    assert texts[2:4] == ["num_workers=2, prefetch_factor=2", "num_workers=0, prefetch_factor=2"]
 
     inline, one, two, _ = report.rows
     assert inline.memory is inline.busy is None
@@ -303,6 +310,51 @@ def test_what_may_be_chance_is_called_so():
     )
 
 
+# --- how long it takes
+
+
+@pytest.mark.parametrize("batch", [1e-4, 0.05, 1.0])
+@pytest.mark.parametrize("start", [0.1, 1.0, 8.0])
+def test_it_takes_as_long_as_was_said(start: float, batch: float, monkeypatch: pytest.MonkeyPatch):
+    """Within a quarter, though starting takes as long as it takes, on two processors."""
+    monkeypatch.setattr("minloader.doctor.schedule.processors", lambda: 2)
+    rng, now = random.Random(0), [0.0]
+
+    def starting(workers: int) -> float:
+        return start * max(1, 0.7 * workers) * rng.uniform(0.8, 1.2) if workers else batch
+
+    for _ in range(50):
+        audit = audit_runs({0, 2, 3})
+        schedule = Schedule(3.0, [1, 2, 3, 0, 2, 2], audit, clock=lambda: now[0])
+        said: list[float] = []
+        while schedule.trials:
+            seconds = schedule.next_seconds()
+            assert 2 <= seconds <= 6
+            workers = schedule.trials.pop(0)
+            took = starting(workers)
+            now[0] += 0.3 + took + seconds + rng.uniform(0, batch)
+            schedule.learn(workers, 0.3, took, batch)
+            said += [now[0], schedule.left]
+            assert 0 < schedule.share < 1
+        batches = schedule.batches()
+        assert 3 <= batches <= 20
+        for workers in audit:
+            if schedule.is_over(2):
+                break
+            now[0] += 0.3 + starting(workers)
+            now[0] += 2 * batches * batch / max(1, min(workers, 2)) * rng.uniform(0.7, 1)
+        assert 0.75 < (now[0] - said[0]) / said[1] < 1.25
+
+
+def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Schedule, "is_over", lambda schedule, workers: True)
+    report = quick(lambda: Loader(patients.Healthy()), workers=[0], seconds=0.1)
+    assert str(report.reproducible) == (
+        "perhaps: batches were the same in 2 runs, then the time was up: check_reproducible does "
+        "all runs"
+    )
+
+
 # --- settings
 
 
@@ -341,6 +393,72 @@ def test_one_epoch_and_an_executor_of_ones_own():
     assert "too few to tell" in report.leaking.text
     assert any("one epoch" in note for note in report.notes)
     assert any("executor is your own" in note for note in report.notes)
+
+
+# --- torch's DataLoader
+
+
+def test_a_data_loader_of_torchs_kind():
+    pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    report = quick(
+        lambda: DataLoader(
+            patients.Healthy(), batch_size=2, shuffle=True, timeout=30, num_workers=1
+        ),
+        workers=[0, 1, 2],
+        seconds=0.3,
+    )
+    assert [row.num_workers for row in report.rows] == [0, 1, 2]
+    assert all(row.prefetch_factor == 2 for row in report.rows)
+    assert [row.busy is None for row in report.rows] == [True, False, False]
+    assert report.reproducible.answer == "yes", report.reproducible
+    assert "the sampler" not in report.bottleneck
+
+
+def test_a_stream_of_torchs_kind():
+    torch = pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    class Numbers(torch.utils.data.IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            info = torch.utils.data.get_worker_info()
+            return iter(range(info.id, 8, info.num_workers))
+
+    make = NewLoaders(lambda: DataLoader(Numbers(), batch_size=2))
+    with make(num_workers=2, prefetch_factor=3) as loader:
+        assert inspect(loader).prefetch_factor == 3
+        assert sorted(batch.tolist() for batch in loader) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_the_order_of_torchs_samplers_follows_from_the_epoch():
+    torch = pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    def orders(**options: Any) -> list[Any]:
+        torch.seed()
+        before = torch.get_rng_state()
+        loader = NewLoaders(lambda: DataLoader(list(range(50)), batch_size=50, **options))
+        with loader(num_workers=0) as made:
+            found = [batch.tolist() for _ in range(2) for batch in made]
+        assert torch.equal(before, torch.get_rng_state())
+        return found
+
+    def draws() -> dict[str, Any]:
+        generator = torch.Generator()
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 50, 50, generator=generator)
+        return {"sampler": sampler}
+
+    for options in (lambda: {"shuffle": True}, draws):
+        first, second = orders(**options())
+        assert first != second
+        assert orders(**options()) == [first, second]
+
+
+def test_torchs_own_loader_has_a_stand_in():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"import DataLoader from minloader\.torch instead"):
+        quick(lambda: torch.utils.data.DataLoader([1, 2]))
 
 
 # --- errors
@@ -444,6 +562,7 @@ def test_the_command(tmp_path: Path):
     for name in ("serialized", "reproducible", "leaking", "recommended"):
         assert re.search(rf"^{name} +\S", out, re.M)
     assert "num_workers=1, prefetch_factor=2" in shown
+    assert re.search(r"about \d+ s to go: 2 more settings, and check_reproducible\r\n", shown)
     assert "] 100%" in shown
     assert "Traceback" not in shown
     assert "died" not in shown  # of the worker that the audit kills

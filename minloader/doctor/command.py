@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minloader.doctor.examination import SECONDS, WIDTH, examine
+from minloader.doctor.examination import ABOUT, SECONDS, WIDTH, examine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +115,8 @@ def _is_plain(error: Exception) -> bool:
 
 def _show_progress(share: float, text: str) -> None:
     """Show on the terminal, if there is one, how far it is. Without a text, remove that line."""
-    if sys.stderr.isatty():
+    if text.startswith(ABOUT):  # for whoever waits, and for a log
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    elif sys.stderr.isatty():
         line = f"[{'#' * round(24 * share):-<24}] {share:4.0%}  {text}" if text else ""
         print(f"\r\x1b[K{line[: WIDTH - 20]}", end="", file=sys.stderr, flush=True)

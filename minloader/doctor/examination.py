@@ -17,11 +17,15 @@ from minloader._inspect import inspect
 from minloader._loader import Loader
 from minloader._memory.limits import processors
 from minloader.doctor.findings import Verdict, growth, leaking, notes, pick, recommend, serialized
+from minloader.doctor.schedule import Schedule, audit_runs
 from minloader.doctor.trials import HEAD, Row, Trial
 from minloader.testing import IrreproducibleError, NewLoaders, check_reproducible
 
 SECONDS = 3.0
 """Seconds of a trial: short enough for a dozen of them, and some hundred batches for most."""
+
+ABOUT = "about "
+"""The beginning of the text that says how long the rest takes."""
 
 WIDTH = 96
 """Columns of a report."""
@@ -94,9 +98,11 @@ def examine(
             processors, and one more than that.
         prefetch: values of ``prefetch_factor``: the first is used with every number of workers,
             the others with the best of these.
-        seconds: how long to run each setting, from the first batch on.
+        seconds: how long to run each setting, from the first batch on. It may become two thirds
+            of that, or twice as much, to keep to what was said of how long all of it takes.
         step: seconds that the consumer sleeps after each batch, as if it trained.
-        progress: called now and then with how far it is.
+        progress: called now and then with how far it is; when the first setting has run, with how
+            long the rest takes.
 
     Raises:
         Exception: the loader raised it; notes say what grew until then.
@@ -125,20 +131,28 @@ class _Examination:
     step: float
     progress: Progress
     trials: list[Trial] = field(default_factory=list)  # the first prefetch_factor's come first
-    planned: int = 1  # trials, and the audit
 
     def run(self, counts: list[int], factors: list[int]) -> Report:
         """Run all trials, then the audit."""
-        self.planned = len(counts) + len(factors)
-        for count in counts:
+        likely = max((n for n in counts if n <= processors()), default=counts[0])
+        others = factors[1:] if likely else []
+        # One with workers comes first: most of the time may be that of their start.
+        order = sorted(counts, key=lambda count: (count == 0, count))
+        audited = {counts[0], min(3, counts[-1])}
+        left = [*order, *[likely] * len(others)]
+        self.schedule = Schedule(self.seconds, left, audit_runs({*audited, likely}))
+        for count in order:
             self._try(count, factors[0])
+        self.trials.sort(key=lambda trial: trial.row.num_workers)
         trials = list(self.trials)
         best = pick(trials, self.step)
+        self.schedule.trials = [best.row.num_workers] * len(factors[1:])
         for factor in factors[1:] if best.row.num_workers else ():
             self._try(best.row.num_workers, factor)
         best = pick(self.trials, self.step)
         verdict = serialized(trials, self.step)
-        reproducible = self._audit(best, counts)
+        self.schedule.audit = audit_runs({*audited, best.row.num_workers})
+        reproducible = self._audit(best, audited)
         self.progress(1.0, "done")
         return Report(
             rows=[trial.row for trial in self.trials],
@@ -161,39 +175,65 @@ class _Examination:
 
     def _try(self, num_workers: int, prefetch_factor: int) -> None:
         text = f"num_workers={num_workers}, prefetch_factor={prefetch_factor}"
-        self.progress(len(self.trials) / self.planned, text)
+        schedule = self.schedule
+        self.progress(schedule.share, text)
         _free_memory()
+        seconds, begin = schedule.next_seconds(), schedule.clock()
         with self._make(num_workers, prefetch_factor) as loader:
-            trial = Trial(loader, self.seconds, self.step)
+            made = schedule.clock()
+            trial = Trial(loader, seconds, self.step)
             try:
-                for share in trial.run():
-                    self.progress((len(self.trials) + share) / self.planned, text)
+                for _ in trial.run():
+                    self.progress(schedule.share, text)
             except Exception as error:
                 for finding in growth(trial) or ():
                     error.add_note(f"until then {finding}")
                 raise
             trial.conclude()
         self.trials.append(trial)
+        schedule.trials.pop(0)
+        running = trial.samples[-1].at - trial.samples[0].at
+        starting, work = schedule.clock() - made - running, trial.stats._work + trial.stats.sampler
+        is_first = not schedule.total
+        schedule.learn(num_workers, made - begin, starting, work / (trial.stats.batches or 1))
+        if is_first:
+            more = f"{len(schedule.trials)} more settings, and " if schedule.trials else ""
+            text = f"{ABOUT}{schedule.left:.0f} s to go: {more}check_reproducible"
+            self.progress(schedule.share, text)
 
-    def _audit(self, best: Trial, counts: list[int]) -> Verdict:
+    def _audit(self, best: Trial, audited: set[int]) -> Verdict:
         """Judge whether the loader is reproducible, with the best setting."""
-        self.progress(1 - 1 / self.planned, "check_reproducible")
+        self.progress(self.schedule.share, "check_reproducible")
         logger = logging.getLogger("minloader")
         level = logger.level
         logger.setLevel(logging.ERROR)  # the audit kills a worker, which is no news
+        runs = itertools.count()
+
+        def make_loader() -> Loader:
+            done = next(runs)
+            if done > 1 and self.schedule.is_over(best.row.num_workers):
+                raise _TimeIsUpError(f"batches were the same in {done} runs, then the time was up")
+            return self._make(best.row.num_workers, best.row.prefetch_factor)
+
         try:
             report = check_reproducible(
-                lambda: self._make(best.row.num_workers, best.row.prefetch_factor),
-                workers={counts[0], min(3, counts[-1])},
-                batches=min(20, max(3, int(best.row.rate * self.seconds / 4))),
+                make_loader,
+                workers=audited,
+                batches=self.schedule.batches(),
                 epochs=1 if best.inspection.sampler_used_up else 2,
             )
         except IrreproducibleError as error:
             return Verdict("no", str(error))
+        except _TimeIsUpError as error:
+            return Verdict("perhaps", f"{error}: check_reproducible does all runs")
         finally:
             logger.setLevel(level)
         batches = " + ".join(map(str, report.batches))
         return Verdict("yes", f"{batches} batches were the same in {len(report.runs)} runs")
+
+
+class _TimeIsUpError(Exception):
+    """The audit has taken longer than it was to take."""
 
 
 def _free_memory() -> None:

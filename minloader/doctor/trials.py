@@ -165,8 +165,8 @@ class Trial:
         self.samples: list[Sample] = []
         self.first_epoch = 0
 
-    def run(self) -> Iterator[float]:
-        """Run the loader, and yield now and then the share that is done, 0 to 1.
+    def run(self) -> Iterator[None]:
+        """Run the loader, and yield now and then.
 
         Raises:
             ValueError: an epoch has no batches.
@@ -181,7 +181,7 @@ class Trial:
                 if now >= due:
                     due = now + self._seconds / SAMPLES
                     self._look(now, count, end)
-                    yield min(1.0, 1 - (end - now) / self._seconds)
+                    yield
                     if now >= end and count > self.samples[self._first].batches:
                         return
                 if self._step:

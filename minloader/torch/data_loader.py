@@ -40,7 +40,7 @@ from minloader._sampling.base import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader.torch.device import pin
-from minloader.torch.order import EpochStart, Order, default_sampler
+from minloader.torch.order import EpochOrder, EpochStart, Order, default_sampler
 
 VERSION = 1
 """Version of the states."""
@@ -402,6 +402,26 @@ class DataLoader(Generic[T]):
         home = default_collate.__module__
         added = {k: f for k, f in default_collate_fn_map.items() if f.__module__ != home}
         return conventions.ExtendedCollate(added) if added else collate
+
+    def _as_loader(self, **settings: int) -> Loader:
+        """Return a Loader of the same batches, for the doctor and the audit. Use it instead.
+
+        Its seed is 0, and its order follows from the number of the epoch, so that runs can be
+        compared.
+
+        Args:
+            settings: attributes to set before: ``num_workers``, ``prefetch_factor``. Without any,
+                it has one worker at least.
+        """
+        for name, value in (settings or {"num_workers": self.num_workers or 1}).items():
+            setattr(self, name, value)
+        if not self.num_workers:
+            self.timeout = 0
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        assert sampler is not None
+        whole = self._draws_while_read()
+        self._order, self._seed = EpochOrder(sampler, self._generators(), whole=whole), 0
+        return self._make()
 
     # --- state
 

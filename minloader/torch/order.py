@@ -104,6 +104,34 @@ class Order(PassesState):
         return len(self._sampler)  # type: ignore[arg-type]
 
 
+class EpochOrder(Order):
+    """The order of a sampler of torch's kind, which follows from the number of the epoch alone.
+
+    Args:
+        sampler: torch's.
+        generators: those that it draws from, besides torch's global one.
+        whole: whether it draws from them while it is read.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], generators: list[torch.Generator], *, whole: bool
+    ) -> None:
+        super().__init__(sampler)
+        self._generators, self._whole, self._epoch = generators, whole, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.random.fork_rng(devices=[]):
+            for generator in (torch.default_generator, *self._generators):
+                generator.manual_seed(self._epoch)
+            self.begin()
+            self.draw(whole=self._whole)
+        return super().__iter__()
+
+
 def _as_item(indices: Any) -> Any:
     """Return a batch of indices as an item for the loader.
 
