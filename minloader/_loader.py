@@ -250,6 +250,11 @@ class Loader:
         values = [f"{name}={shown(value)}" for name, value in given.items()]
         return f"<{'closed ' * self._settings.closed}Loader({', '.join(values)})>"
 
+    def _repr_html_(self) -> str:
+        from minloader._insight import notebook
+
+        return notebook.show(self)
+
     @property
     def num_workers(self) -> int:
         """Number of workers. Setting it adds or removes some, also in the middle of an epoch: the

@@ -54,7 +54,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(value, types.FunctionType) or not name.startswith("_"):
                 yield f".{name}", value
     else:
-        yield "", type(obj)  # of __main__, it is sent with all that its methods use
+        if type(obj).__module__ == "__main__":  # it is sent with all that its methods use
+            yield "", type(obj)
         try:
             state = obj.__reduce_ex__(5)[2]
         except Exception:  # it cannot be taken apart: it is itself the part at fault
