@@ -378,7 +378,7 @@ def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
-    if not {"version", "seed", "epoch"} <= state.keys():
+    if not {"version", "seed"} <= state.keys():
         part = part_meant(state, {"version", "seed", "epoch"})
         raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
     if state.get("version") != VERSION:
