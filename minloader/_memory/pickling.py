@@ -58,24 +58,12 @@ def _is_main_global(obj: Any) -> bool:
     )
 
 
-def _reduce_file(file: io.TextIOWrapper) -> Any:
-    """Refuse an open text file, all of which cloudpickle would send, as pickle refuses others."""
-    if file is sys.stdout or file is sys.stderr:
-        return getattr, (sys, "stdout" if file is sys.stdout else "stderr")
-    raise TypeError("cannot pickle '_io.TextIOWrapper' object: it is an open file")
-
-
-REDUCERS = ChainMap({io.TextIOWrapper: _reduce_file}, cloudpickle.Pickler.dispatch_table)
-
-
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """A cloudpickle pickler that knows in which of the two directions it writes.
 
     Attributes:
         main_globals: classes and functions of ``__main__`` that were sent down, by their names.
     """
-
-    dispatch_table: Any = REDUCERS
 
     def __init__(
         self, file: Any, protocol: int = 5, *, down: bool, table: Any = None, **options: Any
@@ -206,7 +194,7 @@ class BatchPacker:
         except Exception as plain_error:
             shorten_notes(plain_error)
             # Buffers that were put into the slot already are lost room, until the task ends.
-            table = ChainMap(reducers, REDUCERS)
+            table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
             make_pickler = partial(Pickler, down=False, table=table)
             try:
                 return _pack_batch(make_pickler, table, batch, writer)
