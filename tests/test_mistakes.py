@@ -7,6 +7,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -198,8 +199,8 @@ def test_an_open_file_is_refused(mode, kind, tmp_path):
     path.write_text("{}\n")
     with open(path, mode) as file, pytest.raises(TypeError) as caught:
         Loader(HoldsFile(file), range(3))
-    assert f"dataset.file is a {kind} (cannot pickle '_io.{kind}' object" in str(caught.value)
-    assert "when it is first used" in str(caught.value)
+    text = rf"dataset\.file is a {kind} \(cannot pickle '.*{kind}' .*\); .* when it is first used"
+    assert re.search(text, str(caught.value))
 
 
 def test_standard_output_is_no_such_file(tmp_path, monkeypatch):
