@@ -6,15 +6,16 @@ makes the loader.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeGuard, TypeVar
 
 T = TypeVar("T")
 
@@ -64,7 +65,9 @@ def check_iterable(name: str, value: Any) -> None:
     """Refuse what is neither iterable nor None. It is not begun: an iterator serves once."""
     kind = type(value)
     if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
-        raise TypeError(f"{name} must be iterable or None, got {shown(value)}")
+        size = f"; for batches of {value} samples, write batch_size={value}"
+        advice = size if type(value) is int else ""
+        raise TypeError(f"{name} must be iterable or None, got {shown(value)}{advice}")
 
 
 def copied(things: Iterable[T]) -> list[T]:
@@ -90,6 +93,116 @@ class Stateful(Protocol):
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
     """Return whether something can say where it is, and be put there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+# --- mistakes, and what was meant
+
+OTHER_NAMES = {
+    "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
+    "drop_last": "write last_batch='discard'",
+    "generator": "give seed, an int, from which all randomness derives",
+    "multiprocessing_context": "write mp_context",
+    "persistent_workers": "drop it: workers stay until the loader is closed",
+    "pin_memory": "use minloader.torch.to_device(loader, device), which pins memory",
+    "pin_memory_device": "use minloader.torch.to_device(loader, device), which pins memory",
+}
+"""Arguments of torch's ``DataLoader`` that have other names here."""
+
+ADVICE = {
+    "SystemExit": "it ends nothing here; raise an error that says what is wrong, in place of "
+    "sys.exit()",
+    "BdbQuit": "a debugger needs the terminal, which worker processes do not have: make the "
+    "batches in your own process, with num_workers=0",
+}
+"""What to do about errors that say nothing themselves, by the name of their type."""
+
+WHOLE_ITEM = (
+    "when dataset[item] got the whole list, since there is no collate_fn; with "
+    "collate_fn=minloader.collate it gets one index at a time"
+)
+"""Stage of a failure that a list in place of an index may be the reason for."""
+
+P = ParamSpec("P")
+
+
+def explain_arguments(
+    init: Callable[Concatenate[Any, P], None],
+) -> Callable[Concatenate[Any, P], None]:
+    """Have ``Loader.__init__`` say what an unknown argument is called here, and keep the others.
+
+    ``_arguments`` of the loader are two dicts: what it was made with, and the defaults.
+    """
+    by_name = init.__kwdefaults__ or {}
+
+    @functools.wraps(init)
+    def checked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in by_name and name not in ("dataset", "sampler"):
+                raise TypeError(f"Loader has no argument {name!r}; {_meant(name, by_name)}")
+        given = dict(zip(("dataset", "sampler"), args, strict=False)) | kwargs
+        self._arguments = given, by_name
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    import difflib  # workers need it not
+
+    if name in OTHER_NAMES:
+        return f"{OTHER_NAMES[name]} (minloader.torch.DataLoader has the arguments of torch's)"
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+
+
+def check_attribute(loader: Any, name: str) -> None:
+    """Refuse to set an attribute where that would do nothing.
+
+    Raises:
+        AttributeError: it is an argument that the workers were made with, or a typo.
+    """
+    import difflib
+
+    arguments = {"dataset", "sampler", *loader._arguments[1]}
+    if name in arguments:
+        raise AttributeError(
+            f"{name} cannot be set, since the workers have what the Loader was made with; make "
+            f"another Loader with {name}=..."
+        )
+    near = difflib.get_close_matches(name, [*arguments, "epoch"], 1, cutoff=0.8)
+    if near and not hasattr(loader, name):
+        raise AttributeError(f"a Loader has no attribute {name!r}; did you mean {near[0]}?")
+
+
+def refuse_copies(self: Any) -> NoReturn:
+    """Refuse to pickle or copy a loader or its iterator; for ``__reduce__``."""
+    raise TypeError(
+        "a Loader and its iterators cannot be pickled or copied, since the workers are its own; "
+        "make another Loader where it is needed, and pass on its state_dict()"
+    )
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    """Say where a debugger can be used; for ``sys.breakpointhook`` in a worker process."""
+    raise RuntimeError(f"breakpoint() in a worker: {ADVICE['BdbQuit']}")
+
+
+def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
+    """Return which part of a checkpoint is the state, in words; "" if none is."""
+    for key, part in checkpoint.items():
+        if isinstance(part, Mapping) and names <= part.keys():
+            return f"; give load_state_dict the part with the key {key!r}"
+    return ""
+
+
+def tell_idle_workers(num_workers: int, shards: int) -> None:
+    """Say in the log that a stream has fewer shards than there are workers."""
+    if num_workers > shards:
+        logger.warning(
+            "the stream has %d shards, as many as there were workers when it was first begun: %d "
+            "of %d workers have nothing to read; more shards take a new Loader, and no state",
+            *(shards, num_workers - shards, num_workers),
+        )
 
 
 # --- of the loader

@@ -144,6 +144,11 @@ class Loader:
         OSError: the file for ``trace`` cannot be written.
     """
 
+    _arguments: tuple[dict[str, Any], dict[str, Any]]  # those given, and the defaults
+
+    __reduce__ = checks.refuse_copies
+
+    @checks.explain_arguments
     def __init__(
         self,
         dataset: Any,
@@ -233,6 +238,23 @@ class Loader:
                 self.close()
                 raise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_made, public = "_end" in vars(self), name[0] != "_"
+        own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
+        if is_made and public and own and name not in ("epoch", "num_workers"):
+            checks.check_attribute(self, name)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        given = self._arguments[0] | {"num_workers": self.num_workers}
+        values = [f"{name}={shown(value)}" for name, value in given.items()]
+        return f"<{'closed ' * self._settings.closed}Loader({', '.join(values)})>"
+
+    def _repr_html_(self) -> str:
+        from minloader._insight import notebook
+
+        return notebook.show(self)
+
     @property
     def num_workers(self) -> int:
         """Number of workers. Setting it adds or removes some, also in the middle of an epoch: the
@@ -253,6 +275,8 @@ class Loader:
             self._group.tidy()
             self._group.resize(num_workers)
             self._settings.depth = self._group.depth
+            if self._shards is not None:
+                checks.tell_idle_workers(num_workers, self._shards)
 
     @property
     def stats(self) -> Stats:
@@ -470,7 +494,7 @@ class Loader:
         seed = None if self._any_seed else self.seed
         known = check_state(state, seed, stream=self._shards is not None)
         if self._any_seed:
-            self.seed = known["seed"]
+            vars(self)["seed"] = known["seed"]
             self._group.reseed(self.seed)
             if self._own_sampler and isinstance(self.sampler, Sampler):
                 self.sampler.seed = self.seed
@@ -482,6 +506,7 @@ class Loader:
                     f"batch_size={theirs}; make the loader with that"
                 )
             self._shards = len(known["stream"]["shards"])
+            checks.tell_idle_workers(self.num_workers, self._shards)
         else:
             self._tell_epoch(known["epoch"])
             check_sampler(known, self.sampler, self._length(known["epoch"]))
@@ -546,6 +571,8 @@ class Epochs:
         self._run: Epoch | StreamEpoch | None = None
         self._begins = threading.Lock()  # several threads may take batches
         self.progress = Progress()
+
+    __reduce__ = checks.refuse_copies
 
     def __iter__(self) -> Epochs:
         return self

@@ -97,6 +97,7 @@ class Prefetch(Generic[B]):
             source.progress.nearest = self.progress  # type: ignore[attr-defined]
         self._over = False
         self._pid = os.getpid()
+        self._lock = threading.RLock()  # several threads may take batches
         self._exchange = _Exchange(source, fn, take, depth)
         # At exit it runs before the loader's, which was made earlier.
         self._end = weakref.finalize(self, self._exchange.close)
@@ -106,16 +107,17 @@ class Prefetch(Generic[B]):
         return self
 
     def __next__(self) -> B:
+        if self._pid != os.getpid():
+            raise RuntimeError("the thread of this prefetch is in another process; make one here")
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> B:
         exchange = self._exchange
         if self._over:
             raise StopIteration
-        if self._pid != os.getpid():
-            raise RuntimeError("the thread of this prefetch is in another process; make one here")
         entry = None if exchange.closed else exchange.ready.get()
         if entry is None or exchange.closed:  # by another thread, meanwhile
-            exchange.ready.put(None)  # a third one may be waiting too
-            if self._over:
-                raise StopIteration
             raise RuntimeError(CLOSED)
         self._note = entry.note
         self.progress.note = None if entry.end else entry.note

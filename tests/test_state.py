@@ -539,7 +539,7 @@ def test_states_that_do_not_fit():
     refuses(state, "seed=0, but this one has seed=7", seed=7)
     refuses(state, "21 batches in epoch 0, but the state is of one with 20", sampler=range(21))
     refuses([1, 2], r"dict, got \[1, 2\]", TypeError)
-    refuses({}, "version None")
+    refuses({}, "this is no state of a Loader")
     refuses({"version": 1, "seed": 0}, "damaged.*epoch")
     refuses(state | {"batches": -1}, "damaged.*at least 0")
     refuses(state | {"batches": "x"}, "damaged.*must be an int")

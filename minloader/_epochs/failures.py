@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
-from minloader._checks import shown
+from minloader._checks import ADVICE, shown
 from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
 from minloader._memory import pickling
 from minloader._pools.base import Death
 from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
-
-EXIT = "it ends nothing here; raise an error that says what is wrong, in place of sys.exit()"
 
 OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
 
@@ -57,11 +55,12 @@ def handle(
     error = _load(failure.error, packed=reply.packed)
     if error is not None and remote is not None:
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
+    advice = ADVICE.get(type(error).__name__, "")
+    advice = advice and f" ({advice})"
     if isinstance(error, BatchError):  # our own, which does not know its place yet
         vars(error).update(place)
         report: BatchError = error
     else:
-        advice = f" ({EXIT})" if isinstance(error, SystemExit) else ""
         report = BatchError(f"{what}: {failure.summary}{advice}", **place)
         report.__cause__ = error or remote
 
@@ -72,7 +71,7 @@ def handle(
             # program without a word.
             if error is None or isinstance(error, StopIteration | SystemExit):
                 raise report
-            add_note(error, f"minloader: {what}")
+            add_note(error, f"minloader: {what}{advice}")
             raise error
         finally:
             # The error's traceback holds this frame. If the frame held the error, the loader

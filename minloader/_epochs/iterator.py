@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from minloader._checks import refuse_copies
 from minloader._epochs.failures import OnError
 from minloader._epochs.state import Progress
 from minloader._insight.counters import Counters
@@ -50,6 +51,7 @@ class Settings:
         on_error: what to do with a batch that failed.
         counters: what is counted.
         closed: whether the loader is.
+        told_empty: whether the log has said that shards of a stream gave no batch.
     """
 
     depth: int
@@ -60,6 +62,7 @@ class Settings:
     on_error: OnError
     counters: Counters
     closed: bool = False
+    told_empty: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -118,6 +121,8 @@ class TimedIterator(ABC):
         Raises:
             StopIteration: there is none.
         """
+
+    __reduce__ = refuse_copies
 
     def __iter__(self) -> TimedIterator:
         return self

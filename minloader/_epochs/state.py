@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from minloader._checks import check_int, is_stateful, shown
+from minloader._checks import check_int, is_stateful, part_meant, shown
 from minloader._sampling.base import Sampler
 
 VERSION = 1
@@ -379,6 +379,9 @@ def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
+    if not {"version", "seed"} <= state.keys():
+        part = part_meant(state, {"version", "seed", "epoch"})
+        raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
     if state.get("version") != VERSION:
         raise ValueError(
             f"the state is of version {state.get('version')!r}, but this minloader reads version "

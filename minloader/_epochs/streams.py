@@ -313,12 +313,24 @@ class StreamEpoch(TimedIterator):
     def _next_epoch(self) -> None:
         self._check_end()
         self._ledgers[0].over = True
+        self._tell_empty_shards()
         self._ledgers.append(next(self.coming))
         self._ledgers.popleft()
         self.owner.epoch = self.epoch + 1
         for shard in self._shards:
             shard.enter_next()
         self._begin_round()
+
+    def _tell_empty_shards(self) -> None:
+        """Say in the log, once, that some workers had nothing to read."""
+        empty = sum(shard.ended and not shard.end for shard in self._ledgers[0].shards)
+        if 0 < empty < self.total and not self.settings.told_empty:
+            self.settings.told_empty = True
+            logger.warning(
+                "%d of the %d shards of the stream gave no batch, and their workers did nothing: "
+                "share the data out evenly, by get_worker_info(), or set num_workers=%d",
+                *(empty, self.total, self.total - empty),
+            )
 
     def _first_ready(self) -> int:
         begin = time.perf_counter()

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from minloader._checks import amount, duration
 from minloader._insight.verdict import judge, share
+from minloader._memory.limits import processors
 
 if TYPE_CHECKING:
     from minloader._insight.counters import Stats
+
+MANY = 4
+"""Workers for each processor past which most of them wait for one, if they compute at all."""
 
 Row = tuple[str, str, str]
 """A row of the table: name, value, remark."""
@@ -127,6 +131,9 @@ def table(stats: Stats) -> list[Row]:
         rows.append((name, duration(seconds), remark))
     busy = ", ".join(f"{name}: {part:.0%}" for name, part in stats.busy.items())
     at_most = f", {amount(stats.slot_limit)} at most" if stats.slot_limit else ""
+    remarks = [f"busy {busy}"] if busy else []
+    if stats.executor == "process" and stats.num_workers > MANY * processors():
+        remarks.insert(0, f"more than {MANY} for each of {processors()} processors: try fewer")
     chunk = f"up to {stats.chunk_size} batches each" if stats.chunk_size > 1 else ""
     known = stats._measured
     if known:
@@ -136,7 +143,7 @@ def table(stats: Stats) -> list[Row]:
             ("computing", duration(stats.computing), f"{share(stats.computing, known)} {remark}")
         )
     rows += [
-        ("workers", f"{stats.num_workers}", f"busy {busy}" if busy else ""),
+        ("workers", f"{stats.num_workers}", "; ".join(remarks)),
         ("tasks under way", f"{stats.in_flight}", chunk),
         ("shared memory", amount(stats.slot_bytes), f"{stats.slots} slots{at_most}"),
         ("through the pipe", f"{stats.overflowed}", "batches that found no room there"),

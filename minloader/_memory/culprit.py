@@ -47,7 +47,15 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         for name in obj.__code__.co_names:
             if name in obj.__globals__:
                 yield f" (global variable {name!r})", obj.__globals__[name]
+    elif isinstance(obj, type):
+        yield from (("", base) for base in obj.__bases__)
+        for name, value in vars(obj).items():
+            value = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(value, types.FunctionType) or not name.startswith("_"):
+                yield f".{name}", value
     else:
+        if type(obj).__module__ == "__main__":  # it is sent with all that its methods use
+            yield "", type(obj)
         try:
             state = obj.__reduce_ex__(5)[2]
         except Exception:  # it cannot be taken apart: it is itself the part at fault

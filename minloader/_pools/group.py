@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
+from types import GeneratorType
 from typing import Any, Protocol
 
 from minloader._checks import copied
@@ -223,9 +224,17 @@ def _serialize(job: Job) -> JobFile:
             found = find_culprit(getattr(job, name), name)
             if found is not None:
                 path, part, cause = found
+                advice = (
+                    "make it in worker_init_fn or when it is first used, leave it out in "
+                    "__getstate__, or use executor='thread'"
+                )
+                if isinstance(part, GeneratorType):
+                    advice = (
+                        "it can be read once, in one place: give an object whose __iter__ begins "
+                        "anew, such as a class with the generator function as its __iter__"
+                    )
                 raise TypeError(
                     f"{name} cannot be sent to worker processes: {path} is a "
-                    f"{type(part).__qualname__} ({cause}); make it in worker_init_fn or when it "
-                    "is first used, leave it out in __getstate__, or use executor='thread'"
+                    f"{type(part).__qualname__} ({cause}); {advice}"
                 ) from error
         raise

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from minloader._checks import WHOLE_ITEM
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
@@ -162,7 +163,11 @@ class Worker:
                 seed = self._batch_seed(task, task.ordinal + n)
                 batch = self._call(seed, self._maker.fetch, item)
         except BaseException as error:
-            return self._failure(error, READING if reader is not None and reader.reading else "")
+            stage = READING if reader is not None and reader.reading else ""
+            whole = type(item) is list and reader is None and self._job.collate_fn is None
+            if whole and isinstance(error, TypeError):
+                stage = WHOLE_ITEM
+            return self._failure(error, stage)
         if self._packer is None or batch is END:
             return batch
         self._exit_fork()  # before it writes to the slot, where the worker writes too

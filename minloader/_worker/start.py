@@ -14,11 +14,13 @@ import logging
 import multiprocessing.util
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from socket import socket
 from typing import Any, NamedTuple
 
+from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
@@ -108,6 +110,8 @@ def start(setup: WorkerSetup, index: int) -> None:
     if setup.logs is not None:
         send_logs(setup.logs, index)
         setup.log_settings.set_levels()
+    if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = refuse_breakpoint
     try:
         job = setup.address.load(forever=True)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn

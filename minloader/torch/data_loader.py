@@ -30,7 +30,14 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minloader._checks import check_callable, check_context, check_int, check_iterable, shown
+from minloader._checks import (
+    check_callable,
+    check_context,
+    check_int,
+    check_iterable,
+    part_meant,
+    shown,
+)
 from minloader._epochs.state import Note, Progress, latest_note
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
@@ -458,8 +465,10 @@ class DataLoader(Generic[T]):
             TypeError, ValueError: that is no state, or that of a loader unlike this one. (Some of
                 it is noticed only by ``iter``.)
         """
-        if not isinstance(state, Mapping) or not {"version", "order", "loader"} <= state.keys():
-            raise TypeError(f"state must be what state_dict() gave, got {shown(state)}")
+        names = {"version", "order", "loader"}
+        if not isinstance(state, Mapping) or not names <= state.keys():
+            part = part_meant(state, names) if isinstance(state, Mapping) else ""
+            raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
         if state["version"] != VERSION:
             raise ValueError(
                 f"the state is of version {state['version']!r}, but this minloader reads version "
