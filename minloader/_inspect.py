@@ -14,7 +14,7 @@ from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import Pool
 from minloader._pools.job_server import JobServer
 from minloader._pools.processes import ProcessPool
-from minloader._worker.torch_conventions import Samples, Stream
+from minloader._worker.torch_conventions import Stream
 
 
 class WorkerProcess(NamedTuple):
@@ -81,7 +81,8 @@ class Inspection:
 
         Then batches are made in one way by workers, and in another in the calling process.
         """
-        return isinstance(self._loader.dataset, Samples | Stream)
+        order = type(self._loader.sampler).__module__  # a look at the class would import torch
+        return isinstance(self._loader.dataset, Stream) or order == "minloader.torch.order"
 
     @property
     def prefetch_factor(self) -> int:
