@@ -13,7 +13,7 @@ import os
 import time
 from typing import NamedTuple
 
-COST = 0.005
+COST = 0.002
 """Most of a worker's time that the reading may take. With many threads or programs it is slow."""
 
 
