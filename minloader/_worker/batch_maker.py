@@ -58,14 +58,15 @@ class BatchMaker:
             The batch; SKIP if all samples are left out.
         """
         transform, collate_fn = self.job.transform, self.job.collate_fn
+        given = samples
         samples, indices = self._without_skipped(samples, indices)
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(transform, samples, indices)
             self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples, ())
-        if isinstance(samples, list) and not samples:
-            return SKIP
+        if isinstance(samples, list) and not samples and len(given):
+            return SKIP  # a sampler's empty batch is one
         if collate_fn is None:
             return samples[0]
         begin = time.perf_counter()
