@@ -570,3 +570,18 @@ def test_an_executor_that_cannot_be_made_leaves_no_file(monkeypatch):
             with pytest.raises(OSError, match="Read-only") as caught:
                 next(batches)
         assert shared() == before, caught.value
+
+
+class Unaffordable:
+    """A batch for which there is no memory when it is pickled."""
+
+    def __reduce__(self):
+        raise MemoryError("not so much")
+
+
+def test_no_memory_to_pickle_a_batch_is_no_fault_of_the_batch():
+    with (
+        Loader(lambda index: Unaffordable() if index else index, range(2), num_workers=1) as loader,
+        pytest.raises(MemoryError, match="not so much"),
+    ):
+        assert list(loader) == [0]
