@@ -449,6 +449,22 @@ def send_half(path: str) -> bytes:
     return bytes(2_000_000)
 
 
+def test_7_a_manager_thread_that_cannot_start_is_taken_for_running(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                executor.submit(int)
+        future = executor.submit(int)
+        assert not executor._executor_manager_thread.is_alive()
+        assert not future.done()
+        executor._executor_manager_thread.start()
+        assert future.result() == 0
+
+
 def test_8_an_unfinished_message_is_waited_for(tmp_path):
     executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     future = executor.submit(send_half, str(tmp_path / "did"))

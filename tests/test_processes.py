@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -31,7 +32,7 @@ from children import (
     run_subprocess,
     wait_for_release,
 )
-from conftest import alive, eventually, workers
+from conftest import alive, belongings, eventually, workers
 from helpers import Squares, Whereabouts
 
 import minloader
@@ -528,3 +529,59 @@ def test_nothing_is_left_to_the_garbage_collector(use):
         gc.garbage.clear()
         gc.enable()
     assert not found
+
+
+# --- where the system refuses --------------------------------------------------------------------
+
+
+def test_no_thread_for_the_manager_is_an_error_and_the_next_batch_comes(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with Loader(Squares(4), num_workers=1, prefetch_factor=1) as loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            batches = iter(loader)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                next(batches)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(batches)  # it was sent meanwhile
+        assert list(batches) == [4, 9]
+    # One that never got a manager thread ends, too.
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Loader(Squares(4), num_workers=2) as loader:
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                next(iter(loader))
+
+
+def test_an_executor_that_cannot_be_made_leaves_no_file(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def shared():
+        return len([file for file in belongings()["descriptors"] if "memfd:minloader" in file[1]])
+
+    with Loader(Squares(4), num_workers=1, prefetch_factor=1) as loader:
+        before = shared()
+        monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
+        batches = iter(loader)
+        for _ in range(4):
+            with pytest.raises(OSError, match="Read-only") as caught:
+                next(batches)
+        assert shared() == before, caught.value
+
+
+class Unaffordable:
+    """A batch for which there is no memory when it is pickled."""
+
+    def __reduce__(self):
+        raise MemoryError("not so much")
+
+
+def test_no_memory_to_pickle_a_batch_is_no_fault_of_the_batch():
+    with (
+        Loader(lambda index: Unaffordable() if index else index, range(2), num_workers=1) as loader,
+        pytest.raises(MemoryError, match="not so much"),
+    ):
+        assert list(loader) == [0]

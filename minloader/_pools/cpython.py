@@ -277,9 +277,18 @@ class Executor(ProcessPoolExecutor):
     # wait for it any more, not even another shutdown().
     # Versions: all.
     # Without this piece: nobody knows when the workers are reaped and the pipes closed.
+    #
+    # CPython: submit() keeps a manager thread that could not start, and the next one takes it for
+    # running.
+    # Versions: all.
+    # Without this piece: that task is never done, and closing fails: workers and files stay.
 
     def _start_executor_manager_thread(self) -> None:
-        super()._start_executor_manager_thread()
+        try:
+            super()._start_executor_manager_thread()
+        except RuntimeError:  # no thread is to be had (ulimit -u)
+            cast(Any, self)._executor_manager_thread = None
+            raise
         self.manager = cast(Any, self._executor_manager_thread)
 
     # --- 8. An unfinished message

@@ -276,6 +276,9 @@ class _Executor(Executor):
             if self.manager.is_alive():
                 self.break_up("the workers have ended")
                 self.manager.join(GRACE)
+        if self.manager is None:  # it could not start
+            for worker in self.workers:
+                worker.join(GRACE)
         self.tasks.fail("the workers have ended")
 
     def clean_up(self) -> None:
@@ -391,7 +394,7 @@ class ProcessPool(RemotePool):
             raise WorkerDied(
                 f"workers cannot be started: {len(self.failed_starts)} in a row died before "
                 f"they were ready ({self.failed_starts[-1]}); look at what the dataset does when "
-                "it is unpickled, at worker_init_fn, and at the machine's memory"
+                "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
             )
         if not self._executors or self._executors[-1].leaving:
             heartbeats, logs = Heartbeats(self.num_workers), open_logs()
@@ -406,7 +409,13 @@ class ProcessPool(RemotePool):
                 logs=None if logs is None else logs.sender,
                 log_settings=LogSettings.of_this_process(),
             )
-            self._executors.append(_Executor(setup, heartbeats, logs, self.context))
+            try:
+                self._executors.append(_Executor(setup, heartbeats, logs, self.context))
+            except BaseException:  # no descriptors, no semaphores
+                heartbeats.close()
+                if logs is not None:
+                    logs.close(GRACE)
+                raise
         return self._executors[-1]
 
     def _remove_ended_executors(self) -> None:

@@ -83,6 +83,7 @@ class LogReader:
 
     Raises:
         OSError: the system has no such sockets, or no more of them.
+        RuntimeError: it has no more threads.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,12 @@ class LogReader:
         self._thread = threading.Thread(
             target=_hand_on, args=(self._reader,), name="minloader-logs", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            self._reader.close()
+            self.sender.close()
+            raise
 
     def close(self, seconds: float) -> None:
         """Hand on what is there, for so many seconds at most. The workers have ended."""
@@ -108,7 +114,7 @@ def open_logs() -> LogReader | None:
     """Return a reader, or None where there cannot be one: then each worker logs for itself."""
     try:
         return LogReader()
-    except (OSError, AttributeError):  # macOS; Windows
+    except (OSError, RuntimeError, AttributeError):  # the last on Windows
         return None
 
 

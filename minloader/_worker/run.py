@@ -273,6 +273,8 @@ class Worker:
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:
     try:
+        if isinstance(error, MemoryError):
+            raise error  # no part of the batch is at fault
         path, part, cause = find_culprit(batch, "batch") or ("batch", batch, error)
         error = TransportError(
             f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
