@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from minloader._checks import refuse_copies
@@ -145,8 +145,8 @@ class TimedIterator(ABC):
     def __next__(self) -> Any:
         # Counted here rather than by calls: a tiny batch takes 15 µs in all.
         counters = self.settings.counters
-        with self.exclusive():
-            begin = time.perf_counter()
+        with self._lock if self._process is _process else self.exclusive():
+            begin = perf_counter()
             if counters.left:
                 counters.consumer += begin - counters.left
             try:
@@ -159,7 +159,7 @@ class TimedIterator(ABC):
             except BaseException as error:
                 counters.leave(begin, working=not isinstance(error, StopIteration))
                 raise
-            counters.left = now = time.perf_counter()
+            counters.left = now = perf_counter()
             counters.wait += now - begin
             return batch
 
