@@ -191,8 +191,7 @@ class NewLoaders:
             if type(loader).__name__ == "DataLoader":
                 instead = "; import DataLoader from minloader.torch instead"
             raise TypeError(
-                "make_loader must return a minloader.Loader or a minloader.torch.DataLoader, got "
-                f"{shown(loader)}{instead}"
+                f"make_loader must return a minloader.Loader, got {shown(loader)}{instead}"
             )
         if loader in self._made:
             raise ValueError(

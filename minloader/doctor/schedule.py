@@ -17,7 +17,7 @@ from minloader._memory.limits import processors
 SHORTEST, LONGEST = 2 / 3, 2.0
 """Shares of the seconds that were asked for between which a trial may be cut or extended."""
 
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that it may take longer than was said, in any case."""
 
 FEWEST, MOST = 3, 20
