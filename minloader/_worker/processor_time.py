@@ -84,13 +84,14 @@ class Meter:
         return self._tell() if self._work >= self._due else None
 
     def _tell(self) -> tuple[float, float, float] | None:
-        begin, before, work = time.perf_counter(), self._last, self._work
+        before, work = self._last, self._work
+        begin = time.thread_time()  # a busy machine may take the processor away meanwhile
         now = usage(os.getpid(), self._proc)
         if now is None:
             self._due = math.inf
             return None
         self._last, self._work = now, 0.0
-        self._due = (time.perf_counter() - begin) / COST
+        self._due = (time.thread_time() - begin) / COST
         computing = max(0.0, now.computing - before.computing)
         seen = queued = 0.0
         for thread, (ran, waited) in now.threads.items():

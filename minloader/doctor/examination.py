@@ -197,7 +197,8 @@ class _Examination:
         is_first = not schedule.total
         schedule.learn(num_workers, made - begin, starting, work / (trial.stats.batches or 1))
         if is_first:
-            more = f"{len(schedule.trials)} more settings, and " if schedule.trials else ""
+            count = len(schedule.trials)
+            more = f"{count} more setting{'s' * (count != 1)}, and " if count else ""
             text = f"{ABOUT}{schedule.left:.0f} s to go: {more}check_reproducible"
             self.progress(schedule.share, text)
 
