@@ -22,8 +22,9 @@ Guarantees:
    is closed. If ``losses()`` grew, ``deaths`` has the task that a dead worker was making.
 2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
    that went (another group, another session, another parent).
-3. Closing waits GRACE for the workers, whatever their batches do, and 2 * GRACE at most for the
-   manager thread. It happens by itself when the loader is collected and when the interpreter exits.
+3. Closing waits GRACE for the workers, whatever their batches do, 2 * GRACE at most for the
+   manager thread, and GRACE at most until what they logged is shown. It happens by itself when
+   the loader is collected and when the interpreter exits.
 4. The parent's main module is never imported in a worker, so that scripts need no guard.
 5. In a fork of the parent nothing here touches the parent's workers.
 6. No signal goes to a pid that may be another process's by now: workers are reaped last.
