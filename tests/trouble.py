@@ -293,7 +293,7 @@ def removes_temporary_folder() -> None:
 
 
 def blocks_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def forgets_environment() -> None:
