@@ -18,7 +18,7 @@ import pytest
 from conftest import belongings, eventually, require
 from helpers import SHARED
 
-from minloader import Loader, WorkerDied, get_worker_info
+from minloader import SKIP, BatchSampler, Loader, WorkerDied, collate, get_worker_info
 from minloader._inspect import inspect
 from minloader._memory.job_file import JobAddress
 from minloader._pools import foreign, job_server
@@ -121,6 +121,16 @@ def assert_same(batches: Any, expected: Any) -> None:
         assert pickle.dumps(batch["random"]) == pickle.dumps(other["random"])
         assert (batch["index"], batch["strings"]) == (other["index"], other["strings"])
         assert np.array_equal(batch["large"], other["large"])
+
+
+def skip_some(index: int) -> Any:
+    return SKIP if index in (3, 4, 5, 7) else np.float32(index)
+
+
+def test_samples_that_are_left_out(make):
+    loader = make(skip_some, BatchSampler(12, 3), collate_fn=collate)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [6, 8], [9, 10, 11]]
+    assert (loader.stats.skipped, loader.stats.skipped_samples) == (1, 4)
 
 
 def test_batches_are_those_without_workers(make):
