@@ -65,10 +65,10 @@ MOST_PRIVATE_NAMES = 10
 can see, or through ``minloader._inspect``."""
 
 NOT_OURS = [
-    *("_current_frames", "_exit", "_forkserver", "_getframe", "_pid", "_recv", "_replace"),
-    *("_resource_tracker", "_send", "_stop"),
+    *("_current_frames", "_exit", "_forkserver", "_forkserver_pid", "_getframe", "_pid", "_recv"),
+    *("_replace", "_repr_html_", "_resource_tracker", "_send", "_stop"),
 ]
-"""Names of the standard library that are private, or are spelled so."""
+"""Names of the standard library and of IPython that are private, or are spelled so."""
 
 
 def private_names(path: Path) -> Iterator[str]:
