@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -20,19 +20,17 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from conftest import eventually
 
 import minloader
 from minloader import Loader, get_worker_info, prefetch
 from minloader._epochs.state import Progress, latest_note
-from minloader._insight import counters, trace
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
 from minloader._inspect import inspect
 from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
-from minloader._pools import foreign, threads
+from minloader._pools import foreign
 from minloader._pools.base import PoolSettings, close_pools
 from minloader._pools.foreign import JobReference
 from minloader._pools.threads import ThreadPool
@@ -43,7 +41,7 @@ from minloader._worker.seeds import batch_seed
 
 
 def at_each_step(
-    where: Any,
+    where: Callable[..., object],
     call: Callable[[], object],
     meanwhile: Callable[[], object],
     prepare: Callable[[], object] = int,
@@ -51,7 +49,8 @@ def at_each_step(
     """Makes a call again and again, with something else before another instruction of it.
 
     Args:
-        where: function or module whose instructions are counted, when the call comes to them.
+        where: function, or class with methods, whose instructions are counted, when the call
+            comes to them. Those of what it calls are not: there may be very many.
         call: what is called; the first time, the first instruction is waited for, and so on.
         meanwhile: what happens then, once in each call.
         prepare: what comes before each call.
@@ -59,7 +58,8 @@ def at_each_step(
     Returns:
         How many instructions there were.
     """
-    place = where.__file__ if isinstance(where, ModuleType) else where.__code__
+    functions = vars(where).values() if isinstance(where, type) else [where]
+    places = {each.__code__ for each in functions if hasattr(each, "__code__")}
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
     for step in itertools.count():
@@ -67,7 +67,7 @@ def at_each_step(
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal left
-            if place not in (frame.f_code, frame.f_code.co_filename):
+            if frame.f_code not in places:
                 return None
             frame.f_trace_opcodes = True
             left -= event == "opcode"
@@ -112,12 +112,12 @@ class Stuck:
     """Pools whose thread takes too long with the first of two batches."""
 
     def __init__(self) -> None:
-        self.pools: list[ThreadPool] = []
+        self.pool: Any = None
         self.released = threading.Event()
 
     def begin(self) -> None:
         """Makes a new pool, and waits until its thread is in the first batch."""
-        self.released.set()
+        self.close()
         self.released = released = threading.Event()
         entered = threading.Event()
 
@@ -128,27 +128,30 @@ class Stuck:
 
         job = Job(batch, None, None, None)
         self.pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, job, timeout=1e-9)
-        self.pools.append(self.pool)
         self.future = self.pool.submit(Task(0, 0, [0, 1], id=1))
         entered.wait()
 
+    def close(self) -> None:
+        self.released.set()
+        if self.pool is not None:
+            self.pool.close()
+
     def end(self) -> None:
         self.released.set()
-        assert eventually(self.future.done)
+        assert self.future in wait([self.future], 10).done
 
 
 @pytest.fixture
 def stuck() -> Iterator[Stuck]:
     stuck = Stuck()
     yield stuck
-    stuck.released.set()
-    for pool in stuck.pools:
-        pool.close()
+    stuck.close()
 
 
 def test_a_thread_goes_on_while_it_is_looked_at(stuck):
     """With its first batch it takes too long, with the next one it has only begun."""
     found = []
+    stuck.begin()
 
     def call() -> None:
         stuck.thread.beat(1, 1, float("inf"))
@@ -157,7 +160,7 @@ def test_a_thread_goes_on_while_it_is_looked_at(stuck):
         stuck.pool.watch()
         found.extend(death.item for death in stuck.pool.deaths.values())
 
-    assert at_each_step(threads, call, look, stuck.begin) > 5
+    assert at_each_step(type(stuck.thread), call, look, stuck.begin) > 5
     assert set(found) == {0}
 
 
@@ -169,7 +172,7 @@ def test_a_thread_ends_while_it_is_looked_at(stuck):
         late = stuck.future.exception() is not None
         assert (stuck.pool.replaced, len(stuck.pool.deaths)) == (late, late)
 
-    assert at_each_step(threads, call, stuck.end, stuck.begin) > 50
+    assert at_each_step(ThreadPool, call, stuck.end, stuck.begin) > 50
 
 
 def test_the_frames_of_a_running_thread_are_not_touched(stuck, monkeypatch):
@@ -237,12 +240,13 @@ def reference(monkeypatch) -> Iterator[JobReference]:
     job_file.close()
 
 
-def test_a_loader_is_closed_while_its_job_is_looked_for(reference):
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_loader_is_closed_while_its_job_is_looked_for(loaded, reference):
     def call() -> None:
         assert foreign.find_job(reference).job == "here"
 
     clear = foreign.loaded_jobs.clear
-    assert at_each_step(foreign, call, clear, clear) > 50
+    assert at_each_step(foreign.find_job, call, clear, call if loaded else clear) > 10
 
 
 def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
@@ -487,7 +491,7 @@ class Numbers:
         return iter(range(100))
 
 
-@pytest.mark.parametrize("where", [counters, trace])
+@pytest.mark.parametrize("where", [Counters, Trace])
 def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
     def begin() -> None:
         counted.trace = Trace(tmp_path / "trace")
