@@ -38,6 +38,7 @@ from helpers import Squares, Whereabouts
 import minloader
 from minloader import Loader
 from minloader._inspect import inspect
+from minloader._pools import fork_server
 from minloader._worker import lifetimes
 from minloader._worker.messages import Task
 
@@ -70,6 +71,64 @@ def test_start_methods(method):
         assert [batch["item"] for batch in loader] == list(range(6))
     if method == "forkserver":
         multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
+
+
+def test_a_fork_server_imports_what_the_job_needs(tmp_path):
+    """Once: for a worker, for the one that replaces it, and for those of the next loader."""
+    (tmp_path / "heavy.py").write_text(
+        """
+import os
+with open(os.environ["IMPORTS"], "a") as file:
+    print(os.getpid(), file=file)
+class Dataset:
+    def __getitem__(self, item):
+        if item == 3 and not os.path.exists(os.environ["DIED"]):
+            open(os.environ["DIED"], "x").close()
+            os.kill(os.getpid(), 9)
+        return os.getppid(), os.environ["OMP_NUM_THREADS"]
+"""
+    )
+    code = """
+import os, sys, threading
+from multiprocessing import forkserver, set_forkserver_preload
+from minloader import Loader
+from heavy import Dataset
+set_forkserver_preload(["colorsys"])  # what the user asks for is kept
+print("main runs")
+for num_workers in (1, 2):
+    with Loader(Dataset(), range(8), num_workers=num_workers, mp_context="forkserver") as loader:
+        (server, threads), = set(loader)
+def modules(item):
+    import sys
+    return "colorsys" in sys.modules
+with Loader(modules, [0], mp_context="forkserver") as loader:
+    assert list(loader) == [True]
+imports = list(map(int, open(os.environ["IMPORTS"])))
+assert imports == [os.getpid(), server], (imports, os.getpid(), server)
+assert threads == "1" and "OMP_NUM_THREADS" not in os.environ
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    environment |= {name: str(tmp_path / name) for name in ("IMPORTS", "DIED")}
+    # Older fork servers look for modules here, not beside the script.
+    path = [str(Path(minloader.__file__).parents[1]), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr.count("Error")) == ("main runs\n", 0), done.stderr
+
+
+def test_a_fork_server_imports_what_the_modules_of_the_job_import():
+    """A module beside the script may not be found there, but what it imports is."""
+    names = set(fork_server.imported_by([__name__]))
+    assert {"numpy", "psutil", "pytest", "minloader"} <= names
+    assert not names & {"os", "threading"}
 
 
 # --- the dataset is serialized once and shared -------------------------------------------------

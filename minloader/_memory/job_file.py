@@ -20,6 +20,7 @@ import pickle
 import secrets
 import struct
 import sys
+import types
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ class _JobPickler(Pickler):
         buffers: large buffers, in the order in which the stream asks for them.
         blobs: large bytes objects, by their id; the stream has their numbers.
         descriptors: of the shared memory of tensors, to be kept open.
+        modules: names of those that have the classes and functions which the stream refers to.
     """
 
     def __init__(self, file: Any) -> None:
@@ -45,6 +47,7 @@ class _JobPickler(Pickler):
         super().__init__(file, down=True, buffer_callback=partial(_keep_large, self.buffers))
         self.blobs: dict[int, tuple[int, bytes]] = {}
         self.descriptors: list[int] = []
+        self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Any] = {}
 
     # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
@@ -59,6 +62,10 @@ class _JobPickler(Pickler):
             return self.reduce_array(obj)
         if kind.__module__ == "torch" and kind.__name__ == "Tensor" and is_plain_tensor(obj):
             return self.reduce_tensor(obj)
+        if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
+            self.modules.add(getattr(obj, "__module__", None) or "builtins")
+        elif kind is types.ModuleType:
+            self.modules.add(obj.__name__)
         if kind.__module__.startswith("polars.") and kind.__name__ == "DataFrame":
             return _reduce_frame(obj)
         return super().reducer_override(obj)
@@ -283,6 +290,7 @@ class JobFile(SharedFile):
 
     Attributes:
         size: bytes of the file.
+        modules: names of the modules that whoever loads the object needs.
 
     Raises:
         Exception: whatever pickling raised.
@@ -296,6 +304,7 @@ class JobFile(SharedFile):
             with open(self.fd, "wb", closefd=False) as file:
                 pickler = _JobPickler(file)
                 self._descriptors = pickler.descriptors
+                self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
                 file.write(self._token)
             self.size = os.fstat(self.fd).st_size

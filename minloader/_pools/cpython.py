@@ -307,3 +307,19 @@ class Executor(ProcessPoolExecutor):
         """
         self._broken = reason  # type: ignore[assignment]  # a string or False
         self._results._writer.close()
+
+
+# --- 9. What the fork server imports ------------------------------------------------------------
+#
+# CPython: set_forkserver_preload() replaces the list, and nothing tells what is on it. At first it
+# is the main module alone.
+# Versions: all.
+# Without this piece: what the user has put on the list is lost.
+
+
+def modules_to_preload() -> list[str]:
+    """Return what the fork server is to import besides the main module."""
+    from multiprocessing import forkserver  # not on Windows
+
+    names: list[str] = cast(Any, forkserver)._forkserver._preload_modules
+    return [name for name in names if name != "__main__"]

@@ -202,6 +202,10 @@ class PoolGroup:
         if self._job_file is not None:
             return
         self._job_file = _serialize(self.job)
+        if self.executor == "process" and self.context.get_start_method() == "forkserver":
+            from minloader._pools.fork_server import start_fork_server  # not on Windows
+
+            start_fork_server(self.context, self._job_file.modules)
         if not local:
             self._job_server = JobServer(self._job_file)
             return

@@ -1,0 +1,65 @@
+"""Start the standard library's fork server such that workers find their imports done.
+
+    calling process ── starts ──> fork server: imports what the job needs, once
+                                     |── forks ──> worker: has the modules already
+                                     `── forks ──> worker, also in place of one that died
+
+A process has one fork server, for as long as it lives. The first loader decides what is imported
+there. Nothing of the main module is, and no library gets threads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from types import ModuleType
+
+from minloader._pools.cpython import modules_to_preload
+
+
+def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
+    """Start the fork server, unless it runs. Does not wait until it has imported the modules.
+
+    Args:
+        context: of the start method "forkserver".
+        modules: names of those that workers will need.
+    """
+    needed = {*modules, *imported_by(modules), "minloader._worker.start"}
+    asked_for = modules_to_preload()
+    context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
+    with _one_thread_each():
+        forkserver.ensure_running()
+
+
+def imported_by(names: Iterable[str]) -> Iterator[str]:
+    """Name the packages of what some modules have imported.
+
+    The server may not find a module that lies beside the script, since older versions do not take
+    over ``sys.path`` (cpython #126631). But it finds torch, which that module imports.
+    """
+    for name in names:
+        for value in list(vars(sys.modules.get(name, sys)).values()):
+            whose = value.__name__ if isinstance(value, ModuleType) else value.__class__.__module__
+            package = str(getattr(value, "__module__", None) or whose).partition(".")[0]
+            if package in sys.modules and package not in sys.stdlib_module_names:
+                yield package
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Have libraries that are loaded by a process that is started now use one thread.
+
+    A worker sets that for itself, but these are loaded before it begins; and a process with threads
+    should not be forked.
+    """
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
