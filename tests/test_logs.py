@@ -216,6 +216,28 @@ def test_a_handler_that_raises_harms_nobody(caplog):
     assert "what a worker logged could not be shown" in caplog.text
 
 
+def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
+    """Also the entry that says so: it gets to the same handler."""
+
+    names: list[str] = []
+
+    class Refusing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            names.append(record.name)
+            raise RuntimeError("not this one")
+
+    refusing = Refusing()
+    logging.getLogger().addHandler(refusing)
+    try:
+        items = [("error", "oh")] * 3
+        with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
+            assert len(list(loader)) == 3
+    finally:
+        logging.getLogger().removeHandler(refusing)
+    assert names.count(logger.name) == 3
+    assert "RuntimeError: not this one" in capfd.readouterr().err
+
+
 def set_up_logging(info: Any) -> None:
     logging.basicConfig(format="worker %(name)s %(message)s", level="DEBUG")
 

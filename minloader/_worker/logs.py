@@ -16,6 +16,7 @@ import pickle
 import socket
 import sys
 import threading
+import traceback
 import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -119,12 +120,12 @@ def open_logs() -> LogReader | None:
 
 
 def _hand_on(reader: socket.socket) -> None:
-    pieces: dict[bytes, bytes] = {}
+    pieces: dict[bytes, bytearray] = {}
     shown: dict[Any, Any] = {}
     with reader:
         while packet := reader.recv(PACKET + _HEAD):
             worker, is_last, piece = packet[:2], packet[2], packet[_HEAD:]
-            pieces[worker] = pieces.get(worker, b"") + piece
+            pieces.setdefault(worker, bytearray()).extend(piece)
             if not is_last:
                 continue
             try:
@@ -134,7 +135,10 @@ def _hand_on(reader: socket.socket) -> None:
                 else:
                     _warn(shown, *values)
             except Exception:  # a handler of the user's, or a filter that makes an error of it
-                logger.exception("what a worker logged could not be shown")
+                try:
+                    logger.exception("what a worker logged could not be shown")
+                except Exception:  # the same handler: what other workers say is still to come
+                    traceback.print_exc()
 
 
 def _handle(values: dict[str, Any]) -> None:
