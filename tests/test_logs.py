@@ -260,3 +260,32 @@ def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):
     records = [each for each in caplog.records if each.name == logger.name]
     assert [each.getMessage() for each in records] == ["loading", "here"]
     assert capfd.readouterr().err == ""
+
+
+def test_a_fork_waits_until_a_record_is_shown():
+    """It would copy the locks of a handler that is at work, and nobody would release them."""
+    code = """
+    import logging, os, threading
+    from minloader import Loader
+
+    def item(index):
+        logging.getLogger("data").warning("here")
+
+    class Slow(logging.Handler):
+        file, inside, forked = threading.Lock(), threading.Event(), threading.Event()
+        def emit(self, record):
+            with self.file:
+                self.inside.set()
+                self.forked.wait(0.2)
+
+    logging.getLogger("data").addHandler(Slow())
+    with Loader(item, range(1), num_workers=1, collate_fn=None) as loader:
+        batches = iter(loader)
+        Slow.inside.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(not Slow.file.acquire(blocking=False))
+        Slow.forked.set()
+        print(os.waitpid(child, 0)[1])
+    """
+    assert run(code).stdout == "0\n"

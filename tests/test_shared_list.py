@@ -40,13 +40,19 @@ def test_it_behaves_as_the_list_did(values, part, records):
     assert shared != [*values, 1]
     assert shared != "values"
     for index in (len(values), -len(values) - 1):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="list index out of range"):
             shared[index]
 
 
 def test_names_of_files_that_are_no_unicode():
     name = os.fsdecode(b"/data/\xff.wav")
     assert SharedList([name])[0] == name
+
+
+def test_strings_of_numpy():
+    shared = SharedList(np.array(["one", "two"]))
+    assert shared == ["one", "two"]
+    assert type(shared[0]) is str
 
 
 def test_types_are_kept():
@@ -73,6 +79,8 @@ def test_mistakes():
         SharedList([], records="yaml")
     with pytest.raises(TypeError, match=r"values\[1\] cannot be kept by json: .* set is not"):
         SharedList([{}, {1}], records="json")
+    with pytest.raises(TypeError, match="list indices must be integers or slices"):
+        SharedList([])["a"]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unhashable"):
         hash(SharedList([]))
     with pytest.raises(TypeError, match="does not support item assignment"):

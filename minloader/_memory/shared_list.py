@@ -31,8 +31,8 @@ class SharedList(Sequence[Any]):
     changed. A value is made anew each time it is asked for, in the process that asks.
 
     Args:
-        values: strings, bytes, None, or records: anything else, as dicts of a few fields. They
-            are read once, and not kept.
+        values: strings (also numpy's), bytes, None, or records: anything else, as dicts of a few
+            fields. They are read once, and not kept.
         records: how records are kept: by "pickle", or by "json", which has no tuples, sets or
             keys that are not strings, but needs nothing of your code to be read.
 
@@ -69,7 +69,13 @@ class SharedList(Sequence[Any]):
     def __getitem__(self, index: slice) -> SharedList: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        place = range(len(self))[index]  # raises what a list raises
+        try:
+            place = range(len(self))[index]
+        except (IndexError, TypeError) as error:
+            text = (
+                str(error).replace("range object", "list").replace("range indices", "list indices")
+            )
+            raise type(error)(text) from None
         if isinstance(place, range):
             return self._part(place)
         start, stop = self._ends[place : place + 2].tolist()
@@ -106,8 +112,8 @@ class SharedList(Sequence[Any]):
 def _encode(value: Any, records: str) -> bytes:
     if value is None:
         return b"-"
-    if type(value) is str:
-        return b"s" + value.encode("utf-8", "surrogatepass")  # names of files have surrogates
+    if type(value) is str or type(value).__name__ == "str_":  # the latter is numpy's
+        return b"s" + str(value).encode("utf-8", "surrogatepass")  # names of files have surrogates
     if type(value) is bytes:
         return b"b" + value
     return b"r" + _RECORDS[records][0](value)

@@ -119,6 +119,34 @@ def open_logs() -> LogReader | None:
         return None
 
 
+_showing = threading.RLock()
+"""Held while something is shown. A fork would copy the locks of handlers and files as they are just
+then, held for ever by a thread that is not in the child. So a fork waits for this one, unless a
+handler blocks."""
+
+_forking = threading.local()  # .waited: whether this thread's fork has the lock
+
+
+def _before_fork() -> None:
+    _forking.waited = _showing.acquire(timeout=0.5)
+
+
+def _after_fork() -> None:
+    if _forking.waited:
+        _showing.release()
+
+
+def _in_forked_child() -> None:
+    global _showing
+    _showing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child
+    )
+
+
 def _hand_on(reader: socket.socket) -> None:
     pieces: dict[bytes, bytearray] = {}
     shown: dict[Any, Any] = {}
@@ -130,10 +158,11 @@ def _hand_on(reader: socket.socket) -> None:
                 continue
             try:
                 kind, values = pickle.loads(pieces.pop(worker))
-                if kind == "record":
-                    _handle(values)
-                else:
-                    _warn(shown, *values)
+                with _showing:
+                    if kind == "record":
+                        _handle(values)
+                    else:
+                        _warn(shown, *values)
             except Exception:  # a handler of the user's, or a filter that makes an error of it
                 try:
                     logger.exception("what a worker logged could not be shown")
