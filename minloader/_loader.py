@@ -44,7 +44,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
@@ -608,6 +608,13 @@ def _state(seed: int, epoch: int, note: Note, name: str, value: int | None) -> d
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:
+    if group.needs(threading.current_thread()):
+        # The garbage collector has come here in a thread that serves the workers, and may hold
+        # locks of theirs. At the end of the interpreter, when all is closed, no thread can start.
+        with suppress(RuntimeError):
+            name, arguments = "minloader-close", (group, counters)
+            threading.Thread(target=_finish, args=arguments, name=name, daemon=True).start()
+            return
     group.close()
     counters.end_trace()
 

@@ -131,6 +131,35 @@ def test_a_fork_server_imports_what_the_modules_of_the_job_import():
     assert not names & {"os", "threading"}
 
 
+def test_a_loader_is_collected_in_a_thread_that_serves_its_workers():
+    """The garbage collector comes in any thread, also in the executor's own: another one closes."""
+    alone, collected = threading.Event(), threading.Event()
+    threads = []
+
+    def collect(future: Any) -> None:
+        alone.wait(PROMISE)
+        gc.collect()
+        threads.extend(thread.name for thread in threading.enumerate())
+        collected.set()
+
+    gc.disable()
+    try:
+        loader = Loader(Squares(), range(1000), num_workers=2)
+        batches = iter(loader)
+        next(batches)
+        pids = [worker.pid for worker in inspect(loader).workers]
+        inspect(loader).executors[-1].submit(int).add_done_callback(collect)
+        cycle: list[Any] = [loader, batches]
+        cycle.append(cycle)
+        del loader, batches, cycle
+        alone.set()
+        assert collected.wait(PROMISE)
+    finally:
+        gc.enable()
+    assert "minloader-close" in threads  # it waits for workers, so that it cannot have ended
+    assert eventually(lambda: not any(map(alive, pids)))
+
+
 # --- the dataset is serialized once and shared -------------------------------------------------
 
 

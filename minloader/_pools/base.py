@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -148,6 +149,10 @@ class Pool:
 
         Tasks that are submitted later go to others, which have the settings of that time.
         """
+
+    def needs(self, thread: threading.Thread) -> bool:
+        """Return whether a thread serves the pool's workers."""
+        return False
 
     def leave(self) -> None:
         """Ask the workers to leave; the first half of closing. Does not wait."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -150,6 +151,10 @@ class PoolGroup:
                 pool.close()
                 self._replaced += pool.replaced
                 self._former.remove(pool)
+
+    def needs(self, thread: threading.Thread) -> bool:
+        """Return whether closing needs a thread to go on, which must not itself close then."""
+        return any(pool.needs(thread) for pool in self._former + self._pools)
 
     def close(self) -> None:
         """End all workers, whatever they are doing, and let the job go."""

@@ -49,6 +49,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+from minloader._checks import copied
 from minloader._errors import WorkerDied
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
@@ -487,6 +488,9 @@ class ProcessPool(RemotePool):
         with self._lock:
             if self._executors and not self._executors[-1].leaving:
                 self._executors[-1].leave(drop=False)
+
+    def needs(self, thread: threading.Thread) -> bool:
+        return any(executor.manager is thread for executor in copied(self._executors))
 
     def leave(self) -> None:
         self._closed = True

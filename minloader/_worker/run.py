@@ -22,6 +22,7 @@ may escape from :meth:`Worker.run`. Without one Ctrl-C is Ctrl-C.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -137,6 +138,8 @@ class Worker:
             now = time.perf_counter()
         finally:
             writer.close()
+        # The worker is not late while its reply waits for a parent that holds the interpreter.
+        self._beat(task.id, n, math.inf)
         size, memory = writer.used, 0
         if packed:
             size += sum(map(size_in_band, outcomes))
