@@ -55,9 +55,10 @@ from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools
 from minloader._pools.cpython import Executor, holds_pid, reap, register_exit, start_worker
+from minloader._pools.log_reader import LogReader, open_logs
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
-from minloader._worker.logs import LogReader, LogSettings, open_logs
+from minloader._worker.logs import LogSettings
 from minloader._worker.messages import Reply, Task
 from minloader._worker.start import TOKEN, WorkerSetup, run, warm_up, worker_main
 

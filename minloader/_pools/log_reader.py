@@ -1,0 +1,131 @@
+"""What workers log and warn comes out here: a thread of the parent hands it on.
+
+``_worker/logs.py`` is the other side, with a drawing of both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from minloader._worker.logs import HEAD, PACKET
+
+logger = logging.getLogger("minloader")
+
+
+class LogReader:
+    """The parent's side of an executor's workers: a thread that hands on what they log.
+
+    Attributes:
+        sender: the other end, for the workers to inherit.
+
+    Raises:
+        OSError: the system has no such sockets, or no more of them.
+        RuntimeError: it has no more threads.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # It knows nothing but its socket, so that the executor can be collected.
+        self._thread = threading.Thread(
+            target=_hand_on, args=(self._reader,), name="minloader-logs", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            self._reader.close()
+            self.sender.close()
+            raise
+
+    def close(self, seconds: float) -> None:
+        """Hand on what is there, for so many seconds at most. The workers have ended."""
+        # What was sent before can still be read. To close the sender would not be enough: a
+        # process that a worker left behind may have it.
+        with suppress(OSError):  # the thread has failed
+            self._reader.shutdown(socket.SHUT_RD)
+        self.sender.close()
+        if self._thread is not threading.current_thread():  # garbage is collected anywhere
+            self._thread.join(seconds)
+
+
+def open_logs() -> LogReader | None:
+    """Return a reader, or None where there cannot be one: then each worker logs for itself."""
+    try:
+        return LogReader()
+    except (OSError, RuntimeError, AttributeError):  # the last on Windows
+        return None
+
+
+_showing = threading.RLock()
+"""Held while something is shown. A fork would copy the locks of handlers and files as they are just
+then, held for ever by a thread that is not in the child. So a fork waits for this one, unless a
+handler blocks."""
+
+_forking = threading.local()  # .waited: whether this thread's fork has the lock
+
+
+def _before_fork() -> None:
+    _forking.waited = _showing.acquire(timeout=0.5)
+
+
+def _after_fork() -> None:
+    if _forking.waited:
+        _showing.release()
+
+
+def _in_forked_child() -> None:
+    global _showing
+    _showing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child
+    )
+
+
+def _hand_on(reader: socket.socket) -> None:
+    pieces: dict[bytes, bytearray] = {}
+    shown: dict[Any, Any] = {}
+    with reader:
+        while packet := reader.recv(PACKET + HEAD):
+            worker, is_last, piece = packet[:2], packet[2], packet[HEAD:]
+            pieces.setdefault(worker, bytearray()).extend(piece)
+            if not is_last:
+                continue
+            try:
+                kind, values = pickle.loads(pieces.pop(worker))
+                with _showing:
+                    if kind == "record":
+                        _handle(values)
+                    else:
+                        _warn(shown, *values)
+            except Exception:  # a handler of the user's, or a filter that makes an error of it
+                try:
+                    logger.exception("what a worker logged could not be shown")
+                except Exception:  # the same handler: what other workers say is still to come
+                    traceback.print_exc()
+
+
+def _handle(values: dict[str, Any]) -> None:
+    record = logging.makeLogRecord(values)
+    target = logging.getLogger(record.name)
+    if target.isEnabledFor(record.levelno):
+        target.handle(record)
+
+
+def _warn(shown: dict[Any, Any], message: Any, category: Any, filename: str, line: int) -> None:
+    modules = list(sys.modules.items())
+    # Files of which this process has no module are cells of a notebook, or the like.
+    found = (name for name, each in modules if getattr(each, "__file__", None) == filename)
+    warnings.warn_explicit(
+        message, category, filename, line, module=next(found, "__main__"), registry=shown
+    )
