@@ -85,7 +85,7 @@ def examined(
     make_loader: Callable[..., Any], until: Callable[[Report], bool], **options: Any
 ) -> Report:
     """Again, where other programs had the machine during one of the trials."""
-    for _ in range(4):
+    for _ in range(10):
         report = quick(make_loader, **options)
         if until(report):
             return report
