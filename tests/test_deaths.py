@@ -724,7 +724,7 @@ HANGS = {
         line_of(trouble.holds_the_interpreter, "read("),
     ),
     "stopped": (trouble.stops, None),
-    "endless loop": (trouble.loops, line_of(trouble.loops, "while")),
+    "endless loop": (trouble.loops, line_of(trouble.loops, "all(")),
 }
 
 

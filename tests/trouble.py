@@ -561,8 +561,7 @@ def runs_sleep(path: str, seconds: float) -> None:
 
 
 def loops() -> None:
-    while all([]):
-        continue
+    all(number == 0 for number in iter(int, 1))  # in one line, for the stack to have just that
 
 
 def keep(size: int) -> None:
