@@ -33,11 +33,24 @@ SLOW_TESTS = {
         *("a_hang", "what_a_hung_worker", "a_slow_chunk_of_quick", "all_threads_hang"),
         *("threads_that_hang", "a_fork_made_at_the_start", "each_try_is_counted"),
     ],
-    "processes": ["the_parent_is_killed", "ctrl_c_just", "impatient_ctrl_c"],
+    "processes": [
+        *("the_parent_is_killed", "ctrl_c_just", "impatient_ctrl_c", "no_file_is_left"),
+        *("close_from_another_thread", "no_thread_for_the_manager"),
+    ],
+    "cpython": ["2_a_child_of_multiprocessing", "8_an_unfinished_message"],
+    "foreign": ["only_the_one_that_fails"],
+    "docs": ["the_code_of_a_page_runs"],
+    "skip": ["the_same_after", "streams", "batches_of_several_shards"],
+    "logs": ["long_messages", "filters_of", "nothing_is_lost_when"],
+    "limits": ["slots_in_a_control_group"],
+    "shared_list": ["frames_of_polars", "workers_share_it"],
+    "mistakes": ["none_among_the_samples_of_a_torch", "until_counts", "a_notebook_that_has_shown"],
     "chunks": ["slow_batches_end_the_chunks", "a_slow_batch_in_a_chunk"],
     "stats": [
         *("streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"),
         *("every_moment_of_the_loop", "what_is_between_epochs", "the_parts_add_up"),
+        *("what_programs_compute", "waiting_for_a_processor", "what_comes_before_the_first"),
+        *("the_timeline_has_all",),
     ],
     "torch": [
         *("the_order_is_torchs_with_workers", "state_with", "streams_in", "a_worker_init_fn"),
@@ -46,7 +59,8 @@ SLOW_TESTS = {
     "doctor": [
         *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
         *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
-        *("the_step_decides", "all_that_a_dataset_may_keep"),
+        *("the_step_decides", "all_that_a_dataset_may_keep", "a_data_loader_of_torchs_kind"),
+        *("programs_that_a_dataset", "a_stream_of_torchs_kind", "what_grew_is_told"),
     ],
     "testing": [
         *("quickstart", "audio", "passes", "report", "a_worker_is_killed", "a_counter", "tensors"),

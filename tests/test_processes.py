@@ -33,7 +33,7 @@ from children import (
     wait_for_release,
 )
 from conftest import alive, belongings, eventually, workers
-from helpers import Squares, Whereabouts
+from helpers import Gate, Squares, Whereabouts
 
 import minloader
 from minloader import Loader
@@ -131,13 +131,12 @@ def test_a_fork_server_imports_what_the_modules_of_the_job_import():
     assert not names & {"os", "threading"}
 
 
-def test_a_loader_is_collected_in_a_thread_that_serves_its_workers():
+def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path):
     """The garbage collector comes in any thread, also in the executor's own: another one closes."""
-    alone, collected = threading.Event(), threading.Event()
+    gate, collected = tmp_path / "gate", threading.Event()
     threads = []
 
     def collect(future: Any) -> None:
-        alone.wait(PROMISE)
         gc.collect()
         threads.extend(thread.name for thread in threading.enumerate())
         collected.set()
@@ -148,12 +147,13 @@ def test_a_loader_is_collected_in_a_thread_that_serves_its_workers():
         batches = iter(loader)
         next(batches)
         pids = [worker.pid for worker in inspect(loader).workers]
-        inspect(loader).executors[-1].submit(int).add_done_callback(collect)
+        waiting = inspect(loader).executors[-1].submit(Gate(str(gate)).__getitem__, 0)
+        waiting.add_done_callback(collect)
         cycle: list[Any] = [loader, batches]
         cycle.append(cycle)
         del loader, batches, cycle
-        alone.set()
-        assert collected.wait(PROMISE)
+        gate.touch()
+        assert collected.wait(10)
     finally:
         gc.enable()
     assert "minloader-close" in threads  # it waits for workers, so that it cannot have ended
