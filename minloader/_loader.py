@@ -609,12 +609,13 @@ def _state(seed: int, epoch: int, note: Note, name: str, value: int | None) -> d
 
 def _finish(group: PoolGroup, counters: Counters) -> None:
     if group.needs(threading.current_thread()):
-        # The garbage collector has come here in a thread that serves the workers, and may hold
-        # locks of theirs. At the end of the interpreter, when all is closed, no thread can start.
+        # The garbage collector has come here in a thread that would wait for itself. Where the
+        # system has no more threads, the workers leave when CPython ends their executor.
+        closing = threading.Thread(target=_finish, args=(group, counters), daemon=True)
+        closing.name = "minloader-close"
         with suppress(RuntimeError):
-            name, arguments = "minloader-close", (group, counters)
-            threading.Thread(target=_finish, args=arguments, name=name, daemon=True).start()
-            return
+            closing.start()
+        return
     group.close()
     counters.end_trace()
 

@@ -131,12 +131,25 @@ def test_a_fork_server_imports_what_the_modules_of_the_job_import():
     assert not names & {"os", "threading"}
 
 
-def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path):
+class Pickled:
+    """Calls a function when it is pickled."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __reduce__(self) -> Any:
+        self.function()
+        return int, ()
+
+
+@pytest.mark.parametrize("thread", ["manager", "feeder"])
+def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thread):
     """The garbage collector comes in any thread, also in the executor's own: another one closes."""
-    gate, collected = tmp_path / "gate", threading.Event()
+    gate, dropped, collected = tmp_path / "gate", threading.Event(), threading.Event()
     threads = []
 
-    def collect(future: Any) -> None:
+    def collect(future: Any = None) -> None:
+        dropped.wait(10)
         gc.collect()
         threads.extend(thread.name for thread in threading.enumerate())
         collected.set()
@@ -147,11 +160,15 @@ def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path):
         batches = iter(loader)
         next(batches)
         pids = [worker.pid for worker in inspect(loader).workers]
-        waiting = inspect(loader).executors[-1].submit(Gate(str(gate)).__getitem__, 0)
-        waiting.add_done_callback(collect)
+        if thread == "manager":
+            item = Gate(str(gate)).__getitem__
+            inspect(loader).executors[-1].submit(item, 0).add_done_callback(collect)
+        else:
+            inspect(loader).executors[-1].submit(print, Pickled(collect))
         cycle: list[Any] = [loader, batches]
         cycle.append(cycle)
         del loader, batches, cycle
+        dropped.set()
         gate.touch()
         assert collected.wait(10)
     finally:

@@ -38,14 +38,21 @@ def processors() -> int:
     return min([count, *map(_quota, _groups("cpu"))])
 
 
-def private_memory() -> int:
-    """Bytes of memory that this process has for itself, not counting what it shares."""
-    try:
-        with open("/proc/self/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except OSError:
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+def private_memory(pid: int | str = "self") -> int:
+    """Bytes of memory that a process has for itself, not counting what it shares; 0 if unknown."""
+    pages = words(f"/proc/{pid}", "statm")  # all, resident, shared
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def words(folder: str, *names: str) -> list[str]:
+    """Words in the first of some files of the kernel that can be read; [] if none can."""
+    for name in names:
+        try:
+            with open(f"{folder}/{name}") as file:
+                return file.read().split()
+        except OSError:  # gone, or not this version, or not seen from here
+            continue
+    return []
 
 
 def most_files() -> int:
@@ -102,20 +109,9 @@ def _groups(controller: str) -> list[str]:
     return folders
 
 
-def _words(group: str, *names: str) -> list[str]:
-    """Words in the first of some files of a control group that can be read; [] if none can."""
-    for name in names:
-        try:
-            with open(f"{group}/{name}") as file:
-                return file.read().split()
-        except OSError:  # not this version, or not seen from here
-            continue
-    return []
-
-
 def _limit(group: str) -> int:
-    words = _words(group, "memory.limit_in_bytes", "memory.max")
-    return int(words[0]) if words and words[0] != "max" else NO_LIMIT
+    found = words(group, "memory.limit_in_bytes", "memory.max")
+    return int(found[0]) if found and found[0] != "max" else NO_LIMIT
 
 
 def _usage(group: str) -> int:
@@ -123,23 +119,23 @@ def _usage(group: str) -> int:
 
     Shared memory is no part of that cache, though it is made of files: it counts.
     """
-    words = _words(group, "memory.usage_in_bytes", "memory.current")
-    stat = _words(group, "memory.stat")
+    found = words(group, "memory.usage_in_bytes", "memory.current")
+    stat = words(group, "memory.stat")
     total = "total_" if "total_cache" in stat else ""  # version 1 counts subgroups apart
     names = [total + "inactive_file", total + "active_file"]
     cache = sum(int(stat[stat.index(name) + 1]) for name in names if name in stat)
-    return max(0, int(words[0]) - cache) if words else 0
+    return max(0, int(found[0]) - cache) if found else 0
 
 
 def _kills(group: str) -> int:
-    words = _words(group, "memory.oom_control", "memory.events")
-    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+    found = words(group, "memory.oom_control", "memory.events")
+    return int(found[found.index("oom_kill") + 1]) if "oom_kill" in found else 0
 
 
 def _quota(group: str) -> int:
     """Processors that a control group allows, rounded up."""
-    words = _words(group, "cpu.max")
-    words = words or _words(group, "cpu.cfs_quota_us") + _words(group, "cpu.cfs_period_us")
-    if len(words) < 2 or words[0] in ("max", "-1"):
+    found = words(group, "cpu.max")
+    found = found or words(group, "cpu.cfs_quota_us") + words(group, "cpu.cfs_period_us")
+    if len(found) < 2 or found[0] in ("max", "-1"):
         return NO_LIMIT
-    return max(1, -(-int(words[0]) // int(words[1])))
+    return max(1, -(-int(found[0]) // int(found[1])))

@@ -151,7 +151,7 @@ class Pool:
         """
 
     def needs(self, thread: threading.Thread) -> bool:
-        """Return whether a thread serves the pool's workers."""
+        """Whether a thread serves the workers, and must not itself wait for their end."""
         return False
 
     def leave(self) -> None:

@@ -240,8 +240,9 @@ class Executor(ProcessPoolExecutor):
         super().__init__(num_workers, mp_context=context)
         self._processes = CopyingDict()
         self._pending_work_items = CopyingDict()
-        cast(Any, self)._call_queue.pending_work_items = self._pending_work_items
-        self._results = cast(Any, self._result_queue)  # shutdown() forgets it
+        self._calls = cast(Any, self)._call_queue  # shutdown() forgets it, and the next
+        self._calls.pending_work_items = self._pending_work_items
+        self._results = cast(Any, self._result_queue)
         self.manager: threading.Thread | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -290,6 +291,17 @@ class Executor(ProcessPoolExecutor):
             cast(Any, self)._executor_manager_thread = None
             raise
         self.manager = cast(Any, self._executor_manager_thread)
+
+    # CPython: the manager thread waits for the call queue's feeder thread, with the lock that
+    # shutdown() needs, and so does the end of the executor: weakref_cb() (until 3.13.0).
+    # Versions: all.
+    # Without this piece: garbage that is collected in one of the two, and closes the executor
+    # there, waits for a thread that waits for it. (One was found so, with a thread that closed the
+    # executor at the end of the program as the third.)
+
+    def needs(self, thread: threading.Thread) -> bool:
+        """Whether a thread is one of the executor's own, which must not wait for its end."""
+        return thread in (self.manager, self._calls._thread)
 
     # --- 8. An unfinished message
     #

@@ -42,9 +42,9 @@ def imported_by(names: Iterable[str]) -> Iterator[str]:
     over ``sys.path`` (cpython #126631). But it finds torch, which that module imports.
     """
     for name in names:
-        for value in list(vars(sys.modules.get(name, sys)).values()):
-            whose = value.__name__ if isinstance(value, ModuleType) else value.__class__.__module__
-            package = str(getattr(value, "__module__", None) or whose).partition(".")[0]
+        for value in list(getattr(sys.modules.get(name), "__dict__", {}).values()):
+            home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
+            package = str(home).partition(".")[0]
             if package in sys.modules and package not in sys.stdlib_module_names:
                 yield package
 

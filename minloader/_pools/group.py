@@ -153,7 +153,7 @@ class PoolGroup:
                 self._former.remove(pool)
 
     def needs(self, thread: threading.Thread) -> bool:
-        """Return whether closing needs a thread to go on, which must not itself close then."""
+        """Whether a thread serves the workers, and must not itself wait for their end."""
         return any(pool.needs(thread) for pool in self._former + self._pools)
 
     def close(self) -> None:

@@ -272,9 +272,8 @@ class _Executor(Executor):
         self._kill([worker for worker in alive.values() if not worker.has_ended()])
         for worker in self.workers:
             worker.kill_group()  # one that left by itself may have left others
-        # The manager thread reaps the processes and closes the pipes; it ends at once now, unless
-        # it is this thread itself, come here by garbage collection.
-        if self.manager is not None and self.manager is not threading.current_thread():
+        # The manager thread reaps the processes and closes the pipes; it ends at once now.
+        if self.manager is not None:
             self.manager.join(GRACE)
             if self.manager.is_alive():
                 self.break_up("the workers have ended")
@@ -491,7 +490,7 @@ class ProcessPool(RemotePool):
                 self._executors[-1].leave(drop=False)
 
     def needs(self, thread: threading.Thread) -> bool:
-        return any(executor.manager is thread for executor in copied(self._executors))
+        return any(executor.needs(thread) for executor in copied(self._executors))
 
     def leave(self) -> None:
         self._closed = True

@@ -13,6 +13,8 @@ import os
 import time
 from typing import NamedTuple
 
+from minloader._memory.limits import words
+
 COST = 0.002
 """Most of a worker's time that the reading may take. With many threads or programs it is slow."""
 
@@ -43,19 +45,11 @@ def usage(pid: int, proc: str = "/proc") -> Usage | None:
             continue
         for thread in threads:
             folder = f"{proc}/{each}/task/{thread}"
-            computed, queued, *_ = *_words(f"{folder}/schedstat"), 0, 0
+            computed, queued, *_ = *words(folder, "schedstat"), 0, 0
             times[thread] = int(computed), int(queued)
             # A kernel without CONFIG_PROC_CHILDREN has no such file: then live ones are missing.
-            pids += _words(f"{folder}/children")
+            pids += words(folder, "children")
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), times) if times else None
-
-
-def _words(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.read().split()
-    except OSError:
-        return []
 
 
 class Meter:

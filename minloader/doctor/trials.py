@@ -8,13 +8,13 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from minloader._checks import amount
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader._loader import Loader
+from minloader._memory.limits import private_memory, words
 
 SAMPLES = 40
 """How often a trial looks at its processes: often enough for a trend, in 1 % of its time."""
@@ -96,11 +96,9 @@ def _usage(pid: int) -> Usage | None:
         descriptors = len(os.listdir(f"{proc}/fd"))
     except OSError:
         return None
-    resident, shared = map(int, _words(f"{proc}/statm")[1:3] or (0, 0))
-    memory = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
     # A kernel without CONFIG_PROC_CHILDREN has no such file: then no children are seen.
-    children = sum(len(_words(f"{proc}/task/{each}/children")) for each in threads)
-    return Usage(memory, descriptors, len(threads), children)
+    children = sum(len(words(f"{proc}/task/{each}", "children")) for each in threads)
+    return Usage(private_memory(pid), descriptors, len(threads), children)
 
 
 def _all_memory(pid: int) -> int | None:
@@ -108,16 +106,8 @@ def _all_memory(pid: int) -> int | None:
 
     The kernel goes through all pages for that, so it is read once a trial.
     """
-    words = _words(f"/proc/{pid}/smaps_rollup")
-    return int(words[words.index("Pss:") + 1]) * 1024 if "Pss:" in words else None
-
-
-def _words(path: str) -> list[str]:
-    """Return the words of a file of the kernel; none if it cannot be read."""
-    try:
-        return Path(path).read_text().split()
-    except OSError:
-        return []
+    found = words(f"/proc/{pid}", "smaps_rollup")
+    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else None
 
 
 class Sample(NamedTuple):
