@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -459,6 +460,20 @@ class Opened(Squares):
 
 def open_dataset(info: Any) -> None:
     info.dataset.connection = "open"
+
+
+class OpenedStream:
+    def __iter__(self) -> Iterator[bool]:
+        info = get_worker_info()
+        assert info is not None
+        yield info.dataset is self
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_shard_can_reach_its_own_copy_of_a_stream(num_workers):
+    with Loader(OpenedStream(), num_workers=num_workers) as loader:
+        for _ in range(2):
+            assert list(loader) == [True] * max(1, num_workers)
 
 
 def test_worker_init_fn_can_reach_the_dataset(make):

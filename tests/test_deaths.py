@@ -28,7 +28,7 @@ import psutil
 import pytest
 import trouble
 from conftest import alive, dead_at_once, eventually, workers
-from helpers import SHARED, Echo, Squares
+from helpers import SHARED, Echo, Gate, Squares
 from trouble import (
     Noisy,
     Scripted,
@@ -847,6 +847,20 @@ def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
             assert batch == bytes([n]) * 8_000_000
             if n in (2, 6):
                 ctypes.PyDLL(None).usleep(1_900_000)
+        assert loader.stats.replaced == 0
+
+
+def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
+    """The executor's own thread is held up, so that the worker waits with its reply."""
+    options = {"num_workers": 1, "timeout": 0.3, "retries": 0, "shared_memory": False}
+    gate, never = tmp_path / "gate", threading.Event()
+    with Loader(trouble.Large(8_000_000), range(8), **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        held = inspect(loader).executors[-1].submit(Gate(str(gate)).__getitem__, 0)
+        held.add_done_callback(lambda _: never.wait(1.5))
+        gate.touch()
+        assert [batch[0] for batch in batches] == [1, 2, 3, 4, 5, 6, 7]
         assert loader.stats.replaced == 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import eventually
 
 import minloader
 from minloader import Loader
@@ -56,6 +57,9 @@ class Talkative:
                 raise KeyError("no such thing")
             except KeyError:
                 logger.exception(*values)
+        elif kind == "gate":
+            while not os.path.exists(*values):
+                threading.Event().wait(0.01)
         elif kind == "lock":
             logger.info(*values, extra={"lock": threading.Lock()})
         elif kind == "unpicklable":
@@ -105,6 +109,45 @@ def test_levels_are_those_of_the_calling_process(talk):
     assert names[-4:] == ["INFO", "DEBUG", "INFO", "ERROR"]
 
 
+def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
+    gate = tmp_path / "gate"
+    items = [("info", "before", {}), ("gate", str(gate)), ("info", "after", {}), ("error", "last")]
+    with (
+        caplog.at_level(logging.INFO, logger.name),
+        Loader(Talkative(), items, num_workers=1) as loader,
+    ):
+        batches = iter(loader)
+        next(batches)
+        assert eventually(lambda: "before" in caplog.text)
+        logger.setLevel(logging.ERROR)
+        gate.touch()
+        list(batches)
+    assert "last" in caplog.text
+    assert "after" not in caplog.text
+
+
+def test_a_handler_may_close_the_loader(caplog):
+    """It runs in the thread that hands on what workers log, which closing waits for."""
+    closed = threading.Event()
+
+    class Closing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            loader.close()
+            closed.set()
+
+    handler = Closing()
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            loader = Loader(Talkative(), [], num_workers=1)
+            loader.start()
+            assert closed.wait(30)
+    finally:
+        logger.removeHandler(handler)
+        loader.close()
+    assert "could not be shown" not in caplog.text
+
+
 def test_long_messages_of_several_workers_and_threads(talk):
     text = "x" * 500_000
     talks = [("info", f"{n} {text}", {}) for n in range(8)] + [("thread",)] * 4
@@ -141,16 +184,23 @@ def test_a_warning_may_be_an_error(talk):
 
 def test_several_workers_warn_once():
     code = """
-    import warnings
+    import logging, queue, warnings
+    from logging.handlers import QueueHandler
     from minloader import Loader
 
-    def item(index):
+    def begin(info):
         warnings.warn("the same", DeprecationWarning)
+        logging.warning("worker %d has warned", info.id)
 
-    list(Loader(item, range(8), num_workers=2, collate_fn=None))
+    lines = queue.Queue()
+    logging.getLogger().addHandler(QueueHandler(lines))
+    with Loader(abs, range(8), num_workers=2, worker_init_fn=begin) as loader:
+        loader.start()
+        print(sorted(lines.get(timeout=30).getMessage() for _ in range(2)))
     """
-    error = run(code).stderr
-    assert error.count("DeprecationWarning: the same") == 1, error
+    done = run(code)
+    assert done.stdout == "['worker 0 has warned', 'worker 1 has warned']\n"
+    assert done.stderr.count("DeprecationWarning: the same") == 1, done.stderr
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -172,7 +222,7 @@ def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
 def test_nothing_is_lost_when_the_program_ends():
     """Also of a worker that logs more than a socket holds, and then dies."""
     code = """
-    import logging, os
+    import logging, os, threading
     from minloader import Loader
 
     class Dataset:
@@ -186,6 +236,8 @@ def test_nothing_is_lost_when_the_program_ends():
     class Handler(logging.Handler):
         lines = []
         def emit(self, record):
+            if record.getMessage() == "line 2999 of 2":
+                threading.Event().wait(0.3)  # it is slow, and closing waits for it
             self.lines.append(record.getMessage())
 
     logging.getLogger("data").addHandler(Handler())
@@ -252,14 +304,19 @@ def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
 
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):
     items = [("info", "here", {})]
-    with (
-        caplog.at_level(logging.INFO),
-        Loader(Talkative(), items, num_workers=1, mp_context="fork", collate_fn=None) as loader,
-    ):
-        list(loader)
+    handler = logging.StreamHandler()
+    logger.addHandler(handler)
+    try:
+        with (
+            caplog.at_level(logging.INFO),
+            Loader(Talkative(), items, num_workers=1, mp_context="fork") as loader,
+        ):
+            list(loader)
+    finally:
+        logger.removeHandler(handler)
     records = [each for each in caplog.records if each.name == logger.name]
     assert [each.getMessage() for each in records] == ["loading", "here"]
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "loading\nhere\n"  # by the parent, once
 
 
 def test_a_fork_waits_until_a_record_is_shown():

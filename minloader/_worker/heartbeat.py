@@ -30,10 +30,6 @@ _FORMAT = struct.Struct("qqd")
 # A signal that hardly anybody uses; its default action would end a process.
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 
-_QUIET = 0.1
-"""Seconds without a new line after which a worker's stack is taken to be whole. A busy machine may
-let the worker wait for a processor while it writes."""
-
 
 class Heartbeat(NamedTuple):
     """The item that a worker began last.
@@ -72,19 +68,16 @@ class Heartbeats:
         if _STACK_SIGNAL is None:
             return ""
         begin = size = os.fstat(self._file.fd).st_size
-        grown = time.monotonic()
-        deadline = grown + seconds
+        deadline = time.monotonic() + seconds
         try:
             os.kill(pid, _STACK_SIGNAL)
         except OSError:  # it has ended
             return ""
-        while (now := time.monotonic()) < deadline:
-            before, size = size, os.fstat(self._file.fd).st_size
-            if size != before:
-                grown = now
-            elif size > begin and now - grown > _QUIET:
-                break
+        while time.monotonic() < deadline:
             time.sleep(0.02)
+            before, size = size, os.fstat(self._file.fd).st_size
+            if size == before > begin:  # all is written
+                break
         with open(self.path, "rb") as file:
             file.seek(begin)
             return file.read().decode(errors="replace")
