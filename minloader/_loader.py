@@ -63,6 +63,7 @@ from minloader._epochs.state import (
     check_sampler,
     check_state,
     has_begun,
+    in_one_shape,
     latest_note,
 )
 from minloader._epochs.streams import StreamEpoch, StreamLedger
@@ -460,8 +461,9 @@ class Loader:
 
     def _note_state(self) -> Note:
         """Note the state as of what the iterator begun last has handed over, to whomever."""
-        if self._resume is not None:
-            return partial(copy.deepcopy, self._resume)
+        resume = self._resume
+        if resume is not None:
+            return lambda: in_one_shape(copy.deepcopy(resume))
         ledger = self._ledger
         if ledger is not None and not ledger.over:
             epoch, note = ledger.epoch, ledger.note()
@@ -604,7 +606,7 @@ class Epochs:
 def _state(seed: int, epoch: int, note: Note, name: str, value: int | None) -> dict[str, Any]:
     place = note()
     place.get("stream", place)[name] = value
-    return {"version": VERSION, "seed": seed, "epoch": epoch} | place
+    return in_one_shape({"version": VERSION, "seed": seed, "epoch": epoch} | place)
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

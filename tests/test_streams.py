@@ -294,7 +294,7 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch)
         next(batches)
     state = plain(loader.state_dict())
     expected = [batch.tolist() for batch in batches]
-    shards = state["stream"]["shards"]
+    shards = state["stream"][0]["shards"]
     assert all(shard["batches"] - shard["at"] <= 2 for shard in shards)
     forbidden = min(shard["at"] for shard in shards) * 2
     again = make(StatefulNumbers(60, forbidden=forbidden), batch_size=2)
@@ -331,7 +331,7 @@ def test_states_that_do_not_fit():
         loader.load_state_dict(state)
     with Loader(Numbers(10), batch_size=2, num_workers=0) as loader:
         for damage in ({}, {"shards": []}, {"shards": [{}]}, {"turn": 9}, {"turn": None}):
-            damaged = state["stream"] | damage if damage else None
+            damaged = (state["stream"][0] | damage if damage else None,)
             with pytest.raises(ValueError, match="the state is damaged"):
                 loader.load_state_dict(state | {"stream": damaged})
         loader.load_state_dict(state)

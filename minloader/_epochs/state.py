@@ -37,9 +37,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from minloader._checks import check_int, is_stateful, part_meant, shown
-from minloader._sampling.base import Sampler
+from minloader._sampling.base import Sampler, ranks_of
 
-VERSION = 1
+VERSION = 2
+"""Version of the states. In those of version 1 ``sampler`` and ``stream`` were not in a tuple."""
 
 State = dict[str, Any]
 Note = Callable[[], State]
@@ -131,6 +132,7 @@ class Ledger:
         # Our samplers tell the truth before their first item and behind their last. Others may
         # still be, or already be, in another epoch.
         self._is_exact = isinstance(sampler, Sampler)
+        self._ranks = ranks_of(sampler)  # each has other items, and the state of one serves all
         self._unopened: Any = sampler, items, tell_epoch, state
         self._items: Iterator[Any] = iter(())
         self._done: list[tuple[int, int]] = []  # from, to: delivered by an earlier run
@@ -232,12 +234,14 @@ class Ledger:
         try:
             while self.position <= last:
                 here, item = self.position, self._next()
-                if here == ordinal and expected not in (None, digest(item)):
+                here_too = digest(item), self._ranks and digest(self._ranks)
+                if here == ordinal and expected not in (None, *here_too):
                     raise ValueError(
                         f"the state does not fit: item {here} of the sampler is {shown(item)}, "
                         "but it was another one when the state was taken; the order must follow "
-                        "from the sampler's arguments and set_epoch alone, or the sampler must "
-                        "have state_dict and load_state_dict"
+                        "from the sampler's arguments and set_epoch alone, and these be as they "
+                        "were (also seed and number of ranks), or the sampler must have state_dict "
+                        "and load_state_dict"
                     )
         except StopIteration:
             if self.position >= max(batches, ordinal + 1):
@@ -263,6 +267,8 @@ class Ledger:
             if self._is_exact or not ended:
                 self.begin_task()
                 state = self._state
+        if check is not None and self._ranks is not None:
+            check = check[0], self._ranks
         reached = undelivered, self.position, tuple(self._done)  # which goes on changing
         return partial(_place, first, reached, ended, state, check)
 
@@ -304,8 +310,19 @@ def beginning(sampler: Any) -> Note:
 
 def has_begun(state: Mapping[str, Any]) -> bool:
     """Return whether anything of the state's epoch was delivered."""
-    places = state["stream"]["shards"] if "stream" in state else [state]
+    places = state["stream"][0]["shards"] if "stream" in state else [state]
     return any(place["batches"] or place["ended"] for place in places)
+
+
+def in_one_shape(state: State) -> State:
+    """Return a state whose keys are the same at any time, for torch's distributed checkpoints.
+
+    These know a state by the path of each of its leaves, and a new loader's state is the template
+    that one is read into. A tuple is a leaf to them, whatever is in it.
+    """
+    return {
+        key: (value,) if key in ("sampler", "stream") else value for key, value in state.items()
+    }
 
 
 def digest(item: Any) -> str | None:
@@ -382,11 +399,7 @@ def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
     if not {"version", "seed"} <= state.keys():
         part = part_meant(state, {"version", "seed", "epoch"})
         raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"the state is of version {state.get('version')!r}, but this minloader reads version "
-            f"{VERSION}; load it with the minloader that saved it"
-        )
+    check_version(state, VERSION)
     if seed is not None and state.get("seed") != seed:
         raise ValueError(
             f"the state is of a loader with seed={state.get('seed')!r}, but this one has "
@@ -404,8 +417,19 @@ def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
         raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
 
 
+def check_version(state: Mapping[str, Any], newest: int) -> None:
+    """Refuse a state that a later minloader has saved."""
+    if state["version"] not in range(1, newest + 1):
+        raise ValueError(
+            f"the state is of version {state['version']!r}, but this minloader reads versions up "
+            f"to {newest}; load it with the minloader that saved it"
+        )
+
+
 def _copied(state: Mapping[str, Any]) -> State:
     """Copy a state, with all that will be needed."""
+    if state["version"] > 1:  # see in_one_shape; JSON makes a list of a tuple
+        state = {k: v[0] if k in ("sampler", "stream") else v for k, v in state.items()}
 
     def numbers(source: Mapping[str, Any], *names: str) -> State:
         return {name: check_int(name, source[name], 0) for name in names}

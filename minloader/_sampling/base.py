@@ -34,6 +34,28 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
     )
 
 
+def with_inner(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, and the samplers that it reads, as far as it shows them."""
+    seen: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in seen):
+        seen.append(sampler)
+        yield sampler
+        # As torch, Accelerate and minloader name it.
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def ranks_of(sampler: Any) -> dict[str, Any] | None:
+    """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
+    for each in with_inner(sampler):
+        # As torch, Accelerate and minloader name it.
+        for name in ("num_replicas", "num_processes", "world_size"):
+            ranks = getattr(each, name, None)
+            if isinstance(ranks, int) and ranks > 1:
+                return {"ranks": ranks, "seed": getattr(each, "seed", None)}
+    return None
+
+
 class Repeatable:
     """An iterable that refuses a second epoch if it would be silently empty.
 
