@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+import minloader
+
 Pair = namedtuple("Pair", "left right")  # torch knows it by its _fields
 
 
@@ -187,6 +189,14 @@ class Slices(Numbers):
 
     def __getitem__(self, index: list[int]) -> Any:
         return np.array(index)
+
+
+def doubled(sample: int) -> int:
+    return 2 * sample
+
+
+def skip_all(sample: Any) -> Any:
+    return minloader.SKIP
 
 
 def same(samples: Any) -> Any:

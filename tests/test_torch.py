@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -26,7 +27,7 @@ from helpers import SHARED
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
 
 from minloader import BatchSampler as OurBatchSampler
-from minloader import BatchTimeout
+from minloader import BatchTimeout, Loader
 from minloader._memory.job_file import JobFile, fingerprint
 
 torch = require("torch")
@@ -275,8 +276,34 @@ def test_an_epoch_left_early_leaves_the_generator_as_a_whole_one(name):
             return numbers(loader)
 
     whole = third(0, None)
-    assert third(0, 0) == third(0, 1) == third(0, 20) == whole
+    assert third(0, 1) == third(0, 20) == whole
     assert third(1, 1) == third(1, 18) == whole
+
+
+def test_iter_alone_begins_nothing():
+    """Lightning calls it once more, to look at the loader."""
+    torch.manual_seed(1)
+    first = numbers(TorchLoader(Numbers(), shuffle=True))
+    torch.manual_seed(1)
+    loader = DataLoader(Numbers(), shuffle=True)
+    before = torch.get_rng_state()
+    batches = [iter(loader) for _ in range(3)][1]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert numbers(batches) == first
+    once = DataLoader(Numbers(), sampler=iter([1, 2]))
+    assert once is not iter(once)
+    assert numbers(once) == [[1], [2]]
+
+
+def test_several_threads_begin_one_epoch():
+    loader = DataLoader(Numbers(200))
+    batches, taken = iter(loader), []
+    threads = [threading.Thread(target=lambda: taken.extend(numbers(batches))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(chain(*taken)) == list(range(200))
 
 
 def test_out_of_order():
@@ -594,15 +621,15 @@ def test_what_is_refused():
     with pytest.raises(NotImplementedError, match="DataPipe, IterableWrapperIterDataPipe"):
         DataLoader(IterableWrapper(range(3)))
     with pytest.raises(ValueError, match="timeout=1 is for workers"):
-        iter(DataLoader(Numbers(), timeout=1))
+        next(iter(DataLoader(Numbers(), timeout=1)))
     data = Numbers()
     data.shared = Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"dataset\.shared.* is a Lock"):
-        iter(DataLoader(data, num_workers=1))
+        next(iter(DataLoader(data, num_workers=1)))
     loader = DataLoader(Numbers(), sampler=iter([1, 2]))
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="sampler is an iterator"):
-        iter(loader)
+        next(iter(loader))
 
 
 # --- state
@@ -616,11 +643,11 @@ def interrupted(make: Any, at: int, **resumed: Any) -> None:
     batches, second = iter(loader), []
     for n, batch in enumerate(batches):
         if n == at:
-            state = json.loads(json.dumps(loader.state_dict()))
+            state = as_json(loader.state_dict())
             rng = torch.get_rng_state()
         second.append(text(batch))
     if at == len(second):
-        state, rng = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+        state, rng = as_json(loader.state_dict()), torch.get_rng_state()
     third = [text(batch) for batch in loader]
     close(loader)
     del batches
@@ -628,13 +655,17 @@ def interrupted(make: Any, at: int, **resumed: Any) -> None:
     other = make(**resumed)
     other.load_state_dict(state)
     torch.set_rng_state(rng)  # which is the script's to do
-    assert other.state_dict() == state
+    assert as_json(other.state_dict()) == state
     if at < len(second):
         # The state was taken when batch ``at`` had been delivered.
         assert [text(batch) for batch in other] == second[at + 1 :]
     assert [text(batch) for batch in other] == third
     close(other)
     assert whole[0] != second or third != second
+
+
+def as_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
 
 
 def close(loader: Any) -> None:
@@ -682,22 +713,27 @@ def test_state_of_a_stream():
         assert head + [text(batch) for batch in other] == [text(batch) for batch in loader]
 
 
-def test_state_with_a_sampler_whose_epoch_is_set():
-    """The user sets it, as ever. The state notices if that was forgotten."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_state_of_one_rank_serves_all(rank):
+    """With the epoch that the sampler was set to."""
 
-    def make() -> DataLoader[Any]:
-        return DataLoader(Numbers(), 2, sampler=DistributedSampler(range(20), 2, 1))
+    def make(rank: int, **options: Any) -> DataLoader[Any]:
+        dealt = DistributedSampler(range(20), 2, rank, **options)
+        return DataLoader(Numbers(), 2, sampler=dealt)
 
-    loader = make()
-    loader.sampler.set_epoch(3)
-    batches = iter(loader)
-    next(batches)
-    other = make()
-    other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="the state does not fit"):
-        iter(other)
-    other.sampler.set_epoch(3)
-    assert numbers(other) == numbers(batches)
+    loader = make(0)
+    loader.set_epoch(3)
+    next(iter(loader))
+    state = as_json(loader.state_dict())
+    uninterrupted, other = make(rank), make(rank)
+    uninterrupted.set_epoch(3)
+    other.load_state_dict(state)
+    other.set_epoch(3)  # as trainers do all the same
+    assert numbers(other) == numbers(uninterrupted)[1:]
+    for different in (make(0, seed=1), DataLoader(Numbers(), 2, sampler=list(range(10)))):
+        different.load_state_dict(state)
+        with pytest.raises(ValueError, match="the state does not fit"):
+            next(iter(different))
 
 
 def test_state_before_anything():
@@ -712,22 +748,194 @@ def test_state_before_anything():
 
 def test_states_that_do_not_fit():
     loader = DataLoader(Numbers(), 4, True)
-    iter(loader)
+    next(iter(loader))
     state = loader.state_dict()
+    known = state["state"][0]
     with pytest.raises(TypeError, match="what state_dict"):
         loader.load_state_dict({})
     with pytest.raises(ValueError, match="version 9"):
         loader.load_state_dict(state | {"version": 9})
+    order = {"own": [], "shared": "?", "seeded": True}
     with pytest.raises(ValueError, match="damaged"):
-        loader.load_state_dict(state | {"order": {"own": [], "shared": "?", "seeded": True}})
+        loader.load_state_dict(state | {"state": (known | {"order": order},)})
+    longer = known | {"loader": known["loader"] | {"length": 9}}
     with pytest.raises(ValueError, match=r"5 batches.*but the state"):
-        DataLoader(Numbers(), 4).load_state_dict(
-            {**state, "loader": state["loader"] | {"length": 9}}
-        )
+        DataLoader(Numbers(), 4).load_state_dict(state | {"state": (longer,)})
     other = DataLoader(Numbers(), 4, True, generator=torch.Generator())
     other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"0 generators.*but here are 1"):
-        iter(other)
+        next(iter(other))
+
+
+def former(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as it was before the keys were made the same at any time."""
+    known = state["state"][0]
+    loader = dict(known["loader"])
+    loader |= {"version": 1, "sampler": loader["sampler"][0]}
+    return {"version": 1, "order": known["order"], "loader": loader}
+
+
+def test_former_states():
+    loader = DataLoader(Numbers(), 2, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    other = DataLoader(Numbers(), 2, shuffle=True)
+    other.load_state_dict(as_json(former(loader.state_dict())))
+    assert numbers(other) == numbers(batches)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "core"])
+def test_distributed_checkpoints(own, tmp_path):
+    """A new loader is the template; the keys are the same before, within and after an epoch."""
+    import torch.distributed.checkpoint as dcp
+
+    def make() -> Any:
+        if own:
+            return Loader(Numbers(), batch_size=2, shuffle=True)
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(Numbers(), 2, shuffle=True, generator=generator)
+
+    def save(loader: Any, name: str) -> str:
+        dcp.save({"loader": loader}, checkpoint_id=tmp_path / name)
+        return name
+
+    loader = make()
+    names = [save(loader, "new")]
+    batches = iter(loader)
+    next(batches)
+    names.append(save(loader, "within"))
+    rest = [list(map(str, batches))]
+    names.append(save(loader, "after"))
+    rest.append(list(map(str, loader)))
+    expected = {"new": 10, "within": rest[0], "after": rest[1]}
+    for name in names:
+        again = make()
+        dcp.load({"loader": again}, checkpoint_id=tmp_path / name)
+        given = list(map(str, again))
+        assert expected[name] in (given, len(given))
+        close(again)
+    close(loader)
+
+
+def test_what_differs_by_rank_has_a_key_of_the_rank(monkeypatch):
+    """As the generators do, unless a sampler deals the epoch out."""
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for options in ({"shuffle": True}, {"dataset": Sharded(3)}):
+        loader = DataLoader(**({"dataset": Numbers()} | options))
+        state = loader.state_dict()
+        assert state.keys() == {"version", "rank1"}
+        loader.load_state_dict(state)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        with pytest.raises(ValueError, match=r"the state has \['rank1'\], but none for 'rank0'"):
+            loader.load_state_dict(state)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    loader = DataLoader(Numbers(), sampler=DistributedSampler(range(20), 2, 1))
+    assert loader.state_dict().keys() == {"version", "state"}
+
+
+# --- subclasses, copies, and arguments of our own
+
+
+class Again:
+    """A sampler that never ends, as subclasses make of theirs."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader[Any]):
+    """Has one iterator for all epochs, and sets its sampler through the back door."""
+
+    def __init__(self, *args: Any, unlock: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if unlock:  # as timm does
+            self._DataLoader__initialized = False
+            self.batch_sampler = Again(self.batch_sampler)
+            self._DataLoader__initialized = True
+        else:  # as Ultralytics does
+            object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self) -> None:
+        self.iterator = self._get_iterator()
+
+
+@pytest.mark.parametrize("unlock", [False, True])
+def test_subclasses_that_never_end_an_epoch(unlock):
+    torch.manual_seed(2)
+    loader = Endless(Numbers(), 4, shuffle=True, num_workers=1, unlock=unlock)
+    epochs = [list(chain(*numbers(loader))) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    loader.reset()
+    assert sorted(chain(*numbers(loader))) == list(range(20))
+    loader.close()
+
+
+def test_copies():
+    """They have not begun any epoch, whatever the original has."""
+    loader = DataLoader(Numbers(), 2, num_workers=1)
+    first = numbers(loader)
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+        assert other.stats.batches == 0
+        assert numbers(islice(other, 3)) == first[:3]
+        other.close()
+    assert numbers(loader) == first
+    loader.close()
+
+
+def test_the_epoch_is_told_to_all_who_want_it():
+    class Told(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    inner = DistributedSampler(range(20), 2, 1)
+    outer = OurBatchSampler(inner, 2)
+    loader = DataLoader(Told(), batch_sampler=outer)
+    loader.set_epoch(4)
+    assert (inner.epoch, outer.epoch, loader.dataset.epoch) == (4, 4, 4)
+    assert DataLoader(Numbers(), 3, sampler=inner).total_batch_size == 6
+    assert DataLoader(Numbers(), 3).total_batch_size == 3
+    assert DataLoader(Numbers(), batch_size=None).total_batch_size is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_arguments_of_our_own(num_workers):
+    options: dict[str, Any] = {"num_workers": num_workers, "on_error": "skip_sample"}
+    with DataLoader(Bad(6, fails=2), 2, transform=zoo.doubled, **options) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 2], [6], [8, 10]]
+        assert loader.stats.skipped_samples == 1
+        assert (loader.retries, loader.worker_memory_limit) == (1, None)
+    with DataLoader(Numbers(3), None, transform=zoo.skip_all, **options) as loader:
+        assert list(loader) == []
+    for wrong in ({"on_error": 3}, {"retries": -1}, {"transform": 3}, {"worker_memory_limit": 0}):
+        with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be"):
+            DataLoader(Numbers(), **wrong)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy():
+    with DataLoader(
+        Numbers(), 5, num_workers=np.int32(1), timeout=np.float32(30), retries=np.int8(1)
+    ) as loader:
+        assert len(list(loader)) == 4
+
+
+def test_too_many_workers():
+    with pytest.warns(UserWarning, match="will create 10000 worker processes"):
+        DataLoader(Numbers(), num_workers=10_000)
 
 
 # --- to a device
@@ -893,7 +1101,7 @@ def test_shared_tensors_stay_shared():
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         with pytest.raises(TypeError, match=r"set_sharing_strategy\('file_descriptor'\)"):
-            iter(DataLoader(data, num_workers=1))
+            next(iter(DataLoader(data, num_workers=1)))
     finally:
         torch.multiprocessing.set_sharing_strategy("file_descriptor")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from minloader._errors import SKIP
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.start import get_worker_info
@@ -50,6 +51,18 @@ class ExtendedCollate:
         from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
         return collate(samples, collate_fn_map=default_collate_fn_map | self.added)
+
+
+@dataclass(repr=False, eq=False)
+class Both:
+    """Call two functions, one after the other, unless the first leaves the sample out."""
+
+    first: Callable[[Any], Any]
+    second: Callable[[Any], Any]
+
+    def __call__(self, sample: Any) -> Any:
+        sample = self.first(sample)
+        return SKIP if sample is SKIP else self.second(sample)
 
 
 @dataclass(repr=False, eq=False)

@@ -1,20 +1,22 @@
 """Torch's ``DataLoader`` on minloader's workers.
 
-A :class:`DataLoader` makes a :class:`minloader.Loader` when it is first iterated, and does around
-it what torch's loader does in the parent: it draws the same random numbers from the same
-generators, and so shuffles as torch does. Workers collate into arrays in shared memory
-(``_sampling/torch_collate.py``), which arrive here as tensors over that memory. They import torch
-only if the dataset does.
+A :class:`DataLoader` is one of torch's, whose iterator is another. With the first batch of an epoch
+it makes a :class:`minloader.Loader`, and does around it what torch's loader does in the parent: it
+draws the same random numbers from the same generators, and so shuffles as torch does. Workers
+collate into arrays in shared memory (``_sampling/torch_collate.py``), which arrive here as tensors
+over that memory. They import torch only if the dataset does.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,58 +29,49 @@ from torch.utils.data import (
     default_collate,
     default_convert,
 )
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minloader._checks import (
-    check_callable,
-    check_context,
-    check_int,
-    check_iterable,
-    part_meant,
-    shown,
-)
-from minloader._epochs.state import Note, Progress, latest_note
+from minloader import _checks as checks
+from minloader._checks import check_int, part_meant, shown
+from minloader._epochs.failures import OnError
+from minloader._epochs.state import Note, Progress, check_version, latest_note
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
 from minloader._memory.job_file import fingerprint
 from minloader._prefetch import prefetch
-from minloader._sampling.base import used_up
+from minloader._sampling.base import ranks_of, used_up, with_inner
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
+from minloader.torch.accelerate import notice
 from minloader.torch.device import pin
-from minloader.torch.order import EpochOrder, EpochStart, Order, default_sampler
+from minloader.torch.order import EpochOrder, EpochStart, Order
 
-VERSION = 1
+VERSION = 2
 """Version of the states."""
 
 T = TypeVar("T")
-
-_FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes that cannot be set once a loader is made, as in torch."""
-
-_BATCH_SAMPLER_ALONE = (
-    "batch_sampler decides what a batch is: drop batch_size, shuffle, sampler and drop_last, or "
-    "drop batch_sampler"
-)
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Torch's samplers that have a generator. They are finite, and keep their order in a list."""
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
-    *("multiprocessing_context", "_seed"),
+    *("multiprocessing_context", "transform", "on_error", "retries", "worker_memory_limit"),
+    *("_order", "_seed"),
 )
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
 
-@dataclass(repr=False, eq=False)
-class DataLoader(Generic[T]):
+class DataLoader(TorchLoader[T]):
     """Torch's ``DataLoader`` on minloader's workers: the same arguments, attributes and batches.
 
     ``for batch in loader`` is one epoch. With the same ``torch.manual_seed``, or ``generator``, it
-    has the order that torch's loader would give it. Tensors in a batch are views of shared memory.
-    They are writable, nobody else uses them, and one of them keeps its whole batch in memory.
+    has the order that torch's loader would give it. An epoch begins with the first ``next``:
+    ``iter`` draws no random number and reads no sampler. Tensors in a batch are views of shared
+    memory. They are writable, nobody else uses them, and one of them keeps its whole batch in
+    memory.
 
     What differs from torch's loader: ``random``, ``numpy.random`` and torch are seeded for each
     batch, from the loader's seed, the number of the epoch and the number of the batch, so that the
@@ -114,6 +107,10 @@ class DataLoader(Generic[T]):
         persistent_workers: whether workers keep the dataset as it was when they were started.
         pin_memory_device: type of the accelerator in use, or "".
         in_order: False: batches come as they get ready.
+        transform: minloader's own, as are those that follow: called in the worker with each sample.
+        on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
+        retries: how often a batch is tried again whose worker process died while making it.
+        worker_memory_limit: bytes of memory of its own past which a worker process is replaced.
 
     Raises:
         ValueError: an argument has an impossible value, or excludes another.
@@ -121,142 +118,149 @@ class DataLoader(Generic[T]):
         NotImplementedError: the dataset is a ``DataPipe``.
     """
 
-    dataset: Any
-    batch_size: int | None = 1
-    shuffle: bool | None = None
-    sampler: Iterable[Any] | None = None
-    batch_sampler: Iterable[Any] | None = None
-    num_workers: int = 0
-    collate_fn: Callable[[Any], Any] | None = None
-    pin_memory: bool = False
-    drop_last: bool = False
-    timeout: float = 0
-    worker_init_fn: Callable[[int], Any] | None = None
-    multiprocessing_context: BaseContext | str | None = None
-    generator: torch.Generator | None = None
-    _: KW_ONLY
-    prefetch_factor: int | None = None
-    persistent_workers: bool = False
-    pin_memory_device: str = ""
-    in_order: bool = True
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        on_error: OnError = "raise",
+        retries: int = 1,
+        worker_memory_limit: int | None = None,
+    ) -> None:
+        if isinstance(dataset, IterDataPipe | MapDataPipe):
+            raise NotImplementedError(
+                f"dataset is a DataPipe, {type(dataset).__name__}, whose shuffling and "
+                "sharding are steered by torch's own loader; use that one, or an IterableDataset "
+                "that shards itself by torch.utils.data.get_worker_info()"
+            )
+        num_workers = check_int("num_workers", num_workers, 0)
+        if prefetch_factor is not None:
+            prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
+        if isinstance(timeout, bool) or not isinstance(timeout, Real):
+            raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(f"generator must be a torch.Generator or None, got {shown(generator)}")
+        functions = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+        for name, value in (functions | {"transform": transform}).items():
+            checks.check_callable(name, value)
+        self._given: dict[str, Any] = {"sampler": sampler, "batch_sampler": batch_sampler}
+        for name, value in self._given.items():
+            checks.check_iterable(name, value)
+        checks.check_on_error(on_error)
+        checks.check_memory_limit(worker_memory_limit, "process")
+        if pin_memory:
+            _check_pinning(pin_memory_device)
+        self.transform: Callable[[Any], Any] | None = transform
+        self.on_error: OnError = on_error
+        self.retries: int = check_int("retries", retries, 0)
+        self.worker_memory_limit: int | None = worker_memory_limit
+        self._forget()
+        super().__init__(
+            *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn),
+            *(pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
 
-    def __post_init__(self) -> None:
-        self._given = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
-        self._check_types()
-        self._check_combinations()
-        if self.pin_memory:
-            _check_pinning(self.pin_memory_device)
-        if self.batch_sampler is not None:
-            self.batch_size = None
-        if self.sampler is None:
-            self.sampler = default_sampler(self.dataset, bool(self.shuffle), self.generator)
-        if self.batch_size is not None:
-            self.batch_sampler = BatchSampler(self.sampler, self.batch_size, self.drop_last)
-        if self.num_workers > 0 and self.prefetch_factor is None:
-            self.prefetch_factor = 2
-        if self.collate_fn is None:
-            self.collate_fn = default_convert if self.batch_sampler is None else default_collate
-
-        self._order = Order(self.sampler if self.batch_sampler is None else self.batch_sampler)
+    def _forget(self) -> None:
+        """Be as if no epoch had begun."""
+        self._order: Order | None = None
         self._loader: Loader | None = None
-        self._settings: list[Any] = []  # what the loader was made with
+        self._made_with: list[Any] = []  # settings of the loader
         self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
         self._seed: int | None = None
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
         self._resume: dict[str, Any] | None = None
         self._progress: Progress | None = None  # of the consumer
-        self._reported: int | None = None  # length of an IterableDataset
         self._closed = False
-        self._initialized = True
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and "_initialized" in vars(self):
-            raise ValueError(f"{name} cannot be set once the DataLoader is made; make another one")
-        if name == "multiprocessing_context" and value is not None:
-            if not self.num_workers:
-                raise ValueError(f"{name}={value!r} is for workers, but num_workers is 0; drop it")
-            value = check_context(value, "process")
-        super().__setattr__(name, value)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: one that has not begun any epoch."""
+        blank = type(self).__new__(type(self))
+        blank._forget()
+        return vars(self) | vars(blank)
 
-    def _check_types(self) -> None:
-        check_int("num_workers", self.num_workers, 0)
-        if self.prefetch_factor is not None:
-            check_int("prefetch_factor", self.prefetch_factor, 1)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
-            raise TypeError(f"timeout must be a number of seconds, got {shown(self.timeout)}")
-        for name in ("collate_fn", "worker_init_fn"):
-            check_callable(name, getattr(self, name))
-        for name, value in self._given.items():
-            check_iterable(name, value)
-        if not isinstance(self.generator, torch.Generator | None):
-            raise TypeError(
-                f"generator must be a torch.Generator or None, got {shown(self.generator)}"
-            )
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            raise NotImplementedError(
-                f"dataset is a DataPipe, {type(self.dataset).__name__}, whose shuffling and "
-                "sharding are steered by torch's own loader; use that one, or an IterableDataset "
-                "that shards itself by torch.utils.data.get_worker_info()"
-            )
+    @property
+    def multiprocessing_context(self) -> Any:
+        """How workers are started: a ``multiprocessing`` context. None: "spawn"."""
+        notice(self, sys._getframe(1))
+        return super().multiprocessing_context
 
-    def _check_combinations(self) -> None:
-        sampled, batched = self.sampler is not None, self.batch_sampler is not None
-        other = self.batch_size != 1 or self.shuffle or sampled or self.drop_last
-        incomplete = self.drop_last and self.batch_size is None
-        rules = [
-            (self.timeout < 0, f"timeout must be 0 (no limit) or more seconds, got {self.timeout}"),
-            (sampled and self.shuffle, "sampler decides the order: drop shuffle, or drop sampler"),
-            (batched and other, _BATCH_SAMPLER_ALONE),
-            (incomplete, "drop_last is for batches: give a batch_size, or drop drop_last"),
-        ]
-        if not self.num_workers:
-            why = "{0}={1} is for workers, but num_workers is 0; drop {0}"
-            factor, persistent = self.prefetch_factor, self.persistent_workers or None
-            given: dict[str, Any] = {"prefetch_factor": factor, "persistent_workers": persistent}
-            rules += [(v is not None, why.format(name, v)) for name, v in given.items()]
-        if isinstance(self.dataset, IterableDataset):
-            why = "an IterableDataset decides its order itself, but {0} is {1}; drop {0}"
-            given = {"shuffle": self.shuffle or None, **self._given}
-            rules += [(v is not None, why.format(name, shown(v))) for name, v in given.items()]
-        for is_broken, why in rules:
-            if is_broken:
-                raise ValueError(why)
+    @multiprocessing_context.setter
+    def multiprocessing_context(self, context: Any) -> None:
+        torchs: Any = TorchLoader.multiprocessing_context  # a property
+        torchs.__set__(self, context)
 
     @property
     def stats(self) -> Stats:
         """What took how long so far; see :class:`minloader.Stats`. A copy, as of now."""
         return Stats() if self._loader is None else self._loader.stats
 
-    def __len__(self) -> int:
-        """Return the number of batches; for an ``IterableDataset``, as its own length has it.
+    @property
+    def total_batch_size(self) -> int | None:
+        """Number of samples in the batches of all ranks; None if the loader does not batch."""
+        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
+        ranks = (ranks_of(self._index_sampler) or {"ranks": 1})["ranks"]
+        return None if size is None else size * ranks
 
-        Raises:
-            TypeError: the dataset, or the sampler, has no length.
-        """
-        if not isinstance(self.dataset, IterableDataset):
-            return len(self._order)
-        length = self._reported = len(self.dataset)  # type: ignore[arg-type]
-        if self.batch_size is None:
-            return length
-        return length // self.batch_size if self.drop_last else -(-length // self.batch_size)
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
+        for each in (*with_inner(self._index_sampler), self.dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
 
     # --- an epoch
 
-    def __iter__(self) -> Batches[T]:
-        """Begin an epoch. With workers, its first batches are under way on return.
+    def __iter__(self) -> Batches[T]:  # type: ignore[override]
+        """Return an iterator over the next epoch, which begins with its first ``next``.
+
+        Raises:
+            RuntimeError: the loader is closed.
+        """
+        return self._get_iterator()
+
+    def _get_iterator(self) -> Batches[T]:  # type: ignore[override]
+        # Subclasses call it, as they do torch's.
+        self._check_open()
+        return Batches(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this DataLoader is closed; make a new one")
+
+    def _begin(self, progress: Progress) -> Iterator[Any]:
+        """Begin an epoch, the rest of one if a state was loaded.
 
         Raises:
             RuntimeError: the loader is closed; or a sampler is an iterator, and used up.
             TypeError: what the workers need cannot be sent to them.
             ValueError: an attribute was set to a value that does not go with the others.
         """
-        if self._closed:
-            raise RuntimeError("this DataLoader is closed; make a new one")
+        self._check_open()
+        order = self._sync_order()
         resume = self._resume
         start = EpochStart.decode(resume["order"]) if resume else None
         if start is not None and start.begun:
-            batches = self._continue_epoch(start)
+            batches = self._continue_epoch(order, start)
         else:
             if start is not None:
                 self._restore_generators(start)
@@ -264,14 +268,20 @@ class DataLoader(Generic[T]):
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            batches = self._iterate(self._begin_order())
-        self._resume, self._begun, self._progress = None, True, batches.progress
+            batches = self._iterate(self._begin_order(order))
+        self._resume, self._begun, self._progress = None, True, progress
         return batches
 
-    def _begin_order(self) -> EpochStart:
+    def _sync_order(self) -> Order:
+        """Return the order of the loader's sampler, which a subclass may have replaced."""
+        if self._order is None or self._order.sampler is not self._index_sampler:
+            self._order = Order(self._index_sampler)
+        return self._order
+
+    def _begin_order(self, order: Order) -> EpochStart:
         """Draw what torch draws when an epoch begins, in its order, and begin the sampler."""
         start = EpochStart.now(self._generators(), seeded=True)
-        self._order.begin()
+        order.begin()
         if self.persistent_workers and self._begun:
             start = start._replace(seeded=False)
         else:
@@ -280,9 +290,9 @@ class DataLoader(Generic[T]):
                 self._seed = seed
             if self.num_workers:  # torch's iterator resets itself as soon as it is made
                 start = EpochStart.now(self._generators(), seeded=False)
-                self._order.begin()
+                order.begin()
         if self._draws_while_read():
-            self._order.draw(whole=True)
+            order.draw(whole=True)
         return start
 
     def _draws_while_read(self) -> bool:
@@ -290,19 +300,16 @@ class DataLoader(Generic[T]):
 
         Their order must not depend on how far the sampler was read in an epoch that was left early.
         """
-        inner = self.batch_sampler.sampler if type(self.batch_sampler) is BatchSampler else None
-        return any(
-            type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
-            for sampler in (self.sampler, inner)
-        )
+        sampler = self._index_sampler
+        sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
+        return type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
 
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that an epoch's order may depend on, without torch's global one."""
-        inner = getattr(self.batch_sampler, "sampler", None)
-        owners = (self, self.sampler, self.batch_sampler, inner)
+        owners = self, self.sampler, *with_inner(self._index_sampler)
         found = [getattr(owner, "generator", None) for owner in owners]
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]
@@ -317,36 +324,37 @@ class DataLoader(Generic[T]):
         for generator, state in zip(generators, start.own, strict=True):
             generator.set_state(state)
 
-    def _continue_epoch(self, start: EpochStart) -> Batches[T]:
+    def _continue_epoch(self, order: Order, start: EpochStart) -> Iterator[Any]:
         """Begin the rest of an epoch in the order it had. Torch's global generator stays as is."""
         assert start.shared is not None
         self._restore_generators(start)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(start.shared)
-            self._order.begin()
+            order.begin()
             if start.seeded:
                 self._draw_seed()
-            self._order.draw(whole=self._draws_while_read())
+            order.draw(whole=self._draws_while_read())
             return self._iterate(start)
 
-    def _iterate(self, start: EpochStart) -> Batches[T]:
+    def _iterate(self, start: EpochStart) -> Iterator[Any]:
         loader = self._ready()
         if self._resume is not None:
             loader.load_state_dict(self._resume["loader"])
         self._start = start._replace(epoch=loader.epoch)
         pinned = self.pin_memory and _can_pin()
         if pinned and self.num_workers:
-            return Batches(self, prefetch(loader, pin))
-        return Batches(self, map(pin, loader) if pinned else iter(loader))
+            return prefetch(loader, pin)
+        return map(pin, loader) if pinned else iter(loader)
 
     def _ready(self) -> Loader:
         """Return the loader: a new one if an attribute, or what the workers have, has changed."""
+        self._sync_order()
         former, settings = self._loader, [getattr(self, name) for name in _SETTINGS]
-        same = settings == self._settings
+        same = settings == self._made_with
         if former is not None and same and self._take_fingerprint()[0] == self._fingerprint[0]:
             return former
         self._loader = self._make()
-        self._settings, self._fingerprint = settings, self._take_fingerprint()
+        self._made_with, self._fingerprint = settings, self._take_fingerprint()
         if former is not None:
             self._loader.set_epoch(former.epoch)
         return self._loader
@@ -358,7 +366,8 @@ class DataLoader(Generic[T]):
         """
         if self.persistent_workers or not self.num_workers:
             return b"", []
-        return fingerprint((self.dataset, self.collate_fn, self.worker_init_fn))
+        functions = self.collate_fn, self.transform, self.worker_init_fn
+        return fingerprint((self.dataset, *functions))
 
     def _make(self) -> Loader:
         workers = self.num_workers
@@ -371,14 +380,19 @@ class DataLoader(Generic[T]):
         options: dict[str, Any] = {
             "num_workers": workers,
             "prefetch_factor": 2 if self.prefetch_factor is None else self.prefetch_factor,
-            "timeout": self.timeout or None,
+            "timeout": float(self.timeout) or None,
             "mp_context": self.multiprocessing_context,
             "in_order": self.in_order,
             "seed": self._seed,
+            "transform": self.transform,
+            "on_error": self.on_error,
+            "retries": self.retries,
+            "worker_memory_limit": self.worker_memory_limit,
         }
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:
-            options["transform"] = collate_fn
+            first = self.transform
+            options["transform"] = conventions.Both(first, collate_fn) if first else collate_fn
         else:
             options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
         if not stream:
@@ -399,7 +413,6 @@ class DataLoader(Generic[T]):
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
-        assert self.collate_fn is not None
         if not self.num_workers:
             return self.collate_fn
         if self.collate_fn is default_convert:
@@ -424,10 +437,8 @@ class DataLoader(Generic[T]):
             setattr(self, name, value)
         if not self.num_workers:
             self.timeout = 0
-        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
-        assert sampler is not None
-        whole = self._draws_while_read()
-        self._order, self._seed = EpochOrder(sampler, self._generators(), whole=whole), 0
+        generators, whole = self._generators(), self._draws_while_read()
+        self._order, self._seed = EpochOrder(self._index_sampler, generators, whole=whole), 0
         return self._make()
 
     # --- state
@@ -437,54 +448,88 @@ class DataLoader(Generic[T]):
 
         Batches that were only read ahead do not count; see :meth:`minloader.Loader.state_dict`.
         The state holds the generators as they were when the epoch began, so that a shuffled epoch
-        can be continued. It does not restore torch's global generator: a script that must repeat a
-        run saves that itself, with the model.
+        can be continued, and the epoch that the sampler was set to. It does not restore torch's
+        global generator: a script that must repeat a run saves that itself, with the model.
+
+        With a sampler that deals the epoch out to ranks, the state of one rank serves all of them.
+        Otherwise, under ``torch.distributed``, its key is that of the rank.
         """
         return latest_note(self._progress, self._note_state)()
 
     def _note_state(self) -> Note:
         """Return a function for the state as of now; see :func:`minloader.prefetch`."""
+        key, epoch = self._state_key(), self._sampler_epoch()
         if self._resume is not None:
-            return partial(copy.deepcopy, self._resume)
+            return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         now = EpochStart.now(self._generators(), seeded=False)._replace(shared=None)
         if self._loader is None:
-            return partial(_state, None, now, now)
+            return partial(_keyed, key, partial(_state, None, now, now, epoch))
         note = latest_note(self._loader._progress, self._loader._note_state)
-        return partial(_state, note, self._start or now, now)
+        return partial(_keyed, key, partial(_state, note, self._start or now, now, epoch))
+
+    def _state_key(self) -> str:
+        """Return the key of the state: that of the rank if other ranks have other states."""
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return "state"
+        stream = isinstance(self.dataset, IterableDataset)
+        if distributed.get_world_size() == 1 or (not stream and ranks_of(self._index_sampler)):
+            return "state"
+        return f"rank{distributed.get_rank()}"
+
+    def _sampler_epoch(self) -> int | None:
+        """Return the epoch that the sampler was set to, if it has any."""
+        for each in with_inner(self._index_sampler):
+            epoch = getattr(each, "epoch", None)
+            if hasattr(each, "set_epoch") and isinstance(epoch, int):
+                return epoch
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter`` continue with the batch after those that a state has delivered.
+        """Make the next epoch continue with the batch after those that a state has delivered.
 
-        The dataset and the samplers must be as they were. The number of workers may be another. If
-        the sampler has ``set_epoch``, call it with the epoch that the state was taken in.
+        The dataset and the samplers must be as they were. The number of workers may be another. A
+        sampler that has ``set_epoch`` is told the epoch that it had.
 
         Args:
             state: from :meth:`state_dict`, here or in another process.
 
         Raises:
             TypeError, ValueError: that is no state, or that of a loader unlike this one. (Some of
-                it is noticed only by ``iter``.)
+                it is noticed only by the first ``next``.)
         """
-        names = {"version", "order", "loader"}
-        if not isinstance(state, Mapping) or not names <= state.keys():
-            part = part_meant(state, names) if isinstance(state, Mapping) else ""
-            raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
-        if state["version"] != VERSION:
-            raise ValueError(
-                f"the state is of version {state['version']!r}, but this minloader reads version "
-                f"{VERSION}; load it with the minloader that saved it"
-            )
-        start = EpochStart.decode(state["order"])
+        known = self._read_state(state)
+        start = EpochStart.decode(known["order"])
         self._progress = None
-        if state["loader"] is None:  # nothing had been iterated
+        if known["epoch"] is not None:
+            self.set_epoch(known["epoch"])
+        if known["loader"] is None:  # nothing had been iterated
             self._restore_generators(start)
             self._loader = self._seed = self._start = self._resume = None
             self._begun = False
             return
-        self._seed = state["loader"]["seed"]
-        self._ready().load_state_dict(state["loader"])
-        self._resume = copy.deepcopy(dict(state))
-        self._begun = start.begun or state["loader"]["epoch"] > 0
+        self._seed = known["loader"]["seed"]
+        self._ready().load_state_dict(known["loader"])
+        self._resume = known
+        self._begun = start.begun or known["loader"]["epoch"] > 0
+
+    def _read_state(self, state: Any) -> dict[str, Any]:
+        """Return a copy of the part of a state that is for this loader, or refuse it."""
+        key = self._state_key()
+        if not isinstance(state, Mapping) or "version" not in state:
+            part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
+            raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
+        check_version(state, VERSION)
+        if state["version"] == 1:
+            known = {"order": state["order"], "loader": state["loader"], "epoch": None}
+        elif key in state:
+            known = dict(state[key][0])
+        else:
+            raise ValueError(
+                f"the state has {shown(sorted(state.keys() - {'version'}))}, but none for {key!r}; "
+                "save the state of each rank, unless a sampler deals the epoch out to the ranks"
+            )
+        return copy.deepcopy(known)
 
     # --- the end
 
@@ -502,25 +547,30 @@ class DataLoader(Generic[T]):
 
 
 class Batches(Generic[T]):
-    """Iterator over the batches of one epoch. After an error, ``next`` goes on with the next batch.
+    """Iterator over the batches of one epoch, which begins with the first ``next``.
+
+    After an error, ``next`` goes on with the next batch. Several threads may take batches.
 
     Args:
         owner: the loader. The iterator keeps it alive, since its workers end with it.
-        batches: the batches of the epoch.
     """
 
-    def __init__(self, owner: DataLoader[T], batches: Iterator[Any]) -> None:
+    def __init__(self, owner: DataLoader[T]) -> None:
         self.progress = Progress()
         self._owner = owner
-        self._batches = batches
+        self._batches: Iterator[Any] | None = None
+        self._begins = threading.Lock()
         self._given = 0
-        streams = isinstance(owner.dataset, IterableDataset)
-        self._most = owner._reported if streams else None
+        self._most = owner._IterableDataset_len_called  # list() asks for the length after this
 
     def __iter__(self) -> Batches[T]:
         return self
 
     def __next__(self) -> T:
+        if self._batches is None:
+            with self._begins:
+                if self._batches is None:
+                    self._batches = self._owner._begin(self.progress)
         batch: T = next(self._batches)
         self._given += 1
         if self._most is not None and self._given > self._most:
@@ -533,20 +583,28 @@ class Batches(Generic[T]):
         return batch
 
     def __len__(self) -> int:
-        return len(self._owner._order)
+        return len(self._owner._index_sampler)
 
 
-def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:
-    """Return the state of a ``DataLoader``.
+def _state(
+    note: Callable[[], Any] | None, start: EpochStart, now: EpochStart, epoch: int | None
+) -> dict[str, Any]:
+    """Return what a state of a ``DataLoader`` says.
 
     Args:
         note: returns the state of its :class:`minloader.Loader`; None if there is none yet.
         start: start of the epoch that was begun last.
         now: what the next epoch would start from.
+        epoch: the epoch that the sampler was set to.
     """
     state = None if note is None else note()
     within = state is not None and state["epoch"] == start.epoch
-    return {"version": VERSION, "loader": state, "order": (start if within else now).encode()}
+    return {"loader": state, "order": (start if within else now).encode(), "epoch": epoch}
+
+
+def _keyed(key: str, note: Callable[[], Any]) -> dict[str, Any]:
+    # In a tuple, which is one leaf to torch's distributed checkpoints; see in_one_shape.
+    return {"version": VERSION, key: (note(),)}
 
 
 def _check_pinning(device: str) -> None:
@@ -567,5 +625,5 @@ def _can_pin() -> bool:
     if accelerator is not None and accelerator.type != "mps":
         return True
     why = "no accelerator is found" if accelerator is None else "MPS cannot"
-    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=4)
+    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=5)
     return False

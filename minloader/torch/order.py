@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from minloader._checks import is_stateful, shown
 from minloader._worker.torch_conventions import PassesState
@@ -82,13 +81,13 @@ class Order(PassesState):
     """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = self._stateful = sampler
+        self.sampler = self._stateful = sampler
         self._items: Iterator[Any] | None = None
 
     def begin(self) -> None:
         """Begin an epoch of the sampler, which may draw random numbers for it now."""
-        if not is_stateful(self._sampler):  # such a one may be put back by the loader first
-            self._items = iter(self._sampler)
+        if not is_stateful(self.sampler):  # such a one may be put back by the loader first
+            self._items = iter(self.sampler)
 
     def draw(self, *, whole: bool) -> None:
         """Make the sampler draw its random numbers now, for its first item or for all."""
@@ -98,10 +97,10 @@ class Order(PassesState):
 
     def __iter__(self) -> Iterator[Any]:
         items, self._items = self._items, None
-        return map(_as_item, iter(self._sampler) if items is None else items)
+        return map(_as_item, iter(self.sampler) if items is None else items)
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
 
 class EpochOrder(Order):
@@ -140,17 +139,3 @@ def _as_item(indices: Any) -> Any:
     """
     nested = type(indices) is list and indices and isinstance(indices[0], list)
     return tuple(indices) if nested else indices
-
-
-class NoOrder:
-    """The sampler of an ``IterableDataset``, which has an order of its own."""
-
-    def __iter__(self) -> Iterator[None]:
-        return itertools.repeat(None)
-
-
-def default_sampler(dataset: Any, shuffle: bool, generator: Any) -> Iterable[Any]:
-    """Return the sampler that torch makes where none is given."""
-    if isinstance(dataset, IterableDataset):
-        return NoOrder()
-    return RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
