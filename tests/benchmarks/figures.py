@@ -1,7 +1,7 @@
 """The figures: minloader and its peers, side by side, in one run.
 
-    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew] [--quick]
-                                       [--megabytes 100] [--json FILE]
+    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew,import]
+                                       [--quick] [--megabytes 100] [--json FILE]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
 noise hits all alike. Shown are the median and (lowest to highest). A ratio says how many times
@@ -146,6 +146,20 @@ def first_batch(figure: Figure, line: Line) -> Values:
     return found
 
 
+def two_first_batches(figure: Figure, line: Line) -> Values:
+    """The first batch of a program's first loader, and of another one after it."""
+    import torch  # a program has done so long before
+
+    torch.set_num_threads(1)
+    found = {}
+    for key in ("value", "again"):
+        begin = time.perf_counter()
+        batches = iter(figure.make(line))
+        next(batches)
+        found[key] = time.perf_counter() - begin
+    return found
+
+
 def workers_of(pid: int) -> list[Any]:
     """Its processes, but for the resource tracker, which cleans up after them."""
     from psutil import NoSuchProcess, Process
@@ -176,6 +190,21 @@ def skewed_lines() -> list[Line]:
         Line("minloader, defaults", ours, "minloader", (), second),
         Line("torch numpy, defaults", torch, "torch", (FORK,), second),
         Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second),
+    ]
+
+
+def importing_lines() -> list[Line]:
+    """The ratios are to the line above them that is ours by fork server."""
+    ours, torch = ("minloader.torch", peers.ours_as_torch), ("torch", peers.torch_alone)
+    ways = [(*ours, "forkserver"), (*ours, "spawn"), (*torch, "spawn"), (*torch, "fork")]
+    return [
+        Line(
+            f"{name}, {start}, {workers} workers",
+            *(adapter, "torch", (("start", start), ("workers", workers))),
+            f"minloader.torch, forkserver, {workers} workers",
+        )
+        for workers in (2, 8)
+        for name, adapter, start in ways
     ]
 
 
@@ -251,6 +280,17 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
             *(second_epoch, [Metric("value", "seconds", ".2f", -1), CPU], skewed_lines()),
             lambda: Case(peers.Skew(skewed)),
             *(skewed, 0, skewed),
+        ),
+        "import": Figure(
+            "Workers that import torch: the first batch of the program's first loader, and of "
+            "another one after it",
+            two_first_batches,
+            [
+                Metric("value", "first batch, s", ".2f", -1),
+                Metric("again", "another loader's first, s", ".2f", -1),
+            ],
+            importing_lines(),
+            lambda: Case(peers.tensors()),
         ),
     }
 
@@ -351,7 +391,7 @@ def main() -> None:
     """Measures and prints; the exit status is 1 if minloader itself failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="5, or with --quick 1")
-    parser.add_argument("--only", default="tiny,ready,stack,first,skew")
+    parser.add_argument("--only", default="tiny,ready,stack,first,skew,import")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work at all?")
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
     parser.add_argument("--json", help="file to write all values to")

@@ -69,6 +69,13 @@ class Rows(Tiny):
         return os.getpid(), index, self.array[index % len(self.array)] * 2
 
 
+def tensors() -> Any:
+    """A dataset of torch's, which workers import torch for."""
+    import torch
+
+    return torch.utils.data.TensorDataset(torch.zeros(1000, 1000))
+
+
 class Stacks(Tiny):
     """A batch is so many samples stacked, for peers that have no collate of their own."""
 
@@ -149,6 +156,18 @@ def torch_tensors(case: Case) -> Iterable[Any]:
     return _torch(case, Tensors(case.dataset), None)
 
 
+def ours_as_torch(case: Case) -> Iterable[Any]:
+    # minloader.torch.DataLoader with torch's arguments.
+    from minloader.torch import DataLoader
+
+    return _torch(case, case.dataset, None, DataLoader)
+
+
+def torch_alone(case: Case) -> Iterable[Any]:
+    # Its own collate; persistent workers.
+    return _torch(case, case.dataset, None)
+
+
 def torch_numpy(case: Case) -> Iterable[Any]:
     # np.stack, or batches as they are, so that arrays arrive; persistent workers.
     return _torch(case, case.dataset, np.stack if case.batch_size else as_is)
@@ -166,10 +185,10 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def _torch(case: Case, dataset: Any, collate_fn: Any) -> Iterable[Any]:
+def _torch(case: Case, dataset: Any, collate_fn: Any, loader_class: Any = None) -> Iterable[Any]:
     from torch.utils.data import DataLoader
 
-    return DataLoader(
+    loader: Iterable[Any] = (loader_class or DataLoader)(
         dataset,
         batch_size=case.batch_size,
         sampler=range(len(dataset)),
@@ -180,6 +199,7 @@ def _torch(case: Case, dataset: Any, collate_fn: Any) -> Iterable[Any]:
         persistent_workers=True,
         multiprocessing_context=case.start,
     )
+    return loader
 
 
 def seqtools(case: Case) -> Iterable[Any]:
