@@ -173,8 +173,8 @@ class Ledger:
 
     @property
     def under_way(self) -> bool:
-        """Whether there may be batches to come."""
-        return not self.left and not self.over and not (self.ended and not self.undelivered)
+        """Whether the consumer is in this epoch, at its last batch too."""
+        return not self.left and not self.over
 
     @property
     def is_adjoining(self) -> bool:

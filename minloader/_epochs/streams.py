@@ -107,10 +107,6 @@ class StreamLedger(Ledger):
         self.shards = [ShardLedger(epoch, run, n, state) for n, state in enumerate(shards)]
         self.turn = turn
 
-    @property
-    def under_way(self) -> bool:
-        return not self.left and not self.over
-
     def note(self) -> Note:
         return partial(_stream_state, self.turn, [shard.note() for shard in self.shards])
 
