@@ -29,7 +29,7 @@ PACKAGE = Path(minloader.__file__).parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-SLOW = {"README", "recipes", "stats", "torch"}  # their code starts many workers, or imports torch
+SLOW = {"README", "recipes", "speech", "state", "stats", "torch"}  # their code starts many workers, or imports torch
 FENCE = "```"
 
 
