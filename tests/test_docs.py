@@ -29,7 +29,8 @@ PACKAGE = Path(minloader.__file__).parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-SLOW = {"README", "recipes", "speech", "state", "stats", "torch"}  # their code starts many workers, or imports torch
+# Their code starts many workers or ffmpeg, or imports torch.
+SLOW = {"README", "recipes", "speech", "state", "stats", "torch"}
 FENCE = "```"
 
 
