@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minloader._sampling.batch import BatchSampler
     from minloader._sampling.collate import Padded, collate, pad_collate
     from minloader._sampling.dynamic import DynamicBatchSampler
+    from minloader._worker.concurrent import concurrent
     from minloader._worker.messages import WorkerInfo
     from minloader._worker.start import get_worker_info
 
@@ -48,6 +49,7 @@ __all__ = [
     "WorkerDied",
     "WorkerInfo",
     "collate",
+    "concurrent",
     "empty",
     "get_worker_info",
     "pad_collate",
@@ -66,6 +68,7 @@ _ROOMS = {
     "_sampling.batch": "BatchSampler",
     "_sampling.collate": "Padded collate pad_collate",
     "_sampling.dynamic": "DynamicBatchSampler",
+    "_worker.concurrent": "concurrent",
     "_worker.messages": "WorkerInfo",
     "_worker.start": "get_worker_info",
 }

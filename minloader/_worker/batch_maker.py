@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,9 @@ class BatchMaker:
     def _gather(self, indices: Any, as_torch: bool = False) -> Any:
         indices = check_indices(indices)
         dataset = self.job.dataset
+        if hasattr(dataset, "__getfutures__"):  # as minloader.concurrent makes
+            samples = self._each(Future.result, dataset.__getfutures__(indices), indices)
+            return self.combine(samples, indices)
         if not hasattr(dataset, "__getitems__"):
             return self.combine(self._each(self._get, indices, indices), indices)
         samples = dataset.__getitems__(indices)

@@ -24,9 +24,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM
@@ -49,8 +49,8 @@ CHUNK_SECONDS = 2e-3
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
-in_thread = threading.local()
-"""Its ``info`` is the WorkerInfo of the batch that this thread is making."""
+current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
+"""The WorkerInfo of the batch that this thread, or this coroutine, is making."""
 
 READING = "when the stream was read"
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
@@ -193,15 +193,15 @@ class Worker:
         No context managers: contextlib sets attributes of an exception that passes, which a
         frozen dataclass refuses with an error of its own.
         """
-        before = getattr(in_thread, "info", None)  # of a batch that reads a loader of its own
-        in_thread.info = self.info
+        before = current_info.get()  # of a batch that reads a loader of its own
+        current_info.set(self.info)
         give_back = None
         try:
             if self._seed is not None:
                 give_back = self._seed(seed)
             return function(*args)
         finally:
-            in_thread.info = before
+            current_info.set(before)
             if give_back is not None:
                 give_back()
 

@@ -30,7 +30,7 @@ from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_gr
 from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
-from minloader._worker.run import Worker, in_thread
+from minloader._worker.run import Worker, current_info
 from minloader._worker.seeds import seed_globals
 
 logger = logging.getLogger("minloader")
@@ -46,7 +46,7 @@ def get_worker_info() -> WorkerInfo | None:
     In a worker process it answers in every thread; in a thread worker, and with
     ``num_workers=0``, in the thread that makes the batch, while it makes one.
     """
-    info: WorkerInfo | None = getattr(in_thread, "info", None)
+    info = current_info.get()
     if info is None and _process_worker is not None:
         info = _process_worker.info
     return info
