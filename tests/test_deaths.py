@@ -751,6 +751,7 @@ def test_a_hang_is_found_and_shown(way):
     else:
         assert f'trouble.py", line {line} in {function.__name__}\n' in str(error)
         assert error.stack in str(error)
+        assert error.stack.startswith("Current thread")  # that which makes the batch
 
 
 def test_what_a_hung_worker_started_is_killed(tmp_path):

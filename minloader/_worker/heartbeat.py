@@ -80,7 +80,10 @@ class Heartbeats:
                 break
         with open(self.path, "rb") as file:
             file.seek(begin)
-            return file.read().decode(errors="replace")
+            threads = file.read().decode(errors="replace").strip().split("\n\n")
+        # The one that makes the batch first: the others are mostly ours.
+        threads.sort(key=lambda stack: not stack.startswith("Current thread"))
+        return "\n".join(f"{stack}\n" for stack in threads if stack)
 
     def close(self) -> None:
         """Remove the file. Harmless when repeated."""
