@@ -6,7 +6,7 @@ directly into the shared memory that it travels in (:func:`minloader.empty`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,7 +50,7 @@ def collate(samples: Sequence[Any]) -> Any:
         ValueError: the samples differ in shape, length or keys, or there are none.
         TypeError: a sample is of a type that cannot be stacked, or is None.
     """
-    return _join(samples, "sample")
+    return join(samples, "sample")
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,47 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
         check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        return _join(samples, "sample", self)
+        return join(samples, "sample", self._pad)
 
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
         import numpy as np
 
-        if any(array.ndim == 0 for array in arrays):
-            return _stack(arrays, path)
-        if len({array.shape[1:] for array in arrays}) > 1:
-            raise ValueError(
-                f"pad_collate: {path} has shapes {_shapes(arrays)}, which differ in more than "
-                "their first axis, the only one it pads; bring the others to one size in transform"
-            )
+        dtype = common_dtype("pad_collate", arrays, path, self.value)
         lengths = np.array([len(array) for array in arrays], dtype=np.int64)
         longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
-        shape = (len(arrays), longest, *arrays[0].shape[1:])
-        dtype = np.result_type(*arrays)
-        if not _fits(self.value, dtype):
-            raise ValueError(
-                f"pad_collate: value={self.value!r} cannot pad {path}, which has dtype {dtype}; "
-                "give a value of that type, or convert the arrays in transform"
-            )
-        values = empty(shape, dtype)
+        values = empty((len(arrays), longest, *arrays[0].shape[1:]), dtype)
         values[...] = self.value
         for row, array in zip(values, arrays, strict=True):
             row[: len(array)] = array
         return Padded(values, lengths)
+
+
+def common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -> np.dtype[Any]:
+    """Return a type that holds sequences and what to pad them with.
+
+    Args:
+        name: of the function that joins the sequences, for messages.
+        arrays: the sequences.
+        path: which part of a sample they are, for messages.
+        value: what to pad them with.
+
+    Raises:
+        ValueError: they differ in more than their first axis, or cannot hold ``value``.
+    """
+    import numpy as np
+
+    if len({array.shape[1:] for array in arrays}) > 1:
+        raise ValueError(
+            f"{name}: {path} has shapes {_shapes(arrays)}, which differ in more than their first "
+            "axis, the only one that may differ; bring the others to one size in transform"
+        )
+    dtype = np.result_type(*arrays)
+    if not _fits(value, dtype):
+        raise ValueError(
+            f"{name}: value={value!r} cannot pad {path}, which has dtype {dtype}; give a value of "
+            "that type, or convert the arrays in transform"
+        )
+    return dtype
 
 
 def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
@@ -124,7 +139,7 @@ def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fcO" or bool(kept == value)
 
 
-def _numbers_as_array(sample: Any) -> Any:
+def numbers_as_array(sample: Any) -> Any:
     """Return the array of a list of numbers, which is a sequence to pad; all else as it is."""
     import numpy as np
 
@@ -133,18 +148,23 @@ def _numbers_as_array(sample: Any) -> Any:
     return sample
 
 
-def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> Any:
+def join(
+    samples: Sequence[Any],
+    path: str,
+    join_sequences: Callable[[list[NDArray[Any]], str], Any] | None = None,
+) -> Any:
     """Return one batch of samples that have the same structure, and go down this structure.
 
     Args:
         samples: the samples, or the same part of each.
         path: which part of a sample this is, for messages.
-        pad: how to pad sequences, which lists of numbers are then. None: arrays are stacked.
+        join_sequences: joins arrays of at least one dimension, which lists of numbers are then;
+            it is given their path too. None: all arrays are stacked.
     """
     import numpy as np
 
-    if pad is not None:
-        samples = [_numbers_as_array(sample) for sample in samples]
+    if join_sequences is not None:
+        samples = [numbers_as_array(sample) for sample in samples]
     if not len(samples):
         raise ValueError("collate: there are no samples; an item must name at least one index")
     first = samples[0]
@@ -161,7 +181,10 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
                 f"collate: {path} has keys {sorted(map(str, first))} in the first sample but not "
                 "in all of them; give every sample the same keys, or a collate_fn of your own"
             )
-        return {key: _join([s[key] for s in samples], f"{path}[{key!r}]", pad) for key in first}
+        return {
+            key: join([s[key] for s in samples], f"{path}[{key!r}]", join_sequences)
+            for key in first
+        }
     if isinstance(first, (list, tuple)):
         if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
             refuse_none(samples, path)
@@ -170,7 +193,7 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
                 "all of them; make ragged data arrays and use collate_fn=pad_collate()"
             )
         columns = enumerate(zip(*samples, strict=True))
-        values = [_join(each, f"{path}[{index}]", pad) for index, each in columns]
+        values = [join(each, f"{path}[{index}]", join_sequences) for index, each in columns]
         if isinstance(first, list):
             return values
         return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
@@ -179,7 +202,9 @@ def _join(samples: Sequence[Any], path: str, pad: pad_collate | None = None) -> 
             refuse_none(samples, path)
             raise TypeError(f"collate: {path} is a number in some samples and not in others")
         arrays = [np.asarray(sample) for sample in samples]
-        return _stack(arrays, path) if pad is None else pad._pad(arrays, path)
+        if join_sequences is None or any(array.ndim == 0 for array in arrays):
+            return _stack(arrays, path)
+        return join_sequences(arrays, path)
     raise TypeError(
         f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
         "numbers, strings or containers of them, or give a collate_fn of your own"
