@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from minloader._sampling.batch import BatchSampler
     from minloader._sampling.collate import Padded, collate, pad_collate
     from minloader._sampling.dynamic import DynamicBatchSampler
+    from minloader._sampling.pack_collate import Packed, pack_collate
+    from minloader._sampling.packed import PackedBatchSampler
+    from minloader._sampling.sliced import sliced
     from minloader._worker.concurrent import concurrent
     from minloader._worker.messages import WorkerInfo
     from minloader._worker.start import get_worker_info
@@ -42,6 +45,8 @@ __all__ = [
     "DynamicBatchSampler",
     "Loader",
     "MinloaderError",
+    "Packed",
+    "PackedBatchSampler",
     "Padded",
     "SharedList",
     "Stats",
@@ -52,8 +57,10 @@ __all__ = [
     "concurrent",
     "empty",
     "get_worker_info",
+    "pack_collate",
     "pad_collate",
     "prefetch",
+    "sliced",
 ]
 
 __version__ = "0.1.0"
@@ -69,6 +76,9 @@ _ROOMS = {
     "_sampling.collate": "Padded collate pad_collate",
     "_sampling.dynamic": "DynamicBatchSampler",
     "_worker.concurrent": "concurrent",
+    "_sampling.pack_collate": "Packed pack_collate",
+    "_sampling.packed": "PackedBatchSampler",
+    "_sampling.sliced": "sliced",
     "_worker.messages": "WorkerInfo",
     "_worker.start": "get_worker_info",
 }

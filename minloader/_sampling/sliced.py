@@ -1,0 +1,76 @@
+"""A dataset of parts of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minloader._checks import check_samples, shown
+from minloader._sampling.collate import numbers_as_array
+
+
+@dataclass
+class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
+    """A dataset whose items are ``(index, start, stop)``: those entries of a sample.
+
+    For a :class:`PackedBatchSampler` that cuts or splits long samples. Runs where the dataset does,
+    normally in a worker process. Every array of at least one dimension in the sample, and every
+    list of numbers, is sliced along its first axis. All else stays as it is. Each item makes the
+    whole sample: where a part is quicker to read, have your dataset take such items itself.
+
+    Args:
+        dataset: what :class:`Loader` takes with a sampler, for an index.
+
+    Raises:
+        TypeError: when asked for a sample, if the item is no such tuple.
+        ValueError: when asked for a sample, if that is shorter than ``stop``.
+    """
+
+    dataset: Any
+
+    def __getitem__(self, item: tuple[Any, int, int]) -> Any:
+        dataset, index = self.dataset, _index(item)
+        is_callable = not hasattr(type(dataset), "__getitem__")
+        return _slice(dataset(index) if is_callable else dataset[index], item, "sample")
+
+    @property
+    def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:
+        """Fetches several at a time; there if the dataset can do so."""
+        fetch = self.dataset.__getitems__
+
+        def fetch_slices(items: list[tuple[Any, int, int]]) -> list[Any]:
+            samples = check_samples(fetch(list(map(_index, items))), items)
+            return [_slice(*pair, "sample") for pair in zip(samples, items, strict=True)]
+
+        return fetch_slices
+
+
+def _index(item: Any) -> Any:
+    if not isinstance(item, tuple) or len(item) != 3:
+        raise TypeError(
+            f"an item of a sliced dataset must be a tuple (index, start, stop), got {shown(item)}; "
+            "give PackedBatchSampler long='cut' or long='split', or drop sliced"
+        )
+    return item[0]
+
+
+def _slice(sample: Any, item: tuple[Any, int, int], path: str) -> Any:
+    """Return a sample, or a part of it at this path, with its sequences sliced."""
+    sample = numbers_as_array(sample)
+    if isinstance(sample, Mapping):
+        return {key: _slice(sample[key], item, f"{path}[{key!r}]") for key in sample}
+    if isinstance(sample, (list, tuple)):
+        values = [_slice(value, item, f"{path}[{n}]") for n, value in enumerate(sample)]
+        if isinstance(sample, list):
+            return values
+        return type(sample)(*values) if hasattr(sample, "_fields") else tuple(values)
+    if not getattr(sample, "ndim", 0):  # arrays and tensors have it
+        return sample
+    _, start, stop = item
+    if len(sample) < stop:
+        raise ValueError(
+            f"{path} has {len(sample)} entries, but the item is {item!r}; give the sampler the "
+            "lengths that the samples have, or slice in the dataset itself"
+        )
+    return sample[start:stop]
