@@ -511,6 +511,9 @@ SAMPLERS: dict[str, Any] = {
         [5] * 120, max_total=15, buckets=2, shuffle=True
     ),
     "lazy": lambda: minloader.DynamicBatchSampler(Lazily([5] * 120), max_total=15),
+    "packed": lambda: minloader.PackedBatchSampler(
+        [5] * 240, 15, shuffle=True, rank=1, world_size=2
+    ),
     "ranked": lambda: minloader.BatchSampler(240, 3, shuffle=True, rank=1, world_size=2),
     "stateful": lambda: Stateful(range(40)),
     "self-iterating": lambda: SelfIterating(range(40)),

@@ -22,7 +22,16 @@ import pytest
 from conftest import require
 
 import minloader
-from minloader import BatchSampler, DynamicBatchSampler, Loader, empty, pad_collate, prefetch
+from minloader import (
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    PackedBatchSampler,
+    empty,
+    pack_collate,
+    pad_collate,
+    prefetch,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minloader.__file__).parent
@@ -160,7 +169,9 @@ def test_the_signature_is_the_loaders():
     [
         (BatchSampler, "samplers"),
         (DynamicBatchSampler, "samplers"),
+        (PackedBatchSampler, "samplers"),
         (pad_collate, "samplers"),
+        (pack_collate, "samplers"),
         (prefetch, "loader"),
         (empty, "memory"),
     ],

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import minloader
-from minloader import Loader, TransportError, collate, pad_collate
+from minloader import Loader, TransportError, collate, pack_collate, pad_collate
 from minloader._inspect import inspect
 from minloader._memory import files, slot_writer, slots
 from minloader._memory.files import ALIGN, LARGE
@@ -497,7 +497,9 @@ def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
     assert (dataset.kept == 5).all()
 
 
-@pytest.mark.parametrize("collate_fn", [collate, pad_collate(-1)])
+@pytest.mark.parametrize(
+    "collate_fn", [collate, pad_collate(-1), pack_collate(), pack_collate(9_000, 8, -1)]
+)
 def test_collated_batches_are_born_in_the_slot(bench, collate_fn):
     samples = [{"x": np.arange(n, n + 5_000), "y": (float(n), b"n")} for n in range(8)]
     expected = collate_fn(samples)

@@ -63,6 +63,14 @@ def cut(lengths: Iterable[int], first: int, capacity: int, long: str) -> NDArray
     return np.stack([first + indices, starts, stops], axis=1)
 
 
+def costs_of(pieces: NDArray[Any]) -> NDArray[Any]:
+    """Return how much of a row each piece takes."""
+    import numpy as np
+
+    costs: NDArray[Any] = np.maximum(1, pieces[:, 2] - pieces[:, 1])
+    return costs
+
+
 def best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
     """Put the costliest piece first, each into the fullest row that takes it.
 
@@ -78,27 +86,30 @@ def best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
     """
     import numpy as np
 
-    order = np.argsort(-costs, kind="stable")
+    # Integers of 16 bits, where the capacity allows them, are sorted ten times faster.
+    order = np.argsort((capacity - costs).astype(np.min_scalar_type(capacity)), kind="stable")
+    values = costs[order]
+    firsts = np.flatnonzero(np.diff(values, prepend=0))  # of each cost, the highest first
     found = np.empty(len(costs), np.int64)
-    values, counts = np.unique(costs, return_counts=True)
     rows_with: dict[int, NDArray[Any]] = {}  # rows, by the room that is left in them
     rooms: list[int] = []  # the keys, ascending
     opened = placed = 0
-    for cost, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        end = placed + count
-        while placed < end:
+    counts = np.diff(firsts, append=len(costs))
+    for cost, count in zip(values[firsts].tolist(), counts.tolist(), strict=True):
+        while count:
             at = bisect_left(rooms, cost)
             if at < len(rooms):
                 room = rooms.pop(at)
                 rows = rows_with.pop(room)
             else:
                 room = capacity
-                rows = opened + np.arange(-(-(end - placed) // (capacity // cost)))
+                rows = opened + np.arange(-(-count // (capacity // cost)))
                 opened += len(rows)
-            each = room // cost
-            places = np.repeat(rows, each)[: end - placed]
+            each = min(room // cost, count)
+            places = np.repeat(rows[: -(-count // each)], each)[:count]
             found[order[placed : placed + len(places)]] = places
             placed += len(places)
+            count -= len(places)
             full, more = divmod(len(places), each)  # how many rows take all that they can
             for some, left in (
                 (rows[:full], room - each * cost),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int, shown
 from minloader._sampling.base import Position, Repeatable, Sampler
-from minloader._sampling.fitting import OPEN, best_fit, cut, first_fit
+from minloader._sampling.fitting import OPEN, best_fit, costs_of, cut, first_fit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +97,7 @@ class PackedBatchSampler(Sampler):
         self._pieces = cut(lengths, 0, self.capacity, long) if hasattr(lengths, "__len__") else None
         self._step = self.rows * self.world_size  # rows
         self._digest: str | None = None
-        self._plan: tuple[int, NDArray[Any], NDArray[Any]] | None = None  # epoch, pieces, ends
+        self._plan: tuple[int, NDArray[Any], NDArray[Any]] | None = None  # epoch, numbers, ends
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch, the same for every rank.
@@ -123,10 +123,11 @@ class PackedBatchSampler(Sampler):
         position = self._begin()
         batches: Iterator[NDArray[Any]]
         if self._pieces is None:
-            batches = islice(self._lazily(position.epoch), position.yielded, None)
+            batches = self._lazily(iter(self._lazy), position.epoch)
+            batches = islice(batches, position.yielded, None)
         else:
             plan = self._planned(self._pieces, position.epoch)
-            batches = self._batches(*plan, position.yielded)
+            batches = map(self._pieces.__getitem__, self._batches(*plan, position.yielded))
         return self._counted(batches, position)
 
     def _counted(self, batches: Iterator[NDArray[Any]], position: Position) -> Iterator[list[Any]]:
@@ -153,51 +154,55 @@ class PackedBatchSampler(Sampler):
         }
 
     def _planned(self, pieces: NDArray[Any], epoch: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the pieces of all ranks, row after row, and where each row ends."""
+        """Return the numbers of all pieces, row after row, and where each row ends."""
         import numpy as np
 
         key = epoch if self.shuffle else 0
         if self._plan is None or self._plan[0] != key:
             rng = self._rng(epoch)
+            order = np.arange(len(pieces))
             if self.shuffle:
-                pieces = pieces[rng.permutation(len(pieces))]
+                rng.shuffle(order)
+            costs = costs_of(pieces)[order]
             size = self.window or max(1, len(pieces))
-            rows, count = np.empty(len(pieces), np.int64), 0
+            rows, count = np.empty_like(order), 0
             for start in range(0, len(pieces), size):
                 window = slice(start, start + size)
-                rows[window] = count + best_fit(_costs(pieces[window]), self.capacity)
+                rows[window] = count + best_fit(costs[window], self.capacity)
                 count = int(rows[window].max()) + 1
-            self._plan = key, *self._arranged(pieces, rows, rng, self.world_size)
+            places, ends = self._arranged(rows, rng, self.world_size)
+            self._plan = key, order[places], ends
         return self._plan[1:]
 
-    def _batches(self, pieces: NDArray[Any], ends: NDArray[Any], at: int = 0) -> Iterator[Any]:
-        """Yield the batches of this rank, from one on, of rows that have been arranged."""
+    def _batches(self, numbers: NDArray[Any], ends: NDArray[Any], at: int = 0) -> Iterator[Any]:
+        """Yield the numbers of the pieces in each batch of this rank, from one batch on."""
         import numpy as np
 
         starts = np.append(0, ends)
         for first in range(at * self._step, len(ends), self._step):
             rows = range(first + self.rank, min(first + self._step, len(ends)), self.world_size)
-            yield np.concatenate([pieces[starts[row] : ends[row]] for row in rows])
+            yield np.concatenate([numbers[starts[row] : ends[row]] for row in rows])
 
-    def _lazily(self, epoch: int) -> Iterator[NDArray[Any]]:
+    def _lazily(self, lengths: Iterator[int], epoch: int) -> Iterator[NDArray[Any]]:
         """Yield the batches of this rank as the lengths are read."""
         import numpy as np
 
         rng = self._rng(epoch)
-        rows = self._lazy_rows(self._chunks(rng), rng)
+        rows = self._lazy_rows(self._chunks(lengths, rng), rng)
         while len(step := list(islice(rows, self._step))) == self._step:
             yield np.concatenate(step[self.rank :: self.world_size])
         dropped = 0
         if step:
-            numbers = np.repeat(np.arange(len(step)), list(map(len, step)))
-            pieces, ends = self._arranged(np.concatenate(step), numbers, rng, self.world_size)
+            pieces = np.concatenate(step)
+            rows_of = np.repeat(np.arange(len(step)), list(map(len, step)))
+            places, ends = self._arranged(rows_of, rng, self.world_size)
             dropped = len(pieces) - _total(ends)
-            yield from self._batches(pieces, ends)
+            yield from map(pieces.__getitem__, self._batches(places, ends))
         self._dropped = dropped
 
-    def _chunks(self, rng: np.random.Generator) -> Iterator[NDArray[Any]]:
+    def _chunks(self, lengths: Iterator[int], rng: np.random.Generator) -> Iterator[NDArray[Any]]:
         """Yield as many pieces at a time as best fit and shuffling need."""
-        lengths, seen = iter(self._lazy), 0
+        seen = 0
         size = self.window or (WINDOW if self.shuffle else OPEN)
         while chunk := list(islice(lengths, size)):
             pieces = cut(chunk, seen, self.capacity, self.long)
@@ -210,21 +215,19 @@ class PackedBatchSampler(Sampler):
         import numpy as np
 
         if self.window is None:
-            samples = (zip(chunk, _costs(chunk).tolist(), strict=True) for chunk in chunks)
+            samples = (zip(chunk, costs_of(chunk).tolist(), strict=True) for chunk in chunks)
             yield from map(np.array, first_fit(chain.from_iterable(samples), self.capacity))
         for pieces in chunks:
-            rows = best_fit(_costs(pieces), self.capacity)
-            pieces, ends = self._arranged(pieces, rows, rng)
-            yield from np.split(pieces, ends[:-1])
+            places, ends = self._arranged(best_fit(costs_of(pieces), self.capacity), rng)
+            yield from np.split(pieces[places], ends[:-1])
 
     def _arranged(
-        self, pieces: NDArray[Any], rows: NDArray[Any], rng: np.random.Generator, ranks: int = 1
+        self, rows: NDArray[Any], rng: np.random.Generator, ranks: int = 1
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return pieces row after row, and where each row ends.
+        """Return the places of pieces in their order, row after row, and where each row ends.
 
         Args:
-            pieces: in their order in the epoch.
-            rows: number of the row of each.
+            rows: number of the row of each piece.
             rng: what to shuffle the rows with.
             ranks: what the number of rows must be a multiple of. Some rows are divided for that.
                 If that is not enough, the last rows have no end.
@@ -239,15 +242,7 @@ class PackedBatchSampler(Sampler):
         sizes = np.diff(starts, append=len(rows))[order]
         ends = np.cumsum(sizes)
         places = np.arange(len(rows)) + np.repeat(starts[order] - (ends - sizes), sizes)
-        return pieces[by_row[places]], ends[: len(ends) // ranks * ranks]
-
-
-def _costs(pieces: NDArray[Any]) -> NDArray[Any]:
-    """Return how much of a row each piece takes."""
-    import numpy as np
-
-    costs: NDArray[Any] = np.maximum(1, pieces[:, 2] - pieces[:, 1])
-    return costs
+        return by_row[places], ends[: len(ends) // ranks * ranks]
 
 
 def _total(ends: NDArray[Any]) -> int:

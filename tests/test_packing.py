@@ -1,0 +1,682 @@
+"""Rows that samples share: nothing lost, no row too full, the same for every rank and after a
+resume; and the arrays that are made of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain, count, islice, pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from conftest import require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from minloader import SKIP, Loader, Packed, PackedBatchSampler, pack_collate, sliced
+from minloader._sampling import fitting, packed
+
+invariant = settings(deadline=None, max_examples=50)  # a busy machine is no failure
+thorough = settings(deadline=None, max_examples=500)
+
+
+class Lazy:
+    """Begins anew with each ``iter`` and has no length; counts what was read."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values, self.read = values, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read = 0
+        for value in self.values:
+            self.read += 1
+            yield value
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(batches))
+
+
+def every_rank(kind: Any, world_size: int, epoch: int = 0) -> list[Any]:
+    ranks = [kind(rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    return ranks
+
+
+def rows_of(lengths: Iterable[int], capacity: int) -> list[int]:
+    """What is in each row if a row begins where the next sample does not fit."""
+    rows: list[int] = []
+    for length in lengths:
+        if not rows or rows[-1] + length > capacity:
+            rows.append(0)
+        rows[-1] += length
+    return rows
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+PLANS = given(
+    lengths=st.lists(st.integers(0, 45), max_size=60),
+    capacity=st.integers(1, 50),
+    rows=st.none() | st.integers(1, 4),
+    long=st.sampled_from(["refuse", "cut", "split"]),
+    window=st.none() | st.integers(1, 30),
+    lazy=st.booleans(),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 4),
+    epoch=st.integers(0, 2),
+    open_rows=st.sampled_from([2, 64]),
+)
+
+
+def check_plan(lengths, capacity, rows, long, window, lazy, shuffle, world_size, epoch, open_rows):
+    """Every sample is there once, but for those that are dropped, and the rows hold them."""
+    if long == "refuse":
+        capacity = max([capacity, *lengths])
+    over = Lazy(lengths) if lazy else lengths
+    kind = partial(PackedBatchSampler, over, capacity, rows, long, window, shuffle)
+    ranks = every_rank(kind, world_size, epoch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "OPEN", open_rows)
+        steps = list(zip(*ranks, strict=True))  # fails if one has more batches than others
+    taken = flat(flat(steps))
+    if long == "refuse":
+        pieces = [(index, 0, length) for index, length in enumerate(lengths)]
+        taken = [(index, 0, lengths[index]) for index in taken]
+    elif long == "cut":
+        pieces = [(index, 0, min(length, capacity)) for index, length in enumerate(lengths)]
+    else:
+        pieces = [
+            (index, start, min(start + capacity, length))
+            for index, length in enumerate(lengths)
+            for start in range(0, max(1, length), capacity)
+        ]
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= set(pieces)
+    assert all(type(part) is int for piece in taken for part in piece)
+    assert {sampler.dropped for sampler in ranks} == {len(pieces) - len(taken)}
+    assert len(pieces) - len(taken) < world_size
+    if not lazy:
+        assert {len(sampler) for sampler in ranks} == {len(steps)}
+    for batch in flat(steps):
+        sizes = [stop - start for _, start, stop in batch] if long != "refuse" else batch
+        sizes = [lengths[index] for index in batch] if long == "refuse" else sizes
+        assert max(sizes) <= capacity
+        assert 1 <= len(rows_of(sizes, capacity)) <= (rows or 1)
+        assert len(batch) <= capacity * (rows or 1)  # a bound for samples of no length too
+
+
+test_every_sample_once_in_rows_that_hold_it = invariant(PLANS(check_plan))
+test_so_it_is_for_many_more = pytest.mark.slow(thorough(PLANS(check_plan)))
+
+
+@pytest.mark.slow
+@invariant
+@given(
+    lengths=st.lists(st.integers(0, 30), max_size=60),
+    rows=st.integers(2, 4),
+    shuffle=st.booleans(),
+    window=st.none() | st.integers(5, 30),
+    world_size=st.sampled_from([1, 2, 4]),
+)
+def test_ranks_have_as_many_rows_in_each_step(lengths, rows, shuffle, window, world_size):
+    """A batch of several rows is several batches of one row, and those are equally many."""
+    kind = partial(PackedBatchSampler, lengths, 30, window=window, shuffle=shuffle)
+    for single, several in zip(
+        every_rank(kind, world_size), every_rank(partial(kind, rows=rows), world_size), strict=True
+    ):
+        rest = iter(single)
+        grouped = [flat(islice(rest, rows)) for _ in range(len(several))]
+        assert list(several) == grouped
+        assert list(rest) == []
+
+
+def best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
+    """What is in each row, by the plainest program there is for it."""
+    rows: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(rows)) if rows[row] + length <= capacity]
+        if fitting:
+            rows[max(fitting, key=rows.__getitem__)] += length
+        else:
+            rows.append(length)
+    return sorted(rows)
+
+
+@invariant
+@given(
+    lengths=st.lists(st.integers(1, 40) | st.sampled_from([3, 7]), max_size=80),
+    shuffle=st.booleans(),
+)
+def test_best_fit_puts_the_longest_first_into_the_fullest_row(lengths, shuffle):
+    batches = list(PackedBatchSampler(lengths, 40, shuffle=shuffle))
+    assert sorted(sum(lengths[index] for index in b) for b in batches) == best_fit(lengths, 40)
+    if not shuffle:
+        assert all(batch == sorted(batch) for batch in batches)
+        assert batches == sorted(batches)
+
+
+@invariant
+@given(lengths=st.lists(st.integers(1, 40), max_size=80), opened=st.sampled_from([1, 3, 64]))
+def test_first_fit_puts_each_into_the_oldest_row_that_takes_it(lengths, opened):
+    rows, found = [], []
+    for index, length in enumerate(lengths):
+        row = next((row for row in rows if sum(lengths[n] for n in row) + length <= 40), None)
+        if row is None:
+            if len(rows) == opened:
+                found.append(rows.pop(0))
+            row = []
+            rows.append(row)
+        row.append(index)
+        if sum(lengths[n] for n in row) == 40:
+            rows.remove(row)
+            found.append(row)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "OPEN", opened)
+        assert list(PackedBatchSampler(Lazy(lengths), 40)) == found + rows
+
+
+def test_by_example():
+    assert list(PackedBatchSampler([3, 1, 2, 5, 4], 5)) == [[0, 2], [1, 4], [3]]
+    assert list(PackedBatchSampler([3, 1, 2, 5, 4], 5, rows=2)) == [[0, 2, 1, 4], [3]]
+    assert list(PackedBatchSampler([3, 9], 4, long="cut")) == [[(0, 0, 3)], [(1, 0, 4)]]
+    assert list(PackedBatchSampler([3, 9], 4, long="split")) == [
+        [(0, 0, 3), (1, 8, 9)],
+        [(1, 0, 4)],
+        [(1, 4, 8)],
+    ]
+    two = every_rank(partial(PackedBatchSampler, [3, 1, 2, 5, 4], 5), 2)
+    assert [list(sampler) for sampler in two] == [[[0, 2], [3]], [[1], [4]]]
+    assert two[0].dropped == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"shuffle": True}, {"world_size": 2}])
+def test_no_samples_and_a_single_one(options):
+    ranks = options.get("world_size", 1)
+    for kind, long in product([list, np.array, Lazy], ["refuse", "cut", "split"]):
+        sampler = partial(PackedBatchSampler, long=long, **options)
+        nothing, alone = sampler(kind([]), 5), sampler(kind([1]), 1)
+        assert list(nothing) == []
+        assert len(list(alone)) == 2 - ranks
+        assert (nothing.dropped, alone.dropped) == (0, ranks - 1)
+
+
+@pytest.mark.parametrize("kind", [list, Lazy])
+def test_samples_of_no_length_count_as_one(kind):
+    assert [len(batch) for batch in PackedBatchSampler(kind([0] * 10), 4)] == [4, 4, 2]
+    assert [len(batch) for batch in PackedBatchSampler(kind([0] * 10), 4, rows=2)] == [8, 2]
+
+
+@pytest.mark.parametrize("kind", [list, Lazy])
+def test_all_are_longer_than_a_row(kind):
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 9, but must be .* at most capacity=4"):
+        list(PackedBatchSampler(kind([9, 9]), 4))
+    assert len(list(PackedBatchSampler(kind([9, 9]), 4, long="cut"))) == 2
+    assert len(list(PackedBatchSampler(kind([9, 9]), 4, long="split"))) == 5
+
+
+def test_rows_of_one_and_without_end():
+    assert list(PackedBatchSampler([5, 0, 7] * 2, 2**60)) == [[0, 1, 2, 3, 4, 5]]
+    assert list(PackedBatchSampler([1, 0, 1], 1)) == [[0], [1], [2]]
+    assert list(PackedBatchSampler([2, 1], 1, rows=None, long="split")) == [
+        [(0, 0, 1)],
+        [(0, 1, 2)],
+        [(1, 0, 1)],
+    ]
+
+
+@pytest.mark.parametrize("kind", [list, Lazy])
+def test_a_window_is_packed_by_itself(kind):
+    lengths = np.random.default_rng(0).integers(1, 30, 1000).tolist()
+    batches = list(PackedBatchSampler(kind(lengths), 64, window=100))
+    assert {index // 100 for batch in batches for index in batch} == set(range(10))
+    assert all(len({index // 100 for index in batch}) == 1 for batch in batches)
+    for window in range(10):
+        sums = [sum(lengths[i] for i in b) for b in batches if b[0] // 100 == window]
+        assert sorted(sums) == best_fit(lengths[100 * window : 100 * window + 100], 64)
+
+
+def test_a_window_puts_other_lengths_together_each_epoch():
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+
+    def companies(sampler, epoch):
+        sampler.set_epoch(epoch)
+        return sorted(sorted(lengths[batch].tolist()) for batch in sampler)
+
+    whole = PackedBatchSampler(lengths, 64, shuffle=True)
+    assert companies(whole, 0) == companies(whole, 1)
+    window = PackedBatchSampler(lengths, 64, window=100, shuffle=True)
+    assert companies(window, 0) != companies(window, 1)
+
+
+@pytest.mark.parametrize("kind", [np.array, Lazy])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_order_depends_on_seed_and_epoch_alone(kind, window):
+    lengths = np.random.default_rng(0).integers(1, 30, 200)
+
+    def batches(seed, epoch):
+        sampler = PackedBatchSampler(kind(lengths), 64, window=window, shuffle=True, seed=seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    every = [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert every == [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert len({tuple(map(tuple, one)) for one in every}) == 9
+    # Not the same batches in another order.
+    assert len({frozenset(map(frozenset, one)) for one in every}) == 9
+
+
+def test_an_iterator_keeps_its_epoch_and_its_batches():
+    sampler = PackedBatchSampler([1, 2, 3] * 10, 6, shuffle=True)
+    sampler.set_epoch(1)
+    expected = list(sampler)
+    begun = iter(sampler)
+    found = [next(begun)]
+    sampler.set_epoch(2)
+    assert list(sampler) != expected
+    assert found + list(begun) == expected
+    sampler.set_epoch(1)
+    for batch in sampler:
+        batch.clear()
+    assert list(sampler) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"), [({}, 64 * 4), ({"window": 50}, 50), ({"shuffle": True}, 500 + 64 * 4)]
+)
+def test_lazy_lengths_are_read_no_further_than_needed(monkeypatch, options, ahead):
+    monkeypatch.setattr(packed, "WINDOW", 500)
+    lengths = Lazy(1 + n % 5 for n in count())
+    batches = iter(PackedBatchSampler(lengths, 10, **options))
+    assert lengths.read == 0
+    taken = []
+    for batch in islice(batches, 300):
+        taken += batch
+        assert lengths.read - len(taken) <= ahead
+    assert len(taken) == len(set(taken)) > 600
+
+
+def test_lazy_lengths_can_be_read_again_or_say_so():
+    again = PackedBatchSampler(Lazy([2, 2, 2]), 4)
+    assert list(again) == list(again) == [[0, 1], [2]]
+    with pytest.raises(TypeError, match="lazily"):
+        len(again)
+    once = PackedBatchSampler(iter([2, 2, 2]), 4)
+    assert list(once) == [[0, 1], [2]]
+    with pytest.raises(RuntimeError, match="one epoch"):
+        iter(once)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> np.ndarray:
+    """Lengths like those of source files in tokens."""
+    return np.random.default_rng(0).lognormal(7.1, 1.6, 2000).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({}, 0.99), ({"window": 1000}, 0.99), ({"lazy": True}, 0.98), ({"world_size": 4}, 0.99)],
+)
+def test_rows_are_full(corpus, options, least):
+    lengths = Lazy(corpus.tolist()) if options.pop("lazy", False) else corpus
+    kind = partial(PackedBatchSampler, lengths, 4096, long="split", shuffle=True, **options)
+    ranks = [kind(rank=rank) for rank in range(options.get("world_size", 1))]
+    rows = sum(len(list(sampler)) for sampler in ranks)
+    assert corpus.sum() / (4096 * rows) >= least
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ({"capacity": 4.0}, TypeError, r"capacity must be an int, got 4\.0"),
+        ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
+        ({"rows": "4"}, TypeError, "rows must be an int, got '4'"),
+        ({"long": "drop"}, ValueError, "long must be 'refuse', 'cut' or 'split', got 'drop'"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"window": 0.5}, TypeError, "window must be an int"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
+        ({"lengths": 5}, TypeError, "lengths must be an iterable of ints, got 5"),
+    ],
+)
+def test_impossible_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        PackedBatchSampler(**{"lengths": [1, 2], "capacity": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("values", "long", "error", "message"),
+    [
+        ([1, 9, 5], "refuse", ValueError, r"lengths\[1\] is 9, .* at most capacity=5; raise cap"),
+        ([1, -9], "refuse", ValueError, r"lengths\[1\] is -9, but must be at least 0 and at most"),
+        ([1, 9, -3], "split", ValueError, r"lengths\[2\] is -3, but must be at least 0$"),
+        ([1, 2.0], "refuse", TypeError, "lengths must be one int for each sample, got"),
+        (["1"], "cut", TypeError, "lengths must be one int for each sample, got"),
+        ([True], "cut", TypeError, "lengths must be one int for each sample, got"),
+        ([[1, 2]], "cut", TypeError, "lengths must be one int for each sample, got"),
+    ],
+)
+def test_impossible_lengths(values, long, error, message):
+    for kind in (list, np.array, Lazy, iter):
+        with pytest.raises(error, match=message):
+            list(PackedBatchSampler(kind(values), 5, long=long))
+
+
+def test_small_dtypes_do_not_overflow():
+    for dtype in ("u1", "i2", "u8"):
+        lengths = np.full(1000, 100, dtype=dtype)
+        assert [len(batch) for batch in PackedBatchSampler(lengths, 70_000)] == [700, 300]
+        pieces = PackedBatchSampler(lengths[:1], 60, long="split")
+        assert list(pieces) == [[(0, 0, 60)], [(0, 60, 100)]]
+
+
+# --- states --------------------------------------------------------------------------------------
+
+LENGTHS = np.random.default_rng(1).integers(0, 30, 370)
+
+KINDS: dict[str, Any] = {
+    "epoch": (np.array, {"capacity": 64, "rows": 2, "shuffle": True}),
+    "window": (np.array, {"capacity": 25, "rows": 5, "long": "split", "window": 50}),
+    "lazy": (Lazy, {"capacity": 64, "rows": 2}),
+    "lazy window": (Lazy, {"capacity": 64, "rows": 2, "window": 100, "shuffle": True}),
+}
+"""Lengths and options of samplers of at least 40 batches."""
+
+LAZY_KINDS = ["lazy", "lazy window"]  # which read all lengths again for each state
+
+
+def make_sampler(kind: str, world_size: int = 1, rank: int = 0) -> PackedBatchSampler:
+    wrap, options = KINDS[kind]
+    lengths = wrap(np.tile(LENGTHS, world_size))
+    return PackedBatchSampler(lengths, rank=rank, world_size=world_size, **options)
+
+
+def as_saved(state: Any) -> Any:
+    text = json.dumps(state)
+    assert len(text) < 2000
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind", ["epoch", "window", *(pytest.param(k, marks=pytest.mark.slow) for k in LAZY_KINDS)]
+)
+def test_a_state_of_one_rank_restores_every_position_of_all(kind, world_size):
+    first, last = (make_sampler(kind, world_size, rank) for rank in (0, world_size - 1))
+    for sampler in (first, last):
+        sampler.set_epoch(3)
+    batches = list(last)
+    assert len(batches) >= 40
+    iterator = iter(first)
+    states = [as_saved(first.state_dict())]
+    states += [as_saved(first.state_dict()) for _ in iterator]
+    resumed = make_sampler(kind, world_size, world_size - 1)
+    for k, state in enumerate(states):
+        resumed.load_state_dict(state)
+        assert list(resumed) == batches[k:]
+        assert resumed.state_dict() == states[-1]
+        assert resumed.dropped == last.dropped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 3, "executor": "thread"}, {"num_workers": 2}],
+    ids=["inline", "thread", "process"],
+)
+def test_a_loader_goes_on_after_every_batch(options):
+    def sequence(index: int) -> Any:
+        return np.arange(LENGTHS[index % len(LENGTHS)]) + index
+
+    for world_size in (1, 2, 4):
+        sampler = make_sampler("epoch", world_size, world_size - 1)
+        with Loader(sequence, sampler, collate_fn=pack_collate(64, 2), **options) as loader:
+            found, states = [], [as_saved(loader.state_dict())]
+            for batch in loader:
+                assert batch.values.shape == (2, 64)
+                found.append([part.tolist() for part in batch])
+                states.append(as_saved(loader.state_dict()))
+            assert len(found) >= 40
+            for k, state in enumerate(states[:41]):
+                loader.load_state_dict(state)
+                assert [[part.tolist() for part in batch] for batch in loader] == found[k:]
+
+
+def test_the_state_is_small_and_refuses_other_arguments():
+    lengths = np.arange(100_000) % 50
+    big = PackedBatchSampler(lengths, 4096, long="split", shuffle=True)
+    next(iter(big))
+    assert len(json.dumps(big.state_dict())) < 400
+    endless = PackedBatchSampler(Lazy(count(1)), 9, long="cut")
+    list(islice(endless, 1000))
+    assert len(json.dumps(endless.state_dict())) < 400
+
+    given = {"lengths": [1, 2, 3], "capacity": 4, "rows": 2}
+    state = PackedBatchSampler(**given).state_dict()
+    for changed, message in (
+        ({"capacity": 5}, "capacity is 5, but the state is of capacity 4"),
+        ({"rows": None}, "rows is 1, but the state is of rows 2"),
+        ({"long": "cut"}, "long is 'cut', but the state is of long 'refuse'"),
+        ({"window": 9}, "window is 9, but the state is of window None"),
+        ({"shuffle": True}, "shuffle is True, but the state is of shuffle False"),
+        ({"seed": 1}, "seed is 1, but the state is of seed 0"),
+        ({"lengths": [1, 3, 2]}, "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'"),
+        ({"lengths": Lazy([1, 2])}, "n is None, but the state is of n 3"),
+        ({"world_size": 2}, "world_size is 2, but the state is of world_size 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedBatchSampler(**given | changed).load_state_dict(state)
+
+
+# --- pack_collate --------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    tokens: Any
+    label: int
+
+
+def segments(batch: Packed) -> list[tuple[int, list[Any]]]:
+    """The number in its row, and the values, of each segment; fails if anything contradicts."""
+    shape = batch.segment_ids.shape
+    assert batch.values.shape[: len(shape)] == batch.positions.shape == shape
+    assert {part.dtype for part in batch[1:]} == {np.dtype("i4")}
+    values = batch.values.reshape(-1, *batch.values.shape[len(shape) :])
+    ids, positions = batch.segment_ids.ravel(), batch.positions.ravel()
+    bounds = batch.cu_seqlens.tolist()
+    assert (bounds[0], bounds[-1]) == (0, ids.size)
+    found, last = [], 0
+    for start, stop in pairwise(bounds):
+        number = int(ids[start]) if start < stop else last + 1
+        assert set(ids[start:stop].tolist()) <= {number}
+        length = stop - start
+        assert positions[start:stop].tolist() == (list(range(length)) if number else [0] * length)
+        assert length == 0 or start // shape[-1] == (stop - 1) // shape[-1]  # within one row
+        found.append((number, values[start:stop].tolist()))
+        last = number
+    return found
+
+
+@invariant
+@given(
+    samples=st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=12),
+    capacity=st.none() | st.integers(9, 20),
+    spare=st.none() | st.integers(0, 2),
+    width=st.integers(1, 2),
+    arrays=st.booleans(),
+)
+def test_packing_round_trip(samples, capacity, spare, width, arrays):
+    """All samples are there, in their order; a row begins where the next one does not fit."""
+    used = len(rows_of(map(len, samples), capacity or 10**9))
+    rows = None if capacity is None or (spare is None and used == 1) else used + (spare or 0)
+    if arrays:
+        samples = [np.repeat(np.array(s, "i4")[:, None], width, axis=1) for s in samples]
+    batch = pack_collate(capacity, rows, -1)(samples)
+    total = sum(map(len, samples))
+    assert batch.segment_ids.shape == (
+        (total,) if capacity is None else (capacity,) if rows is None else (rows, capacity)
+    )
+    found = segments(batch)
+    assert [values for number, values in found if number] == [
+        s.tolist() if arrays else s for s in samples
+    ]
+    expected: list[int] = []
+    filled = number = 0
+    for length in map(len, samples):
+        fits = capacity is None or filled + length <= capacity
+        filled, number = (filled + length, number + 1) if fits else (length, 1)
+        expected.append(number)
+    assert [number for number, _ in found if number] == expected
+    padding = [values for number, values in found if not number]
+    assert all(set(flat(values) if arrays else values) <= {-1} for values in padding)
+    assert sum(map(len, padding)) == batch.segment_ids.size - total
+
+
+def test_packing_by_example():
+    values, segment_ids, positions, cu_seqlens = pack_collate()([[1, 2], [], [3, 4, 5]])
+    assert values.tolist() == [1, 2, 3, 4, 5]
+    assert segment_ids.tolist() == [1, 1, 3, 3, 3]
+    assert positions.tolist() == [0, 1, 0, 1, 2]
+    assert cu_seqlens.tolist() == [0, 2, 2, 5]
+    values, segment_ids, positions, cu_seqlens = pack_collate(4, 3, -1)([[1, 2], [3], [4, 5, 6]])
+    assert values.tolist() == [[1, 2, 3, -1], [4, 5, 6, -1], [-1] * 4]
+    assert segment_ids.tolist() == [[1, 1, 2, 0], [1, 1, 1, 0], [0] * 4]
+    assert positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 0], [0] * 4]
+    assert cu_seqlens.tolist() == [0, 2, 3, 4, 7, 8, 12]
+    assert pack_collate(4)([[1]]).values.tolist() == [1, 0, 0, 0]
+
+
+def test_packing_inside_structures():
+    batch = pack_collate()(
+        [
+            {"in": Sample(np.arange(n, dtype="u2"), n), "mask": [True] * n, "name": f"n{n}"}
+            for n in (2, 3)
+        ]
+    )
+    assert list(batch) == ["in", "mask", "name"]
+    assert type(batch["in"]) is Sample
+    assert batch["in"].tokens.values.dtype == np.uint16
+    assert batch["in"].tokens.values.tolist() == [0, 1, 0, 1, 2]
+    assert batch["in"].label.tolist() == [2, 3]
+    assert batch["mask"].values.tolist() == [True] * 5
+    assert batch["name"] == ["n2", "n3"]
+    # What is the same for both is there once.
+    for ours, theirs in zip(batch["in"].tokens[1:], batch["mask"][1:], strict=True):
+        assert ours is theirs
+    other = pack_collate()([{"text": [1, 2], "image": np.ones((5, 3))}])
+    assert (other["text"].cu_seqlens.tolist(), other["image"].cu_seqlens.tolist()) == (
+        [0, 2],
+        [0, 5],
+    )
+
+
+def test_packing_tensors():
+    torch = require("torch")
+    batch = pack_collate(8)([torch.arange(2), torch.arange(3)])
+    assert type(batch.values) is np.ndarray
+    assert batch.values.tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
+
+
+def test_pack_collate_travels():
+    pack = pickle.loads(pickle.dumps(pack_collate(8, 2, value=7)))
+    assert pack == pack_collate(8, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "samples", "message"),
+    [
+        (pack_collate(3), [[1], [1, 2, 3, 4]], "sample has 4 entries in sample 1 .* capacity=3; r"),
+        (pack_collate(3), [[1, 2], [3, 4]], "needs 2 rows of capacity=3 .* 2 samples .* rows=1"),
+        (
+            pack_collate(3, 2),
+            [[1, 2]] * 4,
+            r"needs 4 rows .*PackedBatchSampler\(lengths, 3, rows=2",
+        ),
+        (pack_collate(9), [{"a": [1, 2], "b": [1]}], r"sample\['b'\] is of another length"),
+        (pack_collate(), [np.ones((2, 3)), np.ones((2, 4))], r"pack_collate: .* first axis"),
+        (pack_collate(9, value=0.5), [[1]], "value=0.5 cannot pad sample"),
+        (pack_collate(), [[1], 2], r"sample has shapes \(1,\), \(\)"),
+        (pack_collate(), [], "no samples"),
+    ],
+)
+def test_what_cannot_be_packed(collate_fn, samples, message):
+    with pytest.raises(ValueError, match=message):
+        collate_fn(samples)
+
+
+def test_impossible_capacities():
+    with pytest.raises(TypeError, match="write collate_fn=pack_collate"):
+        pack_collate([[1, 2]])
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        pack_collate(0)
+    with pytest.raises(TypeError, match="rows must be an int"):
+        pack_collate(5, 1.5)
+    with pytest.raises(ValueError, match="rows=2 needs a capacity"):
+        pack_collate(rows=2)
+
+
+# --- sliced, and all of it together --------------------------------------------------------------
+
+
+def test_every_sequence_of_a_sample_is_sliced():
+    dataset = [{"x": np.arange(9), "y": Sample([1, 2, 3, 4], 7), "z": ("text", [np.eye(4), None])}]
+    found = sliced(dataset)[0, 1, 3]
+    assert found["x"].tolist() == [1, 2]
+    assert type(found["y"]) is Sample
+    assert (found["y"].tokens.tolist(), found["y"].label) == ([2, 3], 7)
+    assert found["z"][0] == "text"
+    assert found["z"][1][0].tolist() == np.eye(4)[1:3].tolist()
+    assert found["z"][1][1] is None
+    assert (type(found["z"]), type(found["z"][1])) == (tuple, list)
+    assert sliced(lambda index: np.arange(index))[8, 5, 8].tolist() == [5, 6, 7]
+
+
+def test_slices_that_are_not_there():
+    with pytest.raises(
+        ValueError, match=r"sample\['x'\] has 3 entries, but the item is \(0, 0, 4\)"
+    ):
+        sliced([{"x": [1, 2, 3]}])[0, 0, 4]
+    with pytest.raises(TypeError, match=r"must be a tuple \(index, start, stop\), got 0"):
+        sliced([[1, 2]])[0]
+
+
+class Fetching:
+    """Fetches several at a time, and gives SKIP for one."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [np.full(LENGTHS[index], index) for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [Fetching(), lambda index: np.full(LENGTHS[index], index)])
+def test_pieces_are_all_there_through_a_loader(dataset):
+    sampler = PackedBatchSampler(LENGTHS, 20, 3, long="split", shuffle=True)
+    seen = np.zeros_like(LENGTHS)
+    with Loader(
+        sliced(dataset), sampler, collate_fn=pack_collate(20, 3, value=-1), num_workers=0
+    ) as loader:
+        for values, segment_ids, _, _ in loader:
+            assert_array_equal(values == -1, segment_ids == 0)
+            seen += np.bincount(values[values >= 0], minlength=len(seen))
+    assert_array_equal(seen, LENGTHS)
+
+
+def test_samples_that_are_left_out_do_not_change_the_shape():
+    sampler = PackedBatchSampler(LENGTHS, 64, 2)
+    kept = 0
+    with Loader(
+        lambda index: SKIP if index % 3 == 0 else np.full(LENGTHS[index], index),
+        sampler,
+        collate_fn=pack_collate(64, 2),
+        num_workers=0,
+    ) as loader:
+        for batch in loader:
+            assert batch.values.shape == (2, 64)
+            kept += int((batch.segment_ids > 0).sum())
+    assert kept == sum(LENGTHS) - sum(LENGTHS[::3])
