@@ -44,9 +44,9 @@ class PackedBatchSampler(Sampler):
     Shuffled, the samples of one length change places, and so do the rows. Over a whole epoch,
     best fit puts the same lengths together each time. With a ``window`` it does not.
 
-    With ranks, each has equally many rows at each step, ``rows`` of them. For that a few samples
-    get rows of their own at the end. Only if all samples have rows of their own, as few as
-    ``world_size - 1`` of them, at most, are dropped.
+    With ranks, all of them have equally many rows at each step. For that up to ``world_size - 1``
+    rows are divided. Samples are dropped only if there are too few for that: then each has a row
+    of its own, and fewer than ``world_size`` are left over.
 
     Args:
         lengths: length of each sample, an int, as a sequence or an array of shape ``(n,)``; or as
@@ -229,15 +229,17 @@ class PackedBatchSampler(Sampler):
         Args:
             rows: number of the row of each piece.
             rng: what to shuffle the rows with.
-            ranks: what the number of rows must be a multiple of. Some rows are divided for that.
-                If that is not enough, the last rows have no end.
+            ranks: what the number of rows must be a multiple of. The rows of most pieces are
+                halved for that. If there are too few pieces, the last rows have no end.
         """
         import numpy as np
 
         by_row = np.argsort(rows, kind="stable")
         starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
-        others = np.delete(np.arange(len(rows)), starts)
-        starts = np.sort(np.append(starts, others[: -len(starts) % ranks]))
+        while (short := -len(starts) % ranks) and len(starts) < len(rows):
+            sizes = np.diff(starts, append=len(rows))
+            most = np.argsort(-sizes, kind="stable")[:short]
+            starts = np.union1d(starts, starts[most] + sizes[most] // 2)
         order = rng.permutation(len(starts)) if self.shuffle else np.argsort(by_row[starts])
         sizes = np.diff(starts, append=len(rows))[order]
         ends = np.cumsum(sizes)
