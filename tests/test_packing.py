@@ -272,6 +272,14 @@ def test_the_order_depends_on_seed_and_epoch_alone(kind, window):
     assert len({frozenset(map(frozenset, one)) for one in every}) == 9
 
 
+def test_rows_are_shuffled_too():
+    """By their first samples, rows of many samples would come before those of few."""
+    lengths = np.random.default_rng(0).lognormal(6, 1, 3000).clip(1, 4096).astype(int)
+    for seed in range(3):
+        sizes = list(map(len, PackedBatchSampler(lengths, 4096, shuffle=True, seed=seed)))
+        assert abs(np.corrcoef(sizes, range(len(sizes)))[0, 1]) < 0.2
+
+
 def test_an_iterator_keeps_its_epoch_and_its_batches():
     sampler = PackedBatchSampler([1, 2, 3] * 10, 6, shuffle=True)
     sampler.set_epoch(1)
