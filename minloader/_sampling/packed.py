@@ -212,9 +212,10 @@ class PackedBatchSampler(Sampler):
     def _lazy_rows(
         self, chunks: Iterator[NDArray[Any]], rng: np.random.Generator
     ) -> Iterator[NDArray[Any]]:
+        """Yield rows: by first fit as they become full, or all of one window after another."""
         import numpy as np
 
-        if self.window is None:
+        if self.window is None:  # then nothing is left of the chunks
             samples = (zip(chunk, costs_of(chunk).tolist(), strict=True) for chunk in chunks)
             yield from map(np.array, first_fit(chain.from_iterable(samples), self.capacity))
         for pieces in chunks:
