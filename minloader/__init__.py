@@ -75,10 +75,10 @@ _ROOMS = {
     "_sampling.batch": "BatchSampler",
     "_sampling.collate": "Padded collate pad_collate",
     "_sampling.dynamic": "DynamicBatchSampler",
-    "_worker.concurrent": "concurrent",
     "_sampling.pack_collate": "Packed pack_collate",
     "_sampling.packed": "PackedBatchSampler",
     "_sampling.sliced": "sliced",
+    "_worker.concurrent": "concurrent",
     "_worker.messages": "WorkerInfo",
     "_worker.start": "get_worker_info",
 }
