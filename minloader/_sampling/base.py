@@ -13,11 +13,12 @@ of a like size, so that no rank waits for another.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minloader._checks import check_int, shown
+from minloader._checks import check_int, is_stateful, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +57,15 @@ def ranks_of(sampler: Any) -> dict[str, Any] | None:
     return None
 
 
+def check_has_state(name: str, sampler: Any) -> None:
+    """Refuse a sampler that has no state, where a state was saved."""
+    if not is_stateful(sampler):
+        raise ValueError(
+            f"the state holds one of {name}, but {shown(sampler)} has no load_state_dict; make the "
+            "sampler over one of the same kind"
+        )
+
+
 class Repeatable:
     """An iterable that refuses a second epoch if it would be silently empty.
 
@@ -87,9 +97,11 @@ class Position:
         epoch: number of its epoch.
         yielded: number of batches it has yielded.
         left: indices that earlier epochs have left for this one. When it has ended: those that
-            this epoch leaves for the next.
+            this epoch leaves for the next. Of a mixture: what was drawn for a batch that an error
+            has interrupted.
         ended: whether it has ended.
-        inner: state that an inner sampler was restored from, until it is iterated.
+        inner: where inner samplers stand: the state that they were restored from, until they are
+            iterated.
     """
 
     epoch: int
@@ -103,6 +115,7 @@ class Sampler:
     """The seed, epoch, rank and state of a sampler."""
 
     _recorded: tuple[str, ...] = ("epoch", "yielded")  # attributes of Position that a state has
+    _inner: Any = None  # what this one reads its items from
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.seed = check_int("seed", seed, 0)
@@ -117,7 +130,7 @@ class Sampler:
         self._left: list[Any] = []  # indices that it has left for the next
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iterator goes through.
+        """Choose the epoch that the next iterator goes through, also in an inner sampler.
 
         A loaded position is kept if it is in this epoch, and forgotten otherwise.
 
@@ -130,6 +143,9 @@ class Sampler:
         self.epoch = check_int("epoch", epoch, 0)
         if self._loaded and self._position is not None and self._position.epoch != self.epoch:
             self._position, self._loaded = None, False
+        # Not where a position was loaded: an inner sampler that was put back might begin anew.
+        if not self._loaded and hasattr(self._inner, "set_epoch"):
+            self._inner.set_epoch(epoch)
 
     def state_dict(self, *, begin: bool = False) -> dict[str, Any]:
         """Return the position of the iterator made last, as a small dict that is fit for JSON.
@@ -192,6 +208,15 @@ class Sampler:
     def _accept(self, position: Position) -> None:
         """Prepare to continue from a loaded position, or raise an error and change nothing."""
 
+    def _restore_inner(self, epoch: int, state: Any) -> None:
+        """Put the inner sampler back, or have it begin an epoch if there is no state of it."""
+        if state is not None:
+            check_has_state("the inner sampler", self._inner)
+        if hasattr(self._inner, "set_epoch"):
+            self._inner.set_epoch(epoch)
+        if state is not None:
+            self._inner.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+
     def _beginning(self) -> Position:
         return Position(self.epoch, left=self._left)
 
@@ -202,7 +227,8 @@ class Sampler:
         self._loaded = False
         return self._position
 
-    def _rng(self, epoch: int) -> np.random.Generator:
+    def _rng(self, *numbers: int) -> np.random.Generator:
+        """Return the generator of an epoch, or of a part of it: the numbers say which."""
         import numpy as np
 
-        return np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
+        return np.random.default_rng(np.random.SeedSequence([self.seed, *numbers]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-from minloader._checks import check_int, is_stateful, shown
+from minloader._checks import check_int, is_stateful
 from minloader._sampling.base import Position, Repeatable, Sampler
 
 CHUNK = 65_536
@@ -72,22 +72,6 @@ class BatchSampler(Sampler):
         self.shuffle = bool(shuffle)
         self.last_batch = last_batch
         self._step = self.world_size * (self.batch_size or 1)  # indices
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iterator goes through, also in an inner sampler.
-
-        A loaded position is kept if it is in this epoch, and forgotten otherwise.
-
-        Args:
-            epoch: number of the epoch, from 0.
-
-        Raises:
-            TypeError, ValueError: ``epoch`` is not an int, or below 0.
-        """
-        super().set_epoch(epoch)
-        # Not where a position was loaded: an inner sampler that was put back might begin anew.
-        if not self._loaded and hasattr(self._inner, "set_epoch"):
-            self._inner.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch, the same for every rank.
@@ -202,13 +186,5 @@ class BatchSampler(Sampler):
         return replace(position, left=left, inner=inner)
 
     def _accept(self, position: Position) -> None:
-        if position.inner is not None and not is_stateful(self._inner):
-            raise ValueError(
-                f"the state holds one of the inner sampler, but {shown(self._inner)} has no "
-                "load_state_dict; make the sampler over one of the same kind"
-            )
-        if hasattr(self._inner, "set_epoch"):
-            self._inner.set_epoch(position.epoch)
-        if position.inner is not None:
-            self._inner.load_state_dict(position.inner)
+        self._restore_inner(position.epoch, position.inner)
         position.left = self._left = list(position.left)
