@@ -9,19 +9,23 @@ Planned in the parent, in this order:
    each rank. The samples of the other batches are dealt out anew (``_deal``).
 
 Every rank plans all steps from the same seed and takes its own batch of each.
+
+The items of an inner sampler are planned window by window (``windows.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
 from itertools import chain, islice
 from numbers import Real
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minloader._checks import check_int, shown
+from minloader._checks import check_int, check_iterable, shown
 from minloader._sampling.base import Position, Repeatable, Sampler
+from minloader._sampling.windows import Windows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +36,9 @@ if TYPE_CHECKING:
     _Step = list[list[int]]  # a batch for each rank
 
 WINDOW = 10_000
-"""Number of lazy lengths that are read ahead to be sorted or shuffled. More of them make tighter
-buckets and better shuffling, but the first batch waits for all of them."""
+"""Number of lazy lengths, or of an inner sampler's items, that are read ahead to be sorted or
+shuffled. More of them make tighter buckets and better shuffling, but the first batch waits for all
+of them."""
 
 SPREAD = 0.05
 """How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
@@ -42,6 +47,12 @@ time that a rank may wait for another. With less, the samples of more batches ar
 SPARE = 100
 """One in so many samples may be dropped where the costs of a step would differ by more than
 :data:`SPREAD`. With fewer, the outliers of an epoch make ranks wait."""
+
+
+class LookUp(Protocol):
+    """A sequence, a mapping, or what else returns something for an item."""
+
+    def __getitem__(self, item: Any, /) -> Any: ...
 
 
 class DynamicBatchSampler(Sampler):
@@ -61,10 +72,14 @@ class DynamicBatchSampler(Sampler):
     enough, as with few samples for many ranks, the costs of some steps differ by more. At the end,
     fewer than ``world_size`` samples may be left over, which are dropped too.
 
+    The items of an inner ``sampler`` are planned 10,000 at a time, as an epoch each. A state then
+    has that of the inner sampler, if it has one, and no more than 10,000 items are read again.
+
     Args:
         lengths: length of each sample (tokens, seconds, ...), as a sequence or an array of shape
             ``(n,)``; or as any iterable, which is read lazily, at most 10,000 lengths ahead. All
-            ranks must be given the same lengths.
+            ranks must be given the same lengths. With a ``sampler``: what its items' lengths are
+            looked up in (``lengths[item]``), or a function of an item.
         max_total: largest sum of the lengths in a batch. Give either this or ``max_padded``.
         max_padded: largest value of ``len(batch) * longest``, the size of the padded batch.
         max_batch: largest number of samples in a batch. None: no limit.
@@ -78,16 +93,18 @@ class DynamicBatchSampler(Sampler):
             is not the length: ``cost=lambda n: n * n``. The budget is then one of costs, and with
             ``max_padded`` it limits ``len(batch)`` times the highest cost. Called once for each
             length that occurs.
+        sampler: iterable of items, which batches then consist of, in place of the indices of
+            ``lengths``. With ranks, it must give the same items in each of them.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument has an impossible value, or a single sample exceeds the budget.
-            (Lazy lengths raise it when they are read.)
+            (Lazy lengths and those of items raise it when they are read.)
     """
 
     def __init__(
         self,
-        lengths: Iterable[float],
+        lengths: Iterable[float] | LookUp | Callable[[Any], float],
         max_total: float | None = None,
         max_padded: float | None = None,
         max_batch: int | None = None,
@@ -97,6 +114,7 @@ class DynamicBatchSampler(Sampler):
         rank: int = 0,
         world_size: int = 1,
         cost: Callable[[Any], float] | None = None,
+        sampler: Iterable[Any] | None = None,
     ) -> None:
         super().__init__(seed, rank, world_size)
         if (max_total is None) == (max_padded is None):
@@ -115,11 +133,26 @@ class DynamicBatchSampler(Sampler):
         if cost is not None and not callable(cost):
             raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
         self._cost = cost
-        if not hasattr(lengths, "__iter__"):
-            raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
-        self._lazy = Repeatable("lengths", lengths)
-        self._costs = self._checked(lengths, 0) if hasattr(lengths, "__len__") else None
+        self._costs: NDArray[Any] | None = None  # None: they are not known beforehand
         self._digest: str | None = None
+        self._inner = sampler
+        if sampler is not None:
+            check_iterable("sampler", sampler)
+            self._lazy = Repeatable("sampler", sampler)
+            self._length_of: Any = getattr(lengths, "__getitem__", lengths)
+            if not callable(self._length_of):
+                raise TypeError(
+                    "lengths must have __getitem__ or be a function of an item, where there is a "
+                    f"sampler, got {shown(lengths)}"
+                )
+            self._digest = "of a sampler"
+            self._recorded += ("inner",)
+        elif not isinstance(lengths, Iterable):
+            raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
+        else:
+            self._lazy = Repeatable("lengths", lengths)
+            if isinstance(lengths, Sized):
+                self._costs = self._checked(lengths, range(len(lengths)))
         self._plan: tuple[int, list[list[int]], int] | None = None  # epoch, batches, dropped
 
     def __len__(self) -> int:
@@ -140,14 +173,22 @@ class DynamicBatchSampler(Sampler):
         """
         return self._dropped if self._costs is None else self._planned(self._costs, self.epoch)[1]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         position = self._begin()
+        if self._inner is not None:
+            items = self._inner, iter(self._lazy), self._length_of
+            plan = partial(self._plan_window, position.epoch)
+            return Windows(position, *items, plan, WINDOW, partial(setattr, self, "_dropped"))
         batches: Iterable[list[int]]
         if self._costs is None:
             batches = self._lazily(iter(self._lazy), position.epoch)
         else:
             batches = self._planned(self._costs, position.epoch)[0]
         return self._counted(islice(batches, position.yielded, None), position)
+
+    def _accept(self, position: Position) -> None:
+        known = position.inner
+        self._restore_inner(position.epoch, known and known["state"])
 
     def _counted(self, batches: Iterator[list[int]], position: Position) -> Iterator[list[int]]:
         for batch in batches:
@@ -173,16 +214,34 @@ class DynamicBatchSampler(Sampler):
     # --- steps, which every rank plans alike
 
     def _planned(self, costs: NDArray[Any], epoch: int) -> tuple[list[list[int]], int]:
+        """Return the plan of an epoch, which is kept."""
+        key = epoch if self.shuffle else 0
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, *self._plan_all(costs, self._rng(epoch))
+        return self._plan[1:]
+
+    def _plan_window(
+        self, epoch: int, before: int, items: list[Any], lengths: list[Any]
+    ) -> tuple[list[list[int]], int]:
+        """Plan a window of an inner sampler's items, as if it were an epoch.
+
+        Args:
+            epoch: number of the epoch.
+            before: number of steps of the epoch before this window.
+            items: the items of the window.
+            lengths: their lengths.
+        """
+        return self._plan_all(self._checked(lengths, items), self._rng(epoch, before))
+
+    def _plan_all(
+        self, costs: NDArray[Any], rng: np.random.Generator
+    ) -> tuple[list[list[int]], int]:
         """Return the batches of this rank, and the number of samples that no rank gets."""
         import numpy as np
 
-        key = epoch if self.shuffle else 0
-        if self._plan is None or self._plan[0] != key:
-            window = np.arange(len(costs)), costs
-            spare = self._spare(len(costs))
-            steps, dropped = self._steps(window, self._edges(costs), self._rng(epoch), spare)
-            self._plan = key, [step[self.rank] for step in steps], len(dropped)
-        return self._plan[1:]
+        window = np.arange(len(costs)), costs
+        steps, dropped = self._steps(window, self._edges(costs), rng, self._spare(len(costs)))
+        return [step[self.rank] for step in steps], len(dropped)
 
     def _lazily(self, lengths: Iterator[float], epoch: int) -> Iterator[list[int]]:
         """Yield the batches of this rank, window by window. The first decides the buckets."""
@@ -217,8 +276,9 @@ class DynamicBatchSampler(Sampler):
         ahead = self.shuffle or self._buckets > 1 or self.world_size > 1
         seen = 0
         while chunk := list(islice(lengths, WINDOW if ahead else 1)):
-            yield np.arange(seen, seen + len(chunk)), self._checked(chunk, seen)
-            seen += len(chunk)
+            end = seen + len(chunk)
+            yield np.arange(seen, end), self._checked(chunk, range(seen, end))
+            seen = end
 
     def _steps(
         self, window: _Window, edges: NDArray[Any], rng: np.random.Generator, spare: int
@@ -234,20 +294,24 @@ class DynamicBatchSampler(Sampler):
         import numpy as np
 
         steps: list[_Step] = []
-        dropped: list[int] = []
-        filled = self._fill(self._samples(window, edges, rng))
-        if self.world_size == 1:
-            steps = [[batch] for _, _, batch in filled]
-        else:
+        odd: list[list[int]] = []  # batches in no step
+        filled = list(self._fill(self._samples(window, edges, rng)))
+        if self.world_size > 1:
             buckets: list[list[_Costly]] = [[] for _ in range(self._buckets)]
             for bucket, size, batch in filled:
                 buckets[bucket].append((size * len(batch) if self._padded else size, batch))
             # First within each bucket, where the batches of a step have a like shape as well.
-            odd = [other for batches in buckets for other in self._match(batches, steps)]
-            odd = self._match(odd, steps)
-            rest = np.array([index for _, batch in odd for index in batch], np.int64)
-            indices, costs = window
-            dropped = self._deal((rest, costs[np.searchsorted(indices, rest)]), spare, steps)
+            others = [other for batches in buckets for other in self._match(batches, steps)]
+            odd = [batch for _, batch in self._match(others, steps)]
+        else:
+            steps = [[batch] for _, _, batch in filled]
+            if self._inner is not None and self._buckets > 1:
+                # The last batch of each bucket is incomplete: too many of them for a window.
+                last = len(steps) - len({bucket for bucket, _, _ in filled})
+                steps, odd = steps[:last], [batch for (batch,) in steps[last:]]
+        rest = np.array(list(chain.from_iterable(odd)), np.int64)
+        indices, costs = window
+        dropped = self._deal((rest, costs[np.searchsorted(indices, rest)]), spare, steps)
         if self.shuffle:
             steps = [steps[i] for i in rng.permutation(len(steps))]
         elif self.world_size > 1:
@@ -366,12 +430,12 @@ class DynamicBatchSampler(Sampler):
 
     # --- lengths and costs
 
-    def _checked(self, lengths: Iterable[float], first: int) -> NDArray[Any]:
+    def _checked(self, lengths: Any, items: Sequence[Any]) -> NDArray[Any]:
         """Return the cost of each sample as an array.
 
         Args:
             lengths: the lengths, which are checked.
-            first: index of the first sample, for messages.
+            items: what messages call each sample.
 
         Raises:
             TypeError: a length is no number.
@@ -392,7 +456,7 @@ class DynamicBatchSampler(Sampler):
             index = int(np.argmax(wrong))
             price = "" if costs is values else f" and costs {costs[index]:g}"
             raise ValueError(
-                f"lengths[{first + index}] is {values[index]}{price}, but must be at least 0 and "
+                f"lengths[{items[index]!r}] is {values[index]}{price}, but must be at least 0 and "
                 f"at most {self._budget_name}={self._budget:g}; raise {self._budget_name}, or "
                 "leave that sample out"
             )
