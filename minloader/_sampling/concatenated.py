@@ -1,0 +1,114 @@
+"""Several datasets as one, so that a sampler can draw from all of them."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from minloader._checks import check_samples, shown
+
+
+class Concatenated:
+    """Several datasets as one.
+
+    Sample ``(part, index)`` is sample ``index`` of dataset ``part``: what :class:`MixtureSampler`
+    yields. If all datasets have a length, sample ``offsets[part] + index`` is the same one. Samples
+    are fetched where batches are made.
+
+    It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
+
+    Args:
+        datasets: at least one. Each has ``__getitem__``, for indices from 0 or other keys. If one
+            has ``__getitems__``, its samples of a batch are fetched at once.
+
+    Attributes:
+        datasets: these datasets, in a list.
+
+    Raises:
+        TypeError: one of them is no dataset.
+        ValueError: there are none.
+    """
+
+    def __init__(self, datasets: Iterable[Any]) -> None:
+        self.datasets = list(datasets)
+        if not self.datasets:
+            raise ValueError("datasets must hold at least one dataset, got none")
+        for part, dataset in enumerate(self.datasets):
+            if not hasattr(type(dataset), "__getitem__"):
+                raise TypeError(f"datasets[{part}] must have __getitem__, got {shown(dataset)}")
+
+    @property
+    def offsets(self) -> list[int]:
+        """Index of the first sample of each dataset.
+
+        Raises:
+            TypeError: a dataset has no length.
+        """
+        return [0, *self._ends[:-1]]
+
+    def __len__(self) -> int:
+        """Return the number of samples of all datasets.
+
+        Raises:
+            TypeError: a dataset has no length.
+        """
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(map(len, self.datasets)))
+
+    def __getitem__(self, item: Any) -> Any:
+        """Return a sample.
+
+        Args:
+            item: ``(part, index)``, also as a list; or an index over all datasets.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        part, index = self._place(item)
+        return self.datasets[part][index]
+
+    @property
+    def __getitems__(self) -> Callable[[list[Any]], list[Any]]:
+        """Fetch the samples of a batch; only where a dataset can do so.
+
+        Otherwise they are fetched one by one, so that an error names its sample.
+        """
+        if not any(hasattr(dataset, "__getitems__") for dataset in self.datasets):
+            raise AttributeError("none of the datasets has __getitems__")
+        return self._fetch
+
+    def _fetch(self, items: list[Any]) -> list[Any]:
+        samples: list[Any] = [None] * len(items)
+        places: dict[int, list[tuple[int, Any]]] = {}  # for each part: places in items, and indices
+        for place, item in enumerate(items):
+            part, index = self._place(item)
+            places.setdefault(part, []).append((place, index))
+        for part, asked in places.items():
+            dataset = self.datasets[part]
+            indices = [index for _, index in asked]
+            if hasattr(dataset, "__getitems__"):
+                fetched = check_samples(dataset.__getitems__(indices), indices)
+            else:
+                fetched = [dataset[index] for index in indices]
+            for (place, _), sample in zip(asked, fetched, strict=True):
+                samples[place] = sample
+        return samples
+
+    def _place(self, item: Any) -> tuple[int, Any]:
+        """Return the number of a dataset, and an index in it."""
+        if isinstance(item, (tuple, list)):
+            part, index = item
+            return part, index
+        index, total = operator.index(item), len(self)
+        if not -total <= index < total:
+            raise IndexError(f"index {index} is beyond the {total} samples of all datasets")
+        index %= total
+        part = bisect_right(self._ends, index)
+        return part, index - self.offsets[part]
