@@ -1,0 +1,919 @@
+"""Mixtures: the shares held, nothing lost, every state goes on exactly, also under a budget."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from itertools import chain, count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Lazily, Stateful
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minloader import BatchSampler, Concatenated, DynamicBatchSampler, Loader
+from minloader import MixtureSampler as Mixture
+from minloader._sampling import dynamic
+
+invariant = settings(deadline=None, max_examples=25)  # a busy machine is no failure
+STOPS = ["first", "last", "never"]
+
+
+class Sized:
+    """A dataset that must not be read."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("the parent reads no samples")
+
+
+class Failing:
+    """Raises an error in place of some of its items; its iterators go on after that."""
+
+    def __init__(self, n: int, bad: Iterable[int]) -> None:
+        self.n, self.bad = n, set(bad)
+
+    def __iter__(self) -> Iterator[int]:
+        return _Failing(self)
+
+
+class _Failing:
+    def __init__(self, part: Failing) -> None:
+        self.part, self.place = part, -1
+
+    def __iter__(self) -> _Failing:
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        if self.place >= self.part.n:
+            raise StopIteration
+        if self.place in self.part.bad:
+            raise OSError(f"{self.place} is bad")
+        return self.place
+
+
+def first(n: int, batches: Iterable[Any]) -> list[Any]:
+    return list(islice(batches, n))
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(batches))
+
+
+def stored(state: Any) -> Any:
+    """A state as it comes back from a file, which it does not fill."""
+    text = json.dumps(state)
+    assert len(text) < 2000
+    return json.loads(text)
+
+
+def every_rank(world_size: int, kind: Any, *args: Any, **options: Any) -> list[Any]:
+    return [kind(*args, rank=r, world_size=world_size, **options) for r in range(world_size)]
+
+
+# --- shares --------------------------------------------------------------------------------------
+
+
+def test_the_parts_take_turns():
+    mixture = Mixture([100, 50, 10], [0.6, 0.3, 0.1])
+    assert first(10, mixture) == [
+        *((0, 0), (0, 1), (1, 0), (0, 2), (0, 3)),
+        *((1, 1), (0, 4), (1, 2), (0, 5), (2, 0)),
+    ]
+    assert first(6, Mixture([9, 9], [1, 1], 2)) == [[(0, n), (1, n)] for n in range(6)]
+
+
+numbers = st.one_of(
+    st.integers(0, 20), st.floats(0, 1), st.sampled_from([1e-300, 1e-18, 1e18, 1e300])
+)
+weightings = st.lists(numbers, min_size=1, max_size=6).filter(any)
+
+
+@invariant
+@given(weights=weightings)
+def test_every_part_is_within_one_of_its_share(weights):
+    """After any number of draws."""
+    mixture = Mixture([10**9] * len(weights), weights)
+    total = sum(map(Fraction, weights))
+    drawn = [0] * len(weights)
+    for draws, (part, index) in enumerate(islice(mixture, 100), 1):
+        assert index == drawn[part]
+        drawn[part] += 1
+        for taken, weight in zip(drawn, weights, strict=True):
+            # Not by more than what 100 weights of 53 bits are rounded by.
+            assert abs(taken - draws * Fraction(weight) / total) < 1 + Fraction(1, 10**12)
+            assert weight or not taken
+
+
+@invariant
+@given(weights=st.lists(st.integers(1, 9), min_size=2, max_size=4), size=st.integers(1, 9))
+def test_every_rank_has_its_shares(weights, size):
+    for mixture in every_rank(4, Mixture, [10**9] * len(weights), weights, size):
+        drawn = Counter(part for part, _ in flat(islice(mixture, 12)))
+        for part, weight in enumerate(weights):
+            share = 12 * size * weight / sum(weights)
+            assert abs(drawn[part] - share) < 2 * 12  # each batch is within 2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_ratios_of_weights_count(exact):
+    expected = first(50, Mixture([99, 99], [0.75, 0.25], exact=exact))
+    for weights in ([3, 1], (1.5, 0.5), np.array([6, 2]), [Fraction(3), Fraction(1)]):
+        assert first(50, Mixture([99, 99], weights, exact=exact)) == expected
+
+
+def test_random_shares_follow_from_seed_and_epoch():
+    def parts(seed: int, epoch: int) -> tuple[int, ...]:
+        mixture = Mixture([10**6] * 3, [0.6, 0.3, 0.1], exact=False, seed=seed)
+        mixture.set_epoch(epoch)
+        return tuple(part for part, _ in islice(mixture, 1000))
+
+    every = [parts(seed, epoch) for seed in range(2) for epoch in range(2)]
+    assert every == [parts(seed, epoch) for seed in range(2) for epoch in range(2)]
+    assert len(set(every)) == 4
+    for drawn in every:  # five standard deviations
+        for part, share in enumerate([0.6, 0.3, 0.1]):
+            assert abs(drawn.count(part) - 1000 * share) < 5 * math.sqrt(1000 * share * (1 - share))
+
+
+def test_weights_by_a_schedule():
+    """By the step, which is a batch of all ranks; and by the epoch."""
+
+    def weights(epoch: int, step: int) -> list[float]:
+        return [1, 0, epoch] if step < 3 else [0, 1, 0]
+
+    drawn = [[part for part, _ in batch] for batch in islice(Mixture([99] * 3, weights, 2), 5)]
+    assert drawn == [[0, 0]] * 3 + [[1, 1]] * 2
+    ranks = every_rank(2, Mixture, [99] * 3, weights, 2)
+    for mixture in ranks:
+        mixture.set_epoch(1)
+        drawn = [sorted(part for part, _ in batch) for batch in islice(mixture, 5)]
+        assert drawn == [[0, 2]] * 3 + [[1, 1]] * 2
+
+
+def test_what_is_due_stays_due_when_weights_change():
+    mixture = Mixture([99, 99], lambda epoch, step: [9, 1] if step < 4 else [1, 1])
+    drawn = [part for part, _ in islice(mixture, 20)]
+    assert drawn[:4] == [0, 0, 0, 0]
+    assert drawn.count(1) == round(4 * 0.1 + 16 * 0.5)
+
+
+# --- the end, and beginning anew -----------------------------------------------------------------
+
+
+@invariant
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    batch_size=st.none() | st.integers(1, 5),
+    exact=st.booleans(),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 4),
+)
+def test_until_the_last_part_every_item_comes_once(
+    sizes, weights, batch_size, exact, shuffle, world_size
+):
+    weights = weights[: len(sizes)]
+    options = {"stop": "last", "exact": exact, "shuffle": shuffle}
+    ranks = every_rank(world_size, Mixture, sizes, weights, batch_size, **options)
+    steps = list(zip(*ranks, strict=True))
+    if batch_size is not None:
+        sizes_of = [[len(batch) for batch in step] for step in steps]
+        assert all(step == [batch_size] * world_size for step in sizes_of[:-1])
+        assert all(max(step) - min(step) <= 1 and min(step) for step in sizes_of)
+        steps = [flat(step) for step in steps]
+    items = flat(steps)
+    (dropped,) = {mixture.dropped for mixture in ranks}
+    assert dropped < world_size
+    assert len(items) == len(set(items)) == sum(sizes) - dropped
+    assert set(items) <= {(part, n) for part, size in enumerate(sizes) for n in range(size)}
+    if not shuffle:  # each part in its order
+        for part in range(len(sizes)):
+            own = [index for number, index in items if number == part]
+            assert own == list(range(len(own)))
+
+
+def test_until_the_first_part():
+    assert list(Mixture([3, 100], [1, 1])) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert list(Mixture([3, 100], [1, 1], 4)) == [
+        [(0, 0), (1, 0), (0, 1), (1, 1)],
+        [(0, 2), (1, 2)],
+    ]
+    iterator = iter(Mixture([1, 5], [1, 1]))
+    assert [*iterator, *iterator] == [(0, 0), (1, 0)]  # over is over
+
+
+def test_shares_of_those_that_go_on():
+    drawn = [part for part, _ in islice(Mixture([2, 99, 99], [4, 2, 1], stop="last"), 40)]
+    assert drawn[:3] == [0, 0, 1]
+    # The next draw finds that part 0 has ended. From there the others count anew.
+    assert drawn[3:] == [1 + part for part, _ in islice(Mixture([99, 99], [2, 1]), 37)]
+
+
+def test_never_begins_parts_anew_in_another_order():
+    mixture = Mixture([4, 7], [1, 1], stop="never", shuffle=True)
+    drawn = first(140, mixture)
+    own = [index for part, index in drawn if part == 0]
+    passes = [tuple(own[n : n + 4]) for n in range(0, 68, 4)]
+    assert all(sorted(each) == [0, 1, 2, 3] for each in passes)
+    assert len(set(passes)) > 5
+    mixture.set_epoch(1)
+    assert first(140, mixture) != drawn
+    mixture.set_epoch(0)
+    assert first(140, mixture) == drawn
+    # Parts of the same length have different orders.
+    pairs = first(20, Mixture([10, 10], [1, 1], shuffle=True))
+    assert [index for part, index in pairs if part] != [n for part, n in pairs if not part]
+
+
+def test_samplers_as_parts_are_told_their_epoch():
+    """Another for each pass."""
+    told = []
+
+    class Told(Lazily):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    mixture = Mixture([Told("ab"), Told("cdefgh")], [1, 1], stop="never")
+    mixture.set_epoch(3)
+    assert first(6, mixture)[::2] == [(0, "a"), (0, "b"), (0, "a")]
+    assert len(told) == len({*told, 3}) + 1 == 3
+    assert told[:2] == [3, 3]
+
+
+def test_parts_of_every_kind():
+    parts = [2, Sized(2), range(5, 7), Lazily([8, 9]), BatchSampler([3, 1], None), iter("xy")]
+    drawn = list(Mixture(parts, [1] * 6, stop="last"))
+    own = [[index for part, index in drawn if part == number] for number in range(6)]
+    assert own == [[0, 1], [0, 1], [5, 6], [8, 9], [3, 1], ["x", "y"]]
+
+
+# --- parts that are unusual ----------------------------------------------------------------------
+
+
+def test_weight_zero():
+    """Such a part is neither read nor waited for, nor does its end matter."""
+    for stop in STOPS:
+        mixture = Mixture([3, Failing(0, ()), iter(())], [1, 0, 0], stop=stop)
+        assert first(5, mixture)[:3] == [(0, 0), (0, 1), (0, 2)]
+    assert list(Mixture([3, 9], [1, 0], stop="last")) == [(0, 0), (0, 1), (0, 2)]
+    assert list(Mixture([2, 1], [1, 1e-300], stop="last")) == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_empty_parts():
+    assert list(Mixture([9, 0], [2, 1])) == [(0, 0), (0, 1)]
+    assert list(Mixture([3, 0], [2, 1], stop="last")) == [(0, 0), (0, 1), (0, 2)]
+    assert list(Mixture([0, Lazily(())], [2, 1], stop="last")) == []
+    iterator = iter(Mixture([9, Lazily(())], [2, 1], stop="never"))
+    assert first(2, iterator) == [(0, 0), (0, 1)]
+    with pytest.raises(ValueError, match=r"parts\[1\] has no items, so it cannot be begun anew"):
+        next(iterator)
+    assert first(2, iterator) == [(0, 2), (0, 3)]
+
+
+def test_lazy_parts_of_unknown_length():
+    """They are read no further than they are drawn from."""
+    endless = (10 * n for n in count())
+    assert first(4, Mixture([endless, Lazily([1, 2])], [1, 1], 1)) == [
+        *([(0, 0)], [(1, 1)], [(0, 10)], [(1, 2)])
+    ]
+    assert next(endless) == 20
+    assert len(list(Mixture([Lazily("abc"), Lazily("de")], [1, 1], stop="last"))) == 5
+
+
+def test_one_part_alone():
+    for exact in (True, False):
+        for stop in STOPS:
+            drawn = first(5, Mixture([5], [0.1], exact=exact, stop=stop))
+            assert drawn == [(0, n) for n in range(5)]
+
+
+def test_an_iterator_serves_one_epoch():
+    mixture = Mixture([iter(range(2)), 9], [1, 1])
+    assert list(mixture) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    with pytest.raises(RuntimeError, match=r"parts\[0\] is an iterator.* has served it"):
+        list(mixture)
+    with pytest.raises(RuntimeError, match=r"parts\[0\] is an iterator"):
+        first(9, Mixture([iter(range(2)), 9], [1, 1], stop="never"))
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_part_that_fails(batch_size):
+    """The error comes in its turn. What was drawn for the same batch is not lost."""
+
+    def make() -> Any:
+        # Numbers of numpy, which a state must not have.
+        return Mixture([Failing(9, [2, 3]), Lazily(np.arange(100))], [1, 1], batch_size)
+
+    iterator, items, errors, states = iter(make()), [], [], []
+    while True:
+        try:
+            items.append(next(iterator))
+        except OSError as error:
+            errors.append(str(error))
+        except StopIteration:
+            break
+    if batch_size is not None:
+        items = flat(items)
+    assert errors == ["2 is bad", "3 is bad"]
+    assert [index for part, index in items if part == 0] == [0, 1, 4, 5, 6, 7, 8]
+    assert [index for part, index in items if part == 1] == list(range(9))
+
+    # It goes on from every place, those behind an error too.
+    lived = make()
+    iterator = iter(lived)
+    for _ in range(20):
+        states.append((stored(lived.state_dict()), len(items)))
+        try:
+            next(iterator)
+        except (OSError, StopIteration):
+            continue
+    for state, _ in states:
+        fresh = make()
+        fresh.load_state_dict(state)
+        rest, iterator = [], iter(fresh)
+        while True:
+            try:
+                rest.append(next(iterator))
+            except OSError:
+                continue
+            except StopIteration:
+                break
+        if batch_size is not None:
+            rest = flat(rest)
+        assert rest == items[state["yielded"] * (batch_size or 1) :]
+
+
+def test_a_part_that_fails_in_a_loader():
+    mixture = Mixture([Failing(4, [1]), 9], [1, 1])
+    with Loader(lambda item: item, mixture, num_workers=0) as loader:
+        batches = iter(loader)
+        assert first(2, batches) == [(0, 0), (1, 0)]
+        with pytest.raises(OSError, match="1 is bad"):
+            next(batches)
+        assert list(batches) == [(1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"parts": 3}, TypeError, "parts must be a list of parts, got 3"),
+        ({"parts": []}, ValueError, "parts must be at least one, got none"),
+        ({"parts": [3, -1]}, ValueError, r"parts\[1\] must be at least 0, got -1"),
+        ({"parts": [3, 2.5]}, TypeError, r"parts\[1\] must be an int, got 2\.5"),
+        ({"parts": [3, None]}, TypeError, r"parts\[1\] must be an int, got None"),
+        ({"parts": [[1, 2], 3]}, TypeError, r"parts\[0\] is a list, which may be .* BatchSampler"),
+        ({"parts": [3, np.arange(3)]}, TypeError, r"parts\[1\] is a ndarray, which may be"),
+        ({"weights": [1]}, ValueError, r"weights must be 2 numbers, one for each part, got \[1\]"),
+        ({"weights": [1, -0.5]}, ValueError, r"weights must be .* at least 0.* got \[1, -0\.5\]"),
+        ({"weights": [1, math.nan]}, ValueError, r"weights must be finite.* got \[1, nan\]"),
+        ({"weights": [1, math.inf]}, ValueError, r"weights must be finite.* got \[1, inf\]"),
+        ({"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
+        ({"weights": ["1", 2]}, TypeError, "weights must be one number for each part, got"),
+        ({"weights": 1}, TypeError, "weights must be one number for each part, got 1"),
+        ({"weights": None}, TypeError, "weights must be one number for each part, got None"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"stop": "all"}, ValueError, "stop must be 'first', 'last' or 'never', got 'all'"),
+        ({"offsets": [0]}, ValueError, r"offsets must be 2 indices, one for each part, got \[0\]"),
+        ({"offsets": [0, 1.5]}, TypeError, r"offsets must be an int, got 1\.5"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"rank": 1}, ValueError, "rank must be below world_size=1, got 1"),
+    ],
+)
+def test_impossible_mixtures(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Mixture(**({"parts": [3, 4], "weights": [1, 1]} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ([1], ValueError, r"weights\(0, 2\) must be 2 numbers, one for each part, got \[1\]"),
+        ([1, -1], ValueError, r"weights\(0, 2\) must be finite numbers of at least 0"),
+        ([0, 0], ValueError, r"weights\(0, 2\) must be .* not all of them 0"),
+        (None, TypeError, r"weights\(0, 2\) must be one number for each part, got None"),
+    ],
+)
+def test_a_schedule_of_impossible_weights(wrong, error, message):
+    """It is an error each time. Nothing is drawn meanwhile."""
+    given = {2: wrong}
+    mixture = Mixture([9, 9], lambda epoch, step: given.get(step, [1, 1]))
+    iterator = iter(mixture)
+    assert first(2, iterator) == [(0, 0), (1, 0)]
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            next(iterator)
+    del given[2]
+    assert first(2, iterator) == [(0, 1), (1, 1)]
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+def half(epoch: int, step: int) -> list[float]:
+    return [1 + epoch, 2, 1] if step % 3 else [1, 0, 1]
+
+
+@st.composite
+def mixtures(draw: Any) -> Any:
+    """A function that makes a mixture, and a number of batches to take from it."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=3, max_size=3))
+    kinds = draw(
+        st.lists(st.sampled_from(["int", "lazy", "state", "ours"]), min_size=3, max_size=3)
+    )
+    wrap = {"int": int, "lazy": lambda n: Lazily(range(n)), "state": lambda n: Stateful(range(n))}
+    wrap["ours"] = lambda n: BatchSampler(n, None, shuffle=True)
+    options = {
+        "batch_size": draw(st.none() | st.integers(1, 4)),
+        "stop": draw(st.sampled_from(STOPS)),
+        "exact": draw(st.booleans()),
+        "shuffle": draw(st.booleans()),
+        "offsets": draw(st.sampled_from([None, [0, 100, 200]])),
+        "world_size": draw(st.sampled_from([1, 2, 4])),
+    }
+    weights = draw(st.sampled_from([[1, 1, 1], [0.6, 0.3, 0.1], half]))
+
+    def make(rank: int = 0) -> Any:
+        parts = [wrap[kind](size) for kind, size in zip(kinds, sizes, strict=True)]
+        return Mixture(parts, weights, rank=rank, **options)
+
+    return make
+
+
+@invariant
+@given(make=mixtures(), epoch=st.integers(0, 2), rank=st.integers(0, 3))
+def test_a_state_restores_every_position(make, epoch, rank):
+    lived, other = make(), make(rank % make().world_size)
+    for sampler in (lived, other):
+        sampler.set_epoch(epoch)
+    iterator, others = iter(lived), iter(other)
+    states, batches, theirs = [lived.state_dict()], [], []
+    for batch, their in islice(zip(iterator, others, strict=True), 14):
+        batches.append(batch)
+        theirs.append(their)
+        states.append(stored(lived.state_dict()))
+        assert stored(other.state_dict()) == states[-1]  # every rank has the same
+    ended = len(batches) < 14
+    for k, state in enumerate(states):
+        fresh = make(other.rank)
+        fresh.load_state_dict(state)
+        fresh.set_epoch(epoch)  # as a loader does, and changes nothing
+        assert stored(fresh.state_dict()) == stored(state)
+        begun = iter(fresh)
+        assert stored(fresh.state_dict()) == stored(state)
+        assert first(len(batches) - k, begun) == theirs[k:]
+        if ended:
+            assert list(begun) == []
+            assert fresh.dropped == lived.dropped
+
+
+def test_parts_with_states_are_not_read_again():
+    def make() -> tuple[Any, Any]:
+        part = Stateful(range(1000))
+        return part, Mixture([part, 10**15], [1, 1])
+
+    _, lived = make()
+    iterator = iter(lived)
+    first(1800, iterator)
+    state = stored(lived.state_dict())
+    for _ in range(2):  # it serves again: what some samplers empty is a copy
+        part, resumed = make()
+        resumed.load_state_dict(state)
+        assert sum(1 for _ in resumed) == 200
+        assert part.drawn == 100
+
+
+def test_a_number_of_samples_has_no_beginning_to_be_read_from():
+    """In the middle of 10^15 of them, at once."""
+    lived = Mixture([10**15, 5], [1, 0])
+    first(3, lived)
+    state = stored(lived.state_dict())
+    state["inner"]["parts"][0][1] = middle = 10**15 // 2
+    lived.load_state_dict(state)
+    assert first(2, lived) == [(0, middle), (0, middle + 1)]
+
+
+def test_states_are_small():
+    """Also of twenty parts of any size."""
+    for n in (10, 10**15):
+        for exact in (True, False):
+            mixture = Mixture([n] * 20, [1 / (part + 1) for part in range(20)], 8, exact=exact)
+            iterator = iter(mixture)
+            for _ in range(3):
+                stored(mixture.state_dict())
+                next(iterator)
+
+
+def test_the_position_is_of_its_epoch():
+    mixture = Mixture([9, 9], [1, 1], shuffle=True)
+    next(iter(mixture))
+    state = mixture.state_dict()
+    resumed, other = (Mixture([9, 9], [1, 1], shuffle=True) for _ in range(2))
+    resumed.load_state_dict(state)
+    for sampler in (resumed, other):
+        sampler.set_epoch(1)
+    assert resumed.state_dict() == other.state_dict()
+    expected = list(other)
+    assert list(resumed) == expected
+    iterator = iter(resumed)
+    resumed.set_epoch(2)
+    assert list(iterator) == expected  # an iterator keeps its epoch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": [9, 8]}, r"parts is \[9, 8\], but the state is of parts \[9, 9\]"),
+        ({"parts": [9, Lazily("ab")]}, r"parts is \[9, None\], but the state is of parts \[9, 9\]"),
+        ({"batch_size": 2}, "batch_size is 2, but the state is of batch_size None"),
+        ({"stop": "last"}, "stop is 'last', but the state is of stop 'first'"),
+        ({"exact": False}, "exact is False, but the state is of exact True"),
+        ({"offsets": [0, 9]}, r"offsets is \[0, 9\], but the state is of offsets None"),
+        ({"shuffle": True}, "shuffle is True, but the state is of shuffle False"),
+        ({"seed": 1}, "seed is 1, but the state is of seed 0"),
+        (
+            {"weights": [1, 3]},
+            r"weights of step 0 are \[1\.0, 3\.0\], but the state is of weights \[1\.0, 1\.0\]",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, message):
+    arguments = {"parts": [9, 9], "weights": [1, 1]}
+    lived = Mixture(**arguments)
+    next(iter(lived))
+    other = Mixture(**(arguments | change))
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(lived.state_dict())
+    assert first(5, other) == first(5, Mixture(**(arguments | change)))
+
+
+def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
+    lived = Mixture([9, 9], [1, 1])
+    lived.set_epoch(5)
+    beginning = lived.state_dict()
+    first(4, lived)
+    other = Mixture([9, 9], [3, 1])
+    other.load_state_dict(beginning)
+    assert other.epoch == 5
+    assert [part for part, _ in islice(other, 4)].count(0) == 3
+    later = Mixture([9, 9], lambda epoch, step: [1, 1] if (epoch, step) < (5, 4) else [0, 1])
+    later.load_state_dict(lived.state_dict())
+    assert first(3, later) == [(1, 2), (1, 3), (1, 4)]
+
+
+def test_a_part_may_gain_a_state_but_not_lose_it():
+    lazy, state = (Mixture([kind(range(20)), 9], [1, 1]) for kind in (Lazily, Stateful))
+    expected = list(lazy)
+    for mixture in (lazy, state):
+        first(6, mixture)
+    gained, lost = (Mixture([kind(range(20)), 9], [1, 1]) for kind in (Stateful, Lazily))
+    gained.load_state_dict(lazy.state_dict())
+    assert list(gained) == expected[6:]
+    with pytest.raises(ValueError, match=r"holds one of parts\[0\], but .* has no load_state_dict"):
+        lost.load_state_dict(state.state_dict())
+    assert list(lost) == expected
+
+
+# --- under a budget ------------------------------------------------------------------------------
+
+
+LENGTHS = [[1 + n % 7 for n in range(60)], [2 + n % 5 for n in range(40)]]
+
+
+def budgeted(sampler: Any = None, **options: Any) -> Any:
+    mixture = sampler or Mixture([60, 40], [3, 1], stop="last", shuffle=True)
+    lengths = Concatenated(LENGTHS)
+    return DynamicBatchSampler(lengths, max_padded=21, sampler=mixture, **options)
+
+
+def test_the_items_of_a_sampler_under_a_budget():
+    """Their lengths may be in a sequence or a mapping, or be worked out."""
+    names = {"a": 3, "bb": 9, "c": 4, "dd": 2, "e": 8, "ff": 5}
+    batches = [["a"], ["bb"], ["c", "dd"], ["e"], ["ff"]]
+    for lengths in (names, names.get, names.__getitem__):
+        assert list(DynamicBatchSampler(lengths, max_padded=12, sampler=names)) == batches
+    lengths = np.array([9, 3, 3, 3])
+    sampler = DynamicBatchSampler(lengths, max_total=6, sampler=iter([3, 1, 2, 1]))
+    assert list(sampler) == [[3, 1], [2, 1]]
+    with pytest.raises(RuntimeError, match="sampler is an iterator"):
+        iter(sampler)
+    with pytest.raises(TypeError, match="number of batches is not known"):
+        len(sampler)
+
+
+@pytest.mark.slow
+@invariant
+@given(
+    buckets=st.integers(1, 4),
+    shuffle=st.booleans(),
+    max_batch=st.none() | st.integers(1, 5),
+    cost=st.sampled_from([None, lambda n: n + 10]),
+    world_size=st.sampled_from([1, 2, 4]),
+    window=st.integers(8, 120),
+    rank=st.integers(0, 3),
+)
+def test_a_budget_is_held_and_every_state_goes_on(
+    buckets, shuffle, max_batch, cost, world_size, window, rank
+):
+    options = {"buckets": buckets, "shuffle": shuffle, "max_batch": max_batch, "cost": cost}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "WINDOW", window)
+        ranks = every_rank(world_size, budgeted, **options)
+        states, steps = [stored(ranks[0].state_dict())], []
+        for step in zip(*ranks, strict=True):
+            steps.append(step)
+            (state,) = {json.dumps(sampler.state_dict()) for sampler in ranks}
+            states.append(stored(json.loads(state)))
+        for batch in flat(steps):
+            costs = [(cost or int)(LENGTHS[part][index]) for part, index in batch]
+            assert len(batch) * max(costs) <= 21
+            assert len(batch) <= (max_batch or 100)
+        items = flat(flat(steps))
+        (dropped,) = {sampler.dropped for sampler in ranks}
+        assert len(items) == len(set(items)) == 100 - dropped
+        # In each window, to have costs alike and at its end.
+        assert dropped <= math.ceil(100 / window) * 2 * (world_size - 1)
+
+        rank %= world_size
+        for k, state in enumerate(states):
+            fresh = budgeted(rank=rank, world_size=world_size, **options)
+            fresh.load_state_dict(state)
+            assert stored(fresh.state_dict()) == state
+            assert list(fresh) == [step[rank] for step in steps[k:]]
+            assert fresh.dropped == dropped
+
+
+def test_no_more_than_a_window_is_read_again(monkeypatch):
+    monkeypatch.setattr(dynamic, "WINDOW", 20)
+
+    def make() -> tuple[Any, Any]:
+        inner = Stateful(range(1000))
+        return inner, DynamicBatchSampler(lambda n: 1, max_total=4, sampler=inner)
+
+    _, lived = make()
+    iterator = iter(lived)
+    first(123, iterator)
+    state = stored(lived.state_dict())
+    rest = list(iterator)
+    assert rest == [[n, n + 1, n + 2, n + 3] for n in range(492, 1000, 4)]
+    for _ in range(2):  # the state serves again
+        inner, resumed = make()
+        resumed.load_state_dict(state)
+        assert list(resumed) == rest
+        assert inner.drawn == 1000 - 480
+
+
+def test_every_window_has_an_order_of_its_own(monkeypatch):
+    monkeypatch.setattr(dynamic, "WINDOW", 20)
+    sampler = DynamicBatchSampler(
+        lambda n: 1, max_total=4, sampler=range(40), shuffle=True, world_size=2
+    )
+    batches = list(sampler)
+    half = len(batches) // 2
+    assert [[n + 20 for n in batch] for batch in batches[:half]] != batches[half:]
+    assert max(flat(batches[:half])) < 20 <= min(flat(batches[half:]))
+
+
+class Forgetful(Stateful):
+    """Begins anew when it is told an epoch, whichever that is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.start = 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda inner: DynamicBatchSampler(lambda n: 1, max_total=2, sampler=inner),
+        lambda inner: BatchSampler(inner, 2),
+    ],
+)
+def test_an_inner_sampler_that_was_put_back_is_not_told_its_epoch(monkeypatch, kind):
+    monkeypatch.setattr(dynamic, "WINDOW", 4)
+    lived, resumed = kind(Forgetful(range(20))), kind(Forgetful(range(20)))
+    iterator = iter(lived)
+    first(7, iterator)
+    resumed.load_state_dict(lived.state_dict())
+    resumed.set_epoch(0)
+    assert list(resumed) == list(iterator)
+
+
+def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
+    monkeypatch.setattr(dynamic, "WINDOW", 400)
+    lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
+    for buckets in (1, 16):
+        sampler = DynamicBatchSampler(
+            lengths, max_total=250, buckets=buckets, sampler=range(2000), shuffle=True
+        )
+        assert len(list(sampler)) < 1.15 * sum(lengths) / 250
+
+
+def test_an_inner_sampler_without_a_state_is_read_again(monkeypatch):
+    monkeypatch.setattr(dynamic, "WINDOW", 20)
+
+    def make() -> Any:
+        return budgeted(Lazily([(0, n) for n in range(60)]), shuffle=True)
+
+    lived = make()
+    lived.set_epoch(2)
+    iterator = iter(lived)
+    first(9, iterator)
+    resumed = make()
+    resumed.load_state_dict(stored(lived.state_dict()))
+    assert list(resumed) == list(iterator)
+    lost = lived.state_dict() | {"inner": {"batches": 3, "dropped": 0, "state": {}}}
+    with pytest.raises(ValueError, match="the state holds one of the inner sampler"):
+        resumed.load_state_dict(lost)
+
+
+def test_what_goes_wrong_under_a_budget():
+    with pytest.raises(
+        TypeError, match="lengths must have __getitem__ or be a function of an item"
+    ):
+        DynamicBatchSampler(iter([1]), max_total=5, sampler=[0])
+    with pytest.raises(TypeError, match="sampler must be iterable or None, got 3"):
+        DynamicBatchSampler([1], max_total=5, sampler=3)
+    with pytest.raises(
+        ValueError, match=r"lengths\['b'\] is 9, but must be at least 0 and at most"
+    ):
+        list(DynamicBatchSampler({"a": 1, "b": 9}, max_total=5, sampler="ab"))
+    iterator = iter(DynamicBatchSampler({"a": 1, "b": 2}, max_total=5, sampler="axb"))
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
+    assert list(iterator) == [["a", "b"]]
+    failing = iter(budgeted(Mixture([Failing(9, [2]), 9], [1, 1])))
+    with pytest.raises(OSError, match="2 is bad"):
+        next(failing)
+    assert sorted(flat(failing)) == [
+        *((0, n) for n in range(9) if n != 2),
+        *((1, n) for n in range(9)),
+    ]
+    lived, lazy = budgeted(), DynamicBatchSampler(iter([1]), max_padded=21)
+    with pytest.raises(
+        ValueError, match="lengths is None, but the state is of lengths 'of a sampler'"
+    ):
+        lazy.load_state_dict(lived.state_dict())
+
+
+def test_a_mixture_in_batches_of_its_own_kind():
+    """Other samplers over a mixture, and mixtures of mixtures."""
+    over = BatchSampler(Mixture([5, 5], [1, 1]), 4, last_batch="discard")
+    assert list(over) == [[(n, k) for k in pair for n in (0, 1)] for pair in [(0, 1), (2, 3)]]
+    inner = Mixture([2, 2], [1, 1])
+    dataset = Concatenated([Concatenated(["ab", "cd"]), "ef"])
+    assert "".join(dataset[item] for item in Mixture([inner, 2], [1, 1])) == "aecfb"
+    assert "".join(dataset[item] for item in Mixture([inner, 2], [2, 1], stop="last")) == "acebdf"
+
+
+# --- the dataset ---------------------------------------------------------------------------------
+
+
+class Many:
+    """Fetches many samples at once, and says how many."""
+
+    def __getitem__(self, index: int) -> str:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[str]:
+        return [f"{index} of {len(indices)}" for index in indices]
+
+
+class Fewer(Many):
+    """Loses a sample."""
+
+    def __getitems__(self, indices: list[int]) -> list[str]:
+        return super().__getitems__(indices[1:])
+
+
+def test_several_datasets_as_one():
+    dataset = Concatenated(["abc", {"x": "X"}, np.array(["d", "e"])])
+    assert [dataset[0, 2], dataset[1, "x"], dataset[[2, 1]]] == ["c", "X", "e"]
+    assert len(dataset) == 6
+    assert dataset.offsets == [0, 3, 4]
+    letters = Concatenated(["abc", "", "de"])
+    assert [letters[n] for n in range(-5, 5)] == list("abcdeabcde")
+    assert letters[np.int64(3)] == "d"
+    for index in (5, -6):
+        with pytest.raises(IndexError, match=f"index {index} is beyond the 5 samples of all"):
+            letters[index]
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        letters["a"]
+    for n in range(5):  # as the offsets of a mixture say
+        part = 0 if n < 3 else 2
+        assert letters[n] == letters[part, n - letters.offsets[part]]
+    assert [letters[i] for i in Mixture([3, 0, 2], [1, 0, 1], offsets=letters.offsets)] == [
+        *("a", "d", "b", "e", "c")
+    ]
+
+
+def test_datasets_without_a_length():
+    dataset = Concatenated([Many(), "ab"])
+    assert dataset[1, 0] == "a"
+    for ask in (len, lambda dataset: dataset.offsets, lambda dataset: dataset[3]):
+        with pytest.raises(TypeError, match=r"'Many' has no len\(\)"):
+            ask(dataset)
+
+
+def test_samples_of_a_batch_are_fetched_at_once_where_that_can_be():
+    items = [(0, 3), (1, 1), (0, 2), (1, 0)]
+    with Loader(Concatenated([Many(), "ab"]), [items], num_workers=0, collate_fn=list) as loader:
+        assert list(loader) == [["3 of 2", "b", "2 of 2", "a"]]
+    fetch = Concatenated([Fewer(), "ab"]).__getitems__
+    with pytest.raises(ValueError, match=r"__getitems__ must return .* returned 1 for 2 indices"):
+        fetch([(0, 1), (1, 0), (0, 2)])
+    # One by one where it cannot, so that the sample of an error is known.
+    assert not hasattr(Concatenated(["ab", "c"]), "__getitems__")
+    options = {"num_workers": 0, "collate_fn": list}
+    with Loader(Concatenated(["ab", "c"]), [[(0, 1), (1, 5)]], **options) as loader:
+        with pytest.raises(IndexError) as caught:
+            list(loader)
+        assert "(1, 5)" in str(caught.value.__notes__)
+
+
+def test_impossible_datasets():
+    with pytest.raises(ValueError, match="datasets must hold at least one dataset, got none"):
+        Concatenated([])
+    with pytest.raises(TypeError, match=r"datasets\[1\] must have __getitem__, got 3"):
+        Concatenated(["ab", 3])
+
+
+def test_a_mixture_of_datasets_through_a_loader():
+    dataset = Concatenated([np.arange(6), np.arange(60, 64)])
+    for items in ({}, {"offsets": dataset.offsets}):
+        mixture = Mixture(map(len, dataset.datasets), [2, 1], 3, **items)
+        with Loader(dataset, mixture, num_workers=0, collate_fn=list) as loader:
+            assert list(loader) == [[0, 1, 60], [2, 3, 61], [4, 5, 62]]
+
+
+# --- in a loader ---------------------------------------------------------------------------------
+
+
+def by_epoch(epoch: int, step: int) -> list[float]:
+    return [5, 3 + epoch, 1 + step % 2]
+
+
+def for_loader(kind: str, rank: int, world_size: int) -> Any:
+    """A sampler with at least 40 steps in each epoch."""
+    ranks = {"rank": rank, "world_size": world_size}
+    if kind == "dynamic":
+        mixture = Mixture([800, Stateful(range(500)), 200], [5, 3, 2], stop="never", shuffle=True)
+        sampler = DynamicBatchSampler(
+            lambda item: 1 + item[1] % 5,
+            max_total=9,
+            buckets=2,
+            shuffle=True,
+            sampler=mixture,
+            **ranks,
+        )
+    else:
+        parts = [300, Stateful(range(250)), Lazily(range(200))]
+        options = {"exact": kind == "exact", "stop": "never", "shuffle": True}
+        sampler = Mixture(parts, by_epoch, 3, **options, **ranks)
+    return sampler
+
+
+def go_on_everywhere(loader: Any, again: Any, steps: int = 40) -> None:
+    """Goes on from each of the first states of an epoch, and compares the batches up to a place."""
+    loader.set_epoch(1)
+    batches = iter(loader)
+    states, expected = [loader.state_dict()], []
+    for batch in islice(batches, steps):
+        expected.append(batch)
+        states.append(loader.state_dict())
+    for k, state in enumerate(states):
+        again.load_state_dict(stored(state))
+        assert first(steps - k, again) == expected[k:]
+
+
+WAYS = {
+    "inline": {"num_workers": 0},
+    "threads": {"num_workers": 2, "executor": "thread"},
+    "processes": {"num_workers": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["exact", "random", "dynamic"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loader_goes_on_at_every_batch(monkeypatch, kind, way):
+    monkeypatch.setattr(dynamic, "WINDOW", 64)
+    for rank, world_size in [(0, 1), (1, 2), (3, 4)]:
+        samplers = [for_loader(kind, rank, world_size) for _ in range(2)]
+        lived, again = (Loader(lambda item: item, sampler, **WAYS[way]) for sampler in samplers)
+        with lived, again:
+            go_on_everywhere(lived, lived if way == "processes" else again)
