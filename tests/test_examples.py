@@ -71,6 +71,32 @@ def test_quickstart(tmp_path: Path) -> None:
     assert dynamic["largest"] <= budget < fixed["largest"]
 
 
+# --- mixture_text ------------------------------------------------------------------------------
+
+
+def test_a_mixture_is_killed_and_goes_on(tmp_path: Path) -> None:
+    done = run_example("mixture_text.py", cwd=tmp_path)
+    assert_clean(done)
+    assert done.stderr == ""
+    end = r"step 200, ([\d,]+) tokens, padding ([\d.]+)%, all ([0-9a-f]{8})"
+    (whole,) = re.findall(rf"^uninterrupted: {end}$", done.stdout, re.M)
+    (resumed,) = re.findall(rf"^resumed: +{end}$", done.stdout, re.M)
+    assert whole == resumed
+    assert number(whole[1]) < 20
+    (killed,) = re.findall(r"^killed: +at step (\d+)$", done.stdout, re.M)
+    (saved,) = re.findall(r"^from checkpoint: step (\d+)$", done.stdout, re.M)
+    assert 0 < int(saved) < int(killed) < 200
+    row = r"^(code|documentation|licences) +([\d,]+) +([\d,]+) +([\d,]+) +([\d.]+)% +([\d.]+)%$"
+    rows = re.findall(row, done.stdout, re.M)
+    assert rows[0][0] == "code"
+    assert sum(number(tokens) for _, _, _, tokens, _, _ in rows) == number(whole[0])
+    for _, there, drawn, _, asked, got in rows:
+        assert number(there) > 0
+        assert number(drawn) > 0
+        assert abs(number(got) - number(asked)) < 3
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- subprocess_io -----------------------------------------------------------------------------
 
 
