@@ -24,8 +24,10 @@ from conftest import require
 import minloader
 from minloader import (
     BatchSampler,
+    Concatenated,
     DynamicBatchSampler,
     Loader,
+    MixtureSampler,
     PackedBatchSampler,
     empty,
     pack_collate,
@@ -170,6 +172,8 @@ def test_the_signature_is_the_loaders():
         (BatchSampler, "samplers"),
         (DynamicBatchSampler, "samplers"),
         (PackedBatchSampler, "samplers"),
+        (MixtureSampler, "samplers"),
+        (Concatenated, "samplers"),
         (pad_collate, "samplers"),
         (pack_collate, "samplers"),
         (prefetch, "loader"),
