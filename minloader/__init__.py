@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from minloader._sampling.collate import Padded, collate, pad_collate
     from minloader._sampling.concatenated import Concatenated
     from minloader._sampling.dynamic import DynamicBatchSampler
+    from minloader._sampling.mixture import MixtureSampler
     from minloader._sampling.pack_collate import Packed, pack_collate
     from minloader._sampling.packed import PackedBatchSampler
     from minloader._sampling.sliced import sliced
     from minloader._worker.concurrent import concurrent
-    from minloader._sampling.mixture import MixtureSampler
     from minloader._worker.messages import WorkerInfo
     from minloader._worker.start import get_worker_info
 
@@ -48,9 +48,9 @@ __all__ = [
     "DynamicBatchSampler",
     "Loader",
     "MinloaderError",
+    "MixtureSampler",
     "Packed",
     "PackedBatchSampler",
-    "MixtureSampler",
     "Padded",
     "SharedList",
     "Stats",
@@ -80,11 +80,11 @@ _ROOMS = {
     "_sampling.collate": "Padded collate pad_collate",
     "_sampling.concatenated": "Concatenated",
     "_sampling.dynamic": "DynamicBatchSampler",
+    "_sampling.mixture": "MixtureSampler",
     "_sampling.pack_collate": "Packed pack_collate",
     "_sampling.packed": "PackedBatchSampler",
     "_sampling.sliced": "sliced",
     "_worker.concurrent": "concurrent",
-    "_sampling.mixture": "MixtureSampler",
     "_worker.messages": "WorkerInfo",
     "_worker.start": "get_worker_info",
 }
