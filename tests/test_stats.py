@@ -555,6 +555,22 @@ def test_the_advice_depends_on_what_the_workers_did(monkeypatch, spent, cpus, sa
     assert said in busy.verdict
 
 
+@pytest.mark.parametrize(
+    ("queued", "cpus", "said"),
+    [
+        (0.2, 2, "other workers, the consumer or other programs have: num_workers=2 would do"),
+        (0.2, 4, "40 % of the work was waiting for a processor, which the consumer"),
+        (0.1, 2, "some batches are slow"),
+    ],
+)
+def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said):
+    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
+    spent = {"computing": 0.5 - queued, "queued": queued, "dataset": 0.5, "slowest": 0.1}
+    stats = Stats(batches=100, wait=1.0, num_workers=4, **spent)
+    assert "but the workers were idle 88 %" in stats.verdict
+    assert said in stats.verdict
+
+
 def test_shared_memory_is_what_is_used_and_the_limit_apart():
     """While tasks are under way, each of which may take a part of the limit."""
     with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:

@@ -91,10 +91,7 @@ def _speed_up(stats: Stats, stage: str, total: float) -> str:
         all_of_them = f"all {cpus} processors" if cpus > 1 else "the processor"
         return f"make it cheaper: it keeps {all_of_them} busy"
     if stats.queued > QUEUED * stats._measured:
-        return (
-            f"{share(stats.queued, stats._measured)} of the work was waiting for a processor, "
-            "which the consumer or other programs have"
-        )
+        return _held_up(stats)
     if stats.num_workers < cpus:
         return "more workers would help (num_workers)"
     if stats.asleep > 0.5 * stats._measured:
@@ -134,6 +131,8 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
             f"unpickling a batch takes {duration(stats.unpacking / stats.batches)} in this "
             "process; have the dataset return arrays rather than many objects"
         )
+    if stats.queued > QUEUED * stats._measured:
+        return _held_up(stats)
     if stats.slowest > max(3 * work, each):
         return (
             f"some batches are slow ({duration(stats.slowest)}, against {duration(work)} on "
@@ -141,6 +140,16 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
             "in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
+
+
+def _held_up(stats: Stats) -> str:
+    """Return the advice where workers wait for a processor."""
+    cpus = processors()
+    too_many = stats.num_workers > cpus
+    who = "other workers, " * too_many + "the consumer or other programs"
+    fewer = f": num_workers={cpus} would do" * too_many
+    queued = share(stats.queued, stats._measured)
+    return f"{queued} of the work was waiting for a processor, which {who} have{fewer}"
 
 
 def share(part: float, whole: float = 1.0) -> str:
