@@ -7,6 +7,7 @@ makes the loader.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import operator
 import reprlib
@@ -55,6 +56,13 @@ def check_int(name: str, value: Any, least: int) -> int:
     return number
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """Return whether an argument is true. A string is refused: "no" would be."""
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
 def check_callable(name: str, value: Any) -> None:
     """Refuse what is neither a function nor None."""
     if value is not None and not callable(value):
@@ -62,8 +70,13 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def check_iterable(name: str, value: Any) -> None:
-    """Refuse what is neither iterable nor None. It is not begun: an iterator serves once."""
+    """Refuse what is neither iterable nor None, and a string, whose items would be characters.
+
+    It is not begun: an iterator serves once.
+    """
     kind = type(value)
+    if kind is str:
+        raise TypeError(f"{name} must be an iterable of items, got the string {shown(value)}")
     if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         size = f"; for batches of {value} samples, write batch_size={value}"
         advice = size if type(value) is int else ""
@@ -220,14 +233,40 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse a dataset that is neither indexable nor callable."""
+    """Refuse a dataset that is neither indexable nor callable, and a string, probably a path."""
     kind = type(dataset)
-    if not (hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)):
+    known = hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)
+    if not known or kind is str:
         raise TypeError(
             "dataset must have __getitem__ or __iter__, or be callable, got "
             f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
             "stream, which has __iter__ alone, takes no sampler"
         )
+
+
+def dataset_length(dataset: Any) -> int:
+    """Return the length of a dataset whose items are the numbers up to it.
+
+    Raises:
+        TypeError: there is no such dataset.
+    """
+    module = type(dataset).__module__.partition(".")[0]
+    if module in ("pandas", "polars", "pyarrow") and hasattr(type(dataset), "columns"):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} of {module}, whose items are no samples; give "
+            "a function of row numbers, such as lambda rows: frame.iloc[rows], with "
+            "sampler=BatchSampler(len(frame), batch_size)"
+        )
+    try:
+        return len(dataset)
+    except TypeError as error:
+        advice = "; give an object of that class" if isinstance(dataset, type) else ""
+        if inspect.isgeneratorfunction(dataset):
+            advice = "; for a stream give an object with this function as its __iter__"
+        raise TypeError(
+            f"sampler is needed: the dataset, {shown(dataset)}, has no len() to make one "
+            f"from{advice}"
+        ) from error
 
 
 def check_sampler_alone(batch_size: Any, shuffle: Any, last_batch: Any) -> None:
@@ -240,7 +279,8 @@ def check_sampler_alone(batch_size: Any, shuffle: Any, last_batch: Any) -> None:
         if value != default:
             raise ValueError(
                 f"{name}={value!r} cannot be combined with a sampler, which decides what a "
-                f"batch is; drop {name}, or drop the sampler"
+                f"batch is; drop {name}, or drop the sampler; for batches of its items give "
+                "BatchSampler(sampler, batch_size), with collate_fn=minloader.collate"
             )
 
 

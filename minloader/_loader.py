@@ -179,6 +179,7 @@ class Loader:
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.seed = check_int("seed", seed, 0)
+        in_order = checks.check_bool("in_order", in_order)
         timeout = checks.check_timeout(timeout, executor)
         retries = check_int("retries", retries, 0)
         checks.check_memory_limit(worker_memory_limit, executor)
@@ -224,7 +225,7 @@ class Loader:
         )
         self._settings = Settings(
             depth=self._group.depth,
-            in_order=bool(in_order),
+            in_order=in_order,
             retries=retries,
             patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
             memory_limit=worker_memory_limit,
@@ -244,6 +245,8 @@ class Loader:
         own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
         if is_made and public and own and name not in ("epoch", "num_workers"):
             checks.check_attribute(self, name)
+        if name == "epoch":
+            value = check_int(name, value, 0)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -635,12 +638,7 @@ def _make_sampler(
         checks.check_sampler_alone(batch_size, shuffle, last_batch)
         checks.check_iterable("sampler", sampler)
         return sampler
-    try:
-        size = len(dataset)
-    except TypeError as error:
-        raise TypeError(
-            f"sampler is needed: the dataset, {shown(dataset)}, has no len() to make one from"
-        ) from error
+    size = checks.dataset_length(dataset)
     if batch_size is None and not shuffle and last_batch == "keep":
         return range(size)
     return BatchSampler(size, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)

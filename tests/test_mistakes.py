@@ -477,6 +477,50 @@ def test_a_number_in_place_of_a_sampler_is_told_from_a_batch_size():
         Loader(Squares(), 32)
 
 
+def numbers() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Squares,), {}, r"sampler is needed: .* no len\(\) .*; give an object of that class"),
+        ((numbers,), {}, r"; for a stream give an object with this function as its __iter__"),
+        (("train.csv",), {}, r"dataset must have __getitem__ .* got 'train.csv'; give it"),
+        ((Squares(), "abc"), {}, r"sampler must be an iterable of items, got the string 'abc'"),
+        ((Squares(),), {"batch_size": 2, "shuffle": "no"}, r"shuffle must be True or False, got"),
+        ((Squares(),), {"in_order": "no"}, r"in_order must be True or False, got 'no'"),
+    ],
+)
+def test_an_argument_that_would_mean_something_else_is_refused(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        Loader(*arguments, **options)
+
+
+def test_batches_of_what_a_sampler_gives():
+    text = (
+        r"drop the sampler; for batches of its items give BatchSampler\(sampler, batch_size\), with"
+    )
+    with pytest.raises(ValueError, match=text):
+        Loader(Squares(), range(10), batch_size=4)
+
+
+def test_a_data_frame_is_told_from_a_dataset():
+    frame = require("pandas").DataFrame({"x": [1, 2]})
+    text = r"dataset is a DataFrame of pandas, .* function of row numbers, such as lambda rows"
+    with pytest.raises(TypeError, match=text):
+        Loader(frame, batch_size=2)
+    with Loader(frame, ["x"], num_workers=0) as loader:
+        assert [list(column) for column in loader] == [[1, 2]]
+
+
+@pytest.mark.parametrize("epoch", ["x", 1.5, -1])
+def test_a_wrong_epoch_cannot_be_set(epoch):
+    loader = Loader(Squares(5), num_workers=0)
+    with pytest.raises((TypeError, ValueError), match=rf"epoch must be .*, got {epoch!r}"):
+        loader.epoch = epoch
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -611,6 +655,12 @@ def test_a_whole_checkpoint_is_told_from_a_state():
         loader.load_state_dict(checkpoint)
     with pytest.raises(ValueError, match=r"no state of a Loader, but has keys \['step'\]$"):
         loader.load_state_dict({"step": 3})
+
+
+def test_the_state_of_a_sampler_is_told_from_that_of_a_loader():
+    loader = Loader(Squares(5), batch_size=2, num_workers=0)
+    with pytest.raises(ValueError, match=r"this is the state of a BatchSampler, not of a Loader"):
+        loader.load_state_dict(loader.sampler.state_dict())
 
 
 def test_a_whole_checkpoint_of_a_torch_loader():

@@ -399,6 +399,11 @@ def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
     if not {"version", "seed"} <= state.keys():
         part = part_meant(state, {"version", "seed", "epoch"})
         raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
+    if isinstance(state.get("sampler"), str):
+        raise ValueError(
+            f"this is the state of a {state['sampler']}, not of a Loader; give what the loader's "
+            "state_dict() returned, which has it inside"
+        )
     check_version(state, VERSION)
     if seed is not None and state.get("seed") != seed:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-from minloader._checks import check_int, is_stateful
+from minloader._checks import check_bool, check_int, is_stateful
 from minloader._sampling.base import Position, Repeatable, Sampler
 
 CHUNK = 65_536
@@ -69,7 +69,7 @@ class BatchSampler(Sampler):
         if batch_size is None and last_batch != "keep":
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
-        self.shuffle = bool(shuffle)
+        self.shuffle = check_bool("shuffle", shuffle)
         self.last_batch = last_batch
         self._step = self.world_size * (self.batch_size or 1)  # indices
 

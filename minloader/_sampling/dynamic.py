@@ -23,7 +23,7 @@ from numbers import Real
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from minloader._checks import check_int, check_iterable, shown
+from minloader._checks import check_bool, check_int, check_iterable, shown
 from minloader._sampling.base import Position, Repeatable, Sampler
 from minloader._sampling.windows import Windows
 
@@ -129,7 +129,7 @@ class DynamicBatchSampler(Sampler):
         self._budget = float(budget)
         self._max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
         self._buckets = check_int("buckets", buckets, 1)
-        self.shuffle = bool(shuffle)
+        self.shuffle = check_bool("shuffle", shuffle)
         if cost is not None and not callable(cost):
             raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
         self._cost = cost
