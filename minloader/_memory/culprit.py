@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice, takewhile
 from time import monotonic
 from types import SimpleNamespace
@@ -36,14 +37,20 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, types.MethodType):
+    elif isinstance(obj, types.MethodType | types.BuiltinMethodType):
         yield ".__self__", obj.__self__
+    elif isinstance(obj, partial):
+        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     elif isinstance(obj, types.FunctionType):
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
             try:
                 yield f" (closure variable {name!r})", cell.cell_contents
             except ValueError:  # the cell is still empty
                 continue
+        arguments = reversed(obj.__code__.co_varnames[: obj.__code__.co_argcount])
+        defaults = dict(zip(arguments, reversed(obj.__defaults__ or ()), strict=False))
+        for name, value in (defaults | (obj.__kwdefaults__ or {})).items():
+            yield f" (default of {name!r})", value
         for name in obj.__code__.co_names:
             if name in obj.__globals__:
                 yield f" (global variable {name!r})", obj.__globals__[name]
