@@ -427,6 +427,7 @@ def test_a_stream_that_is_read_again_is_told(anywhere, caplog):
     shards = max(1, first.num_workers)
     for _ in range(4 * shards):
         next(batches)
+    caplog.clear()  # that its shards are the same
     loader = anywhere(Numbers(9))
     loader.load_state_dict(first.state_dict())
     assert not caplog.messages
@@ -691,6 +692,38 @@ def test_shards_without_a_batch_are_told_once(caplog):
         assert [*loader, *loader] == [0, 1, 0, 1]
     (message,) = caplog.messages
     assert message.startswith("1 of the 3 shards of the stream gave no batch")
+
+
+class Drawn:
+    """A stream that draws its numbers, others in each shard."""
+
+    def __iter__(self) -> Any:
+        return (get_worker_info().rng.random() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_workers", "messages"),
+    [(Numbers(9), 3, 1), (Numbers(9), 1, 0), (Files(), 2, 0), (Drawn(), 3, 0)],
+)
+def test_shards_that_are_the_same_are_told_once(caplog, stream, num_workers, messages):
+    with Loader(stream, num_workers=num_workers, executor="thread") as loader:
+        for _ in range(2):
+            list(loader)
+    text = "shards 0 and 1 of the stream begin with the same batch: unless that is chance, each of"
+    assert [message.startswith(text) for message in caplog.messages] == [True] * messages
+
+
+def test_shards_that_are_the_same_are_told_before_a_resume_alone(caplog):
+    options: Any = {"num_workers": 2, "executor": "thread"}
+    with Loader(Numbers(9), **options) as loader:
+        batches = iter(loader)
+        assert [next(batches), next(batches)] == [0, 0]
+        state = loader.state_dict()
+    caplog.clear()
+    with Loader(Numbers(9), **options) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == sorted([*range(1, 9)] * 2)
+    assert not any("the same batch" in message for message in caplog.messages)
 
 
 def test_many_workers_are_a_hint_in_the_stats():

@@ -52,6 +52,7 @@ class Settings:
         counters: what is counted.
         closed: whether the loader is.
         told_empty: whether the log has said that shards of a stream gave no batch.
+        compared: whether the first batches of two shards of a stream were compared.
     """
 
     depth: int
@@ -63,6 +64,7 @@ class Settings:
     counters: Counters
     closed: bool = False
     told_empty: bool = False
+    compared: bool = False
 
 
 @dataclass(eq=False, repr=False)

@@ -30,6 +30,7 @@ from minloader._epochs.epoch import Epoch, Pending
 from minloader._epochs.iterator import TimedIterator
 from minloader._epochs.state import Ledger, Note, Progress, State
 from minloader._errors import BatchTimeout, WorkerDied
+from minloader._insight.leaves import Leaves, first_leaves
 from minloader._memory import pickling
 from minloader._pools.base import Pool
 from minloader._worker.messages import END, Failure, Reply, Shard, Task
@@ -259,6 +260,7 @@ class StreamEpoch(TimedIterator):
             common = self.settings, partial(self.where, shard), own, Progress(), self.owner
             self._shards.append(ShardEpoch(*common, shard, self.total, self.oldest))
         self._round: list[ShardEpoch] = []  # those that have not ended, the next one first
+        self._first: tuple[int, Leaves] | None = None  # batch, and the number of its shard
 
     @property
     def run(self) -> int:
@@ -276,6 +278,8 @@ class StreamEpoch(TimedIterator):
 
     def begin(self) -> None:
         self._ledgers.append(next(self.coming))
+        # What is resumed does not begin at the beginning: it is fruitful before its first batch.
+        self.settings.compared |= self.total == 1 or self._ledgers[0].fruitful
         self._begin_round()
         for shard in self._round:
             shard.begin()
@@ -297,6 +301,8 @@ class StreamEpoch(TimedIterator):
                 raise
             else:
                 self._pass_on(index)
+                if not self.settings.compared:
+                    self._compare(shard.shard, batch)
                 self._ledgers[0].fruitful = True
                 return batch
         raise StopIteration
@@ -305,6 +311,25 @@ class StreamEpoch(TimedIterator):
         """Give the next shard its turn."""
         self._round.append(self._round.pop(index))
         self._ledgers[0].turn = self._round[0].shard
+
+    def _compare(self, shard: int, batch: Any) -> None:
+        """Say in the log, once, if shards begin alike: then each of them is all of the data."""
+        try:
+            found = shard, first_leaves(batch)
+        except Exception as error:  # of the user's own objects; the batch matters more
+            logger.debug("a batch cannot be compared: %r", error)
+            found = shard, {}
+        first, self._first = self._first, found
+        if first is None:
+            return
+        self.settings.compared = True
+        if shard != first[0] and found[1] == first[1] != {}:
+            logger.warning(
+                "shards %d and %d of the stream begin with the same batch: unless that is chance, "
+                "each of the %d workers reads all of the data, and all of it comes %d times; have "
+                "__iter__ read a part, by the id and the num_workers of get_worker_info()",
+                *(first[0], shard, self.total, self.total),
+            )
 
     def _next_epoch(self) -> None:
         self._check_end()
