@@ -633,6 +633,27 @@ def test_no_address_space_in_the_parent(bench, monkeypatch):
     assert bench.pool.used == (0, 0)
 
 
+def test_no_room_for_a_copy_in_the_parent(monkeypatch, caplog):
+    class Full:
+        def __mul__(self, size: int) -> Any:
+            raise MemoryError
+
+    def no_room(fd: int, size: int) -> Any:
+        raise OSError(errno.ENOMEM, "cannot map")
+
+    with Loader(numbered, range(4), num_workers=1) as loader:
+        batches = iter(loader)
+        first = next(batches)  # whose slot is mapped already, and not to be used again
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "SharedMapping", no_room)
+            patch.setattr(slots, "ctypes", SimpleNamespace(c_char=Full()))
+            with pytest.raises(MemoryError, match=r"no room for the 2\d\d kB of a batch") as caught:
+                next(batches)
+            assert caught.value.__notes__[0].endswith(", when it came from a worker")
+        assert [set(batch) for batch in (first, *batches)] == [{0}, {2}, {3}]
+    assert "this process lost batch 1, again: this process has no room" in caplog.text
+
+
 @pytest.mark.parametrize("stage", ["init", "load", "attach"])
 def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""

@@ -348,9 +348,9 @@ class Epoch(TimedIterator):
             self._reclaim(pending)
             text = f"a worker of the executor died, which is broken since: {error}"
             reply = _replied(*(WorkerDied(text) for _ in task.items), fatal=True)
-        except Exception as error:  # of an executor that the user brought
+        except Exception as error:  # of an executor that the user brought; no room for a batch
             self._reclaim(pending)
-            reply, alone = self._reply_of_executor(pending, error), True
+            reply, alone = self._reply_lost(pending, error), True
         self._note(task, reply)
         done = len(reply.outcomes)
         self._opened = _Opened(task, reply, memory) if done else None
@@ -362,12 +362,13 @@ class Epoch(TimedIterator):
         self._pending.extendleft(reversed(rest))
         self._unsent |= bool(rest)
 
-    def _reply_of_executor(self, pending: Pending, error: Exception) -> Reply:
-        """Return what stands for the reply to a task that the user's executor gave up."""
-        task = pending.task
+    def _reply_lost(self, pending: Pending, error: Exception) -> Reply:
+        """Return what stands for the reply to a task that came to nothing on its way."""
+        task, ours = pending.task, self._pool.replaces
         if not pending.alone:
             # Another that was under way too may be why. Sent alone, it has nobody else to blame.
-            logger.warning("the executor lost batch %d, again: %s", task.ordinal, error)
+            who = "this process" if ours else "the executor"
+            logger.warning("%s lost batch %d, again: %s", who, task.ordinal, error)
             self.settings.counters.retries += 1
             return _replied()
         if self._pool.is_death(error):
@@ -375,7 +376,8 @@ class Epoch(TimedIterator):
             return _replied(
                 WorkerDied(f"the workers of the executor died that made {what}: {error}")
             )
-        return _replied(error, stage="in the executor", fatal=True)
+        stage = "when it came from a worker" if ours else "in the executor"
+        return _replied(error, stage=stage, fatal=True)
 
     def _recover(self) -> None:
         """Send what was lost with its workers again, each task in its place."""

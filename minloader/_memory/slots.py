@@ -35,7 +35,7 @@ import threading
 import weakref
 from typing import Any
 
-from minloader._checks import copied
+from minloader._checks import amount, copied
 from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
 from minloader._memory.limits import free_memory, most_files
 
@@ -211,7 +211,13 @@ class Slots:
 
 
 def _copy(slot: Slot) -> Any:
-    memory = (ctypes.c_char * slot.size)()
+    try:
+        memory = (ctypes.c_char * slot.size)()
+    except MemoryError:
+        raise MemoryError(
+            f"this process has no room for the {amount(slot.size)} of a batch; let go of batches "
+            "sooner, make them smaller, or raise its limit of memory or address space (ulimit -v)"
+        ) from None
     with open(slot.fd, "rb", closefd=False) as file:
         file.readinto(memory)
     return memory
