@@ -100,6 +100,15 @@ def test_samples_that_fail(make, caplog):
         assert "left out sample 9: ValueError('9 is odd')" in caplog.text
 
 
+def test_items_that_fail(make, caplog):
+    with make(Faulty(), range(12), transform=refuse_odd, on_error="skip_sample") as loader:
+        assert lists(loader) == [0, 2, 6, 8, 10]
+        assert (loader.stats.skipped, loader.stats.skipped_samples) == (7, 7)
+    if make.name in ("inline", "thread"):
+        assert "left out sample 3: OSError('sample 3 is corrupt')" in caplog.text
+        assert "left out sample 9: ValueError('9 is odd')" in caplog.text
+
+
 def test_what_is_no_samples_fault_is_raised(make):
     def refuse(samples: list[Any]) -> Any:
         raise ArithmeticError("cannot stack")

@@ -38,6 +38,8 @@ class BatchMaker:
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
         if self.job.collate_fn is None:
+            if self.job.skip_samples:  # of which the item is one
+                return self.combine(self._each(self._get, [item], [item]), [item])
             batch = self._get(item)
             return batch if self.job.transform is None else self.combine([batch])
         # A function of torch's kind: it gets whatever __getitems__ gives.
