@@ -64,7 +64,7 @@ class BatchError(MinloaderError):
 
 
 class TransportError(BatchError):
-    """An item, a batch or an exception could not cross between worker and parent."""
+    """A batch cannot be pickled, so that it could not come from its worker."""
 
 
 class WorkerDied(BatchError):

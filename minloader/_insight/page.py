@@ -153,7 +153,7 @@ def table(stats: Stats) -> list[Row]:
         ("replaced", stats.replaced, "workers"),
         ("skipped", stats.skipped, "batches that failed"),
         ("left out", stats.skipped_samples, "samples"),
-        ("read again", stats.reread, "batches of a stream that has no state_dict"),
+        ("read again", stats.reread, "batches of a stream, to get past what was delivered"),
     ]
     return rows + [(name, f"{count}", remark) for name, count, remark in failures if count]
 
