@@ -235,8 +235,12 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
 def check_dataset(dataset: Any) -> None:
     """Refuse a dataset that is neither indexable nor callable, and a string, probably a path."""
     kind = type(dataset)
-    known = hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)
-    if not known or kind is str:
+    if kind is str:
+        raise TypeError(
+            f"dataset must give samples, got the string {shown(dataset)}; if that is a path, pass "
+            "an object that reads the file"
+        )
+    if not (hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)):
         raise TypeError(
             "dataset must have __getitem__ or __iter__, or be callable, got "
             f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "

@@ -487,7 +487,7 @@ def numbers() -> Any:
     [
         ((Squares,), {}, r"sampler is needed: .* no len\(\) .*; give an object of that class"),
         ((numbers,), {}, r"; for a stream give an object with this function as its __iter__"),
-        (("train.csv",), {}, r"dataset must have __getitem__ .* got 'train.csv'; give it"),
+        (("train.csv",), {}, r"got the string 'train.csv'; if that is a path, pass an"),
         ((Squares(), "abc"), {}, r"sampler must be an iterable of items, got the string 'abc'"),
         ((Squares(),), {"batch_size": 2, "shuffle": "no"}, r"shuffle must be True or False, got"),
         ((Squares(),), {"in_order": "no"}, r"in_order must be True or False, got 'no'"),
