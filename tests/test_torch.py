@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -734,6 +734,48 @@ def test_the_state_of_one_rank_serves_all(rank):
         different.load_state_dict(state)
         with pytest.raises(ValueError, match="the state does not fit"):
             next(iter(different))
+
+
+@pytest.mark.parametrize("taken", [3, 5])
+def test_the_epoch_of_a_state_is_left_behind(taken):
+    """By the sampler, which Lightning tells the next epoch if a state is of the last batch."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Noise(20), 2, sampler=DistributedSampler(range(20), 2, 0))
+
+    loader, other = make(), make()
+    loader.set_epoch(3)
+    deque(islice(loader, taken), maxlen=0)
+    other.load_state_dict(as_json(loader.state_dict()))
+    for each in (loader, other):
+        each.set_epoch(4)
+    assert_all_same(list(other), list(loader))
+
+
+def test_a_sampler_that_counts_its_epochs_while_it_is_read():
+    """As Accelerate's does: at the end of the sampler it is ahead of the consumer."""
+
+    class Counting(DistributedSampler):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            self.set_epoch(self.epoch + 1)
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 2, sampler=Counting(range(8), 2, 0), num_workers=1)
+
+    with make() as loader, make() as other:
+        loader.set_epoch(3)
+        batches = iter(loader)
+        next(batches)
+        assert loader.sampler.epoch == 4
+        state, rest = loader.state_dict(), numbers(batches)
+        other.load_state_dict(state)
+        other.set_epoch(3)
+        assert numbers(other) == rest
+        other.load_state_dict(state)
+        other.set_epoch(1)
+        with pytest.warns(UserWarning, match="of epoch 3 .* set to epoch 1"):
+            assert len(numbers(other)) == 2
 
 
 def test_state_before_anything():

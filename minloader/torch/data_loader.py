@@ -259,8 +259,11 @@ class DataLoader(TorchLoader[T]):
         order = self._sync_order()
         resume = self._resume
         start = EpochStart.decode(resume["order"]) if resume else None
+        told = self._sampler_epoch()  # some samplers count on while they are read
+        if start is not None and start.begun and self._is_left_behind():
+            start = start._replace(shared=None)
         if start is not None and start.begun:
-            batches = self._continue_epoch(order, start)
+            batches = self._continue_epoch(order, start._replace(told=told))
         else:
             if start is not None:
                 self._restore_generators(start)
@@ -268,9 +271,29 @@ class DataLoader(TorchLoader[T]):
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            batches = self._iterate(self._begin_order(order))
+            batches = self._iterate(self._begin_order(order)._replace(told=told))
         self._resume, self._begun, self._progress = None, True, progress
         return batches
+
+    def _is_left_behind(self) -> bool:
+        """Tell whether the sampler was set to another epoch than that of the state; then go there.
+
+        Lightning does so if all batches of the epoch were delivered.
+        """
+        assert self._resume is not None
+        former, epoch = self._resume["epoch"], self._sampler_epoch()
+        if self._loader is None or former is None or epoch is None or epoch == former:
+            return False
+        if epoch < former:
+            warnings.warn(
+                f"a state of epoch {former} was loaded, but then the sampler was set to epoch "
+                f"{epoch}, which begins anew; call set_epoch({former}) to go on",
+                stacklevel=5,
+            )
+        number = self._loader.epoch + epoch - former
+        self._loader.set_epoch(number if number >= 0 else self._loader.epoch + 1)
+        self._resume = None
+        return True
 
     def _sync_order(self) -> Order:
         """Return the order of the loader's sampler, which a subclass may have replaced."""
@@ -458,14 +481,15 @@ class DataLoader(TorchLoader[T]):
 
     def _note_state(self) -> Note:
         """Return a function for the state as of now; see :func:`minloader.prefetch`."""
-        key, epoch = self._state_key(), self._sampler_epoch()
+        key = self._state_key()
         if self._resume is not None:
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
-        now = EpochStart.now(self._generators(), seeded=False)._replace(shared=None)
+        now = EpochStart.now(self._generators(), seeded=False)
+        now = now._replace(shared=None, told=self._sampler_epoch())
         if self._loader is None:
-            return partial(_keyed, key, partial(_state, None, now, now, epoch))
+            return partial(_keyed, key, partial(_state, None, now, now))
         note = latest_note(self._loader._progress, self._loader._note_state)
-        return partial(_keyed, key, partial(_state, note, self._start or now, now, epoch))
+        return partial(_keyed, key, partial(_state, note, self._start or now, now))
 
     def _state_key(self) -> str:
         """Return the key of the state: that of the rank if other ranks have other states."""
@@ -586,20 +610,17 @@ class Batches(Generic[T]):
         return len(self._owner._index_sampler)
 
 
-def _state(
-    note: Callable[[], Any] | None, start: EpochStart, now: EpochStart, epoch: int | None
-) -> dict[str, Any]:
+def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:
     """Return what a state of a ``DataLoader`` says.
 
     Args:
         note: returns the state of its :class:`minloader.Loader`; None if there is none yet.
         start: start of the epoch that was begun last.
         now: what the next epoch would start from.
-        epoch: the epoch that the sampler was set to.
     """
     state = None if note is None else note()
-    within = state is not None and state["epoch"] == start.epoch
-    return {"loader": state, "order": (start if within else now).encode(), "epoch": epoch}
+    begin = start if state is not None and state["epoch"] == start.epoch else now
+    return {"loader": state, "order": begin.encode(), "epoch": begin.told}
 
 
 def _keyed(key: str, note: Callable[[], Any]) -> dict[str, Any]:

@@ -27,12 +27,14 @@ class EpochStart(NamedTuple):
         shared: state of torch's global generator; None between epochs.
         seeded: whether the loader draws its seed after it has begun the sampler.
         epoch: number of the epoch in the :class:`minloader.Loader`.
+        told: the epoch that the sampler was set to, if it has any.
     """
 
     own: list[torch.Tensor]
     shared: torch.Tensor | None
     seeded: bool
     epoch: int = -1
+    told: int | None = None
 
     @property
     def begun(self) -> bool:

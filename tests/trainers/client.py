@@ -1,0 +1,118 @@
+"""What the programs of the clients share: two processes, of which the second resumes.
+
+The first process trains to the end, then once more with checkpoints, and is killed in the middle
+of an epoch. The second goes on from each of its checkpoints. What a run does in a step is noted
+and compared. A client's program calls :func:`main`; ``run.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RANK = int(os.environ.get("RANK", 0))
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+
+Steps = list[list[Any]]
+Train = Callable[..., Steps]
+"""``train(kind, workers, noise, folder, resume)`` returns the steps of a run.
+
+With a ``folder`` it leaves a checkpoint in each of the three places of :func:`places`, and then
+calls :func:`die`. ``resume`` is the folder and the name of one of them.
+"""
+
+
+def recipe(name: str) -> Any:
+    """Return what is defined by this name in a block of code of docs/trainers.md."""
+    page = Path(__file__).parents[2] / "docs" / "trainers.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.M))
+    namespace: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), namespace)
+    return namespace[name]
+
+
+def places(steps_per_epoch: int) -> dict[str, int]:
+    """Return how many steps were done at each checkpoint: the last one is in mid-epoch."""
+    return {"last": steps_per_epoch, "boundary": steps_per_epoch, "mid": steps_per_epoch * 3 // 2}
+
+
+def die() -> None:
+    """End this process as if by a power cut."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def compare(steps: Steps, expected: Steps) -> str:
+    """Say whether a run did what was expected."""
+    if steps == expected:
+        return "yes"
+    if [ids for ids, _ in steps] == [ids for ids, _ in expected]:
+        return "samples"
+    return "no"
+
+
+def attempt(action: Callable[[], str]) -> str:
+    """Return what an action says, or its error."""
+    try:
+        return action()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def main(
+    train: Train, extras: Callable[[str], Any] | None = None, *, cases: tuple[int, ...] = (0, 2)
+) -> None:
+    """Run one of the two processes of a client.
+
+    Args:
+        train: runs the training.
+        extras: does whatever else the client can do, with a loader of a kind, and returns what came
+            of it; to be the same with torch's loader.
+        cases: numbers of workers to resume with, besides that of the first run.
+    """
+    phase, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    noted = folder / f"steps-{RANK}.json"
+    cells: dict[str, str] = {}
+
+    def save() -> None:
+        (folder / f"{phase}-{RANK}.json").write_text(json.dumps(cells))
+
+    if phase == "first":
+        expected = train("torch", 0, 0.0, None, None)
+        steps: Steps = []
+
+        def shards() -> str:
+            steps.extend(train(kind, 1, 0.0, None, None))
+            return compare(steps, expected)
+
+        cells["shards"] = attempt(shards)
+        cells["runs"] = "yes" if steps else cells["shards"]
+        if extras is not None:
+            cells["extras"] = attempt(partial(_same, extras, kind))
+        save()
+        noted.write_text(json.dumps(train(kind, 1, 0.5, None, None)))
+        train(kind, 1, 0.5, folder, None)
+    whole = json.loads(noted.read_text())
+    here = places(len(whole) // 3)
+    for name, workers in [*((name, 1) for name in here), *(("mid", n) for n in cases)]:
+        rest = whole[here[name] :]
+
+        def resume(name: str = name, workers: int = workers, rest: Steps = rest) -> str:
+            return compare(train(kind, workers, 0.5, None, (folder, name)), rest)
+
+        cells[f"{name} {workers}"] = attempt(resume)
+        save()
+
+
+def _same(extras: Callable[[str], Any], kind: str) -> str:
+    ours, theirs = extras(kind), extras("torch")
+    return "yes" if ours == theirs else f"{ours} unlike {theirs}"

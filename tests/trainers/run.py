@@ -1,0 +1,114 @@
+"""Runs the programs of the clients, each rank in a process of its own, and gathers the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+MARK = "MINLOADER_TRAINER"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def start(program: str, *arguments: str, ranks: int, folder: Path) -> list[subprocess.Popen[str]]:
+    """Start a program, once for each rank; what it prints goes to files in the folder."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    common = {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "TMPDIR": str(folder / "tmp"),
+        MARK: str(folder),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    if ranks > 1:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        with open(folder / f"log-{rank}.txt", "a") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / program), *arguments],
+                    env=os.environ | common | own,
+                    cwd=folder,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                )
+            )
+    return processes
+
+
+def left(folder: Path) -> list[str]:
+    """Return what a program that ran in a folder has left: processes and files of ours."""
+    found = [str(path) for path in (folder / "tmp").glob("minloader-*")]
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(folder):
+                found.append(" ".join(process.cmdline()) or str(process.pid))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def wait(processes: list[subprocess.Popen[str]], seconds: float) -> list[int]:
+    """Return the exit codes.
+
+    Raises:
+        subprocess.TimeoutExpired: a process hangs. All are killed then.
+    """
+    end = time.monotonic() + seconds
+    try:
+        return [process.wait(max(0.1, end - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_client(
+    name: str, kind: str, ranks: int, folder: Path, seconds: float = 110
+) -> dict[str, str]:
+    """Run both processes of a client, on each rank, and return what they say.
+
+    Of the ranks' answers the worst counts.
+    """
+    cells: dict[str, str] = {}
+    for phase in ("first", "second"):
+        processes = start(f"{name}.py", phase, kind, str(folder), ranks=ranks, folder=folder)
+        wait(processes, seconds)
+        for rank in range(ranks):
+            result = folder / f"{phase}-{rank}.json"
+            if not result.exists():
+                return cells | {phase: "failed; see log"}
+            for cell, answer in json.loads(result.read_text()).items():
+                order = ["yes", "samples", "no"]
+                worst = [cells.get(cell, "yes"), answer]
+                cells[cell] = max(worst, key=lambda a: order.index(a) if a in order else 3)
+    return cells
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    name, kind, ranks = sys.argv[1:]
+    place = Path(tempfile.mkdtemp())
+    begin = time.monotonic()
+    for item in run_client(name, kind, int(ranks), place).items():
+        print(*item, sep=": ")
+    print(left(place), place, f"{time.monotonic() - begin:.0f} s")
