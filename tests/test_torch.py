@@ -753,10 +753,14 @@ def test_the_epoch_of_a_state_is_left_behind(taken):
 
 
 def test_a_sampler_that_counts_its_epochs_while_it_is_read():
-    """As Accelerate's does: at the end of the sampler it is ahead of the consumer."""
+    """As Accelerate's does: at the end of the sampler it is ahead of the consumer.
+
+    It makes its generator then, too.
+    """
 
     class Counting(DistributedSampler):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Any]:
+            self.generator = torch.Generator()
             yield from super().__iter__()
             self.set_epoch(self.epoch + 1)
 

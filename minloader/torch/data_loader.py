@@ -331,8 +331,12 @@ class DataLoader(TorchLoader[T]):
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
     def _generators(self) -> list[torch.Generator]:
-        """Return those that an epoch's order may depend on, without torch's global one."""
-        owners = self, self.sampler, *with_inner(self._index_sampler)
+        """Return those that an epoch's order may depend on, without torch's global one.
+
+        Samplers that are told the epoch seed theirs from it, and some make it only then.
+        """
+        samplers = self.sampler, *with_inner(self._index_sampler)
+        owners = self, *(each for each in samplers if not hasattr(each, "set_epoch"))
         found = [getattr(owner, "generator", None) for owner in owners]
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]

@@ -63,7 +63,7 @@ def attempt(action: Callable[[], str]) -> str:
     """Return what an action says, or its error."""
     try:
         return action()
-    except Exception as error:
+    except BaseException as error:  # torch.distributed.checkpoint has such
         traceback.print_exc()
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

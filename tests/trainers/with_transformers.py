@@ -77,11 +77,10 @@ def train(
         remove_unused_columns=False,
         use_cpu=True,
         optim="sgd",
-        accelerator_config={"use_stateful_dataloader": kind == "torchdata"},
     )
     model = Model()
     trainer = Trainer(model, arguments, train_dataset=Numbers(noise))
-    trainer.kind = "torch" if kind == "torchdata" else kind
+    trainer.kind = kind
     if kind == "recipe":
         trainer.add_callback(client.recipe("LoaderCheckpoints")())
     if folder is not None:
