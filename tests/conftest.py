@@ -22,7 +22,7 @@ import pytest
 from minloader import Loader
 from minloader._inspect import inspect
 
-SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "report", "training"]
+SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "report", "trainers", "training"]
 """Tests that run whole programs, clusters or a browser."""
 
 SLOW_WAYS = ["process-2", "process-3", "foreign-process"]

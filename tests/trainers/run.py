@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,8 +24,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(program: str, *arguments: str, ranks: int, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start a program, once for each rank; what it prints goes to files in the folder."""
+def start(*command: str, ranks: int, folder: Path) -> list[subprocess.Popen[str]]:
+    """Start Python once for each rank; what it prints goes to files in the folder."""
     (folder / "tmp").mkdir(exist_ok=True)
     common = {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -43,7 +45,7 @@ def start(program: str, *arguments: str, ranks: int, folder: Path) -> list[subpr
         with open(folder / f"log-{rank}.txt", "a") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(HERE / program), *arguments],
+                    [sys.executable, *command],
                     env=os.environ | common | own,
                     cwd=folder,
                     stdout=log,
@@ -90,7 +92,8 @@ def run_client(
     """
     cells: dict[str, str] = {}
     for phase in ("first", "second"):
-        processes = start(f"{name}.py", phase, kind, str(folder), ranks=ranks, folder=folder)
+        program = str(HERE / f"{name}.py")
+        processes = start(program, phase, kind, str(folder), ranks=ranks, folder=folder)
         wait(processes, seconds)
         for rank in range(ranks):
             result = folder / f"{phase}-{rank}.json"
@@ -103,9 +106,18 @@ def run_client(
     return cells
 
 
-if __name__ == "__main__":
-    import tempfile
+def run_torchrun(
+    kind: str, folder: Path, *arguments: str, seconds: float = 110
+) -> tuple[int, list[list[Any]]]:
+    """Run torchrun with two ranks; return its exit code, and the steps of each rank that ended."""
+    settings = ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    program = [str(HERE / "with_torchrun.py"), kind, str(folder), *arguments]
+    command = ["-m", "torch.distributed.run", *settings, *program]
+    (code,) = wait(start(*command, ranks=1, folder=folder), seconds)
+    return code, [json.loads(path.read_text()) for path in sorted(folder.glob("?.json"))]
 
+
+if __name__ == "__main__":
     name, kind, ranks = sys.argv[1:]
     place = Path(tempfile.mkdtemp())
     begin = time.monotonic()

@@ -1,0 +1,90 @@
+"""Trainers train with minloader.torch.DataLoader, and resume exactly: each client is a program.
+
+``tests/trainers/client.py`` says what such a program does. ``tests/trainers/table.py`` compares the
+loaders of others with the same programs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import eventually
+
+sys.path.append(str(Path(__file__).parent / "trainers"))
+
+import run
+
+pytestmark = pytest.mark.timeout(400)
+
+BY_HAND = {"last 1": "no", "boundary 1": "no"}
+"""Lightning resumes at the end of an epoch without the loader's state, which a recipe gives."""
+
+
+def need(name: str) -> None:
+    """Skip where a client is not installed, but fail where all must be."""
+    if importlib.util.find_spec(name) is None:
+        assert not os.environ.get("MINLOADER_REQUIRE_ALL"), f"{name} is not installed"
+        pytest.skip(f"{name} is not installed")
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """After a process was killed its workers end by themselves."""
+    eventually(lambda: not run.left(folder), 30)
+    assert run.left(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "loader", "ranks", "unlike"),
+    [
+        ("lightning", "minloader", 1, BY_HAND),
+        ("lightning", "recipe", 1, {}),
+        ("lightning", "recipe", 2, {}),
+        ("accelerate", "recipe", 1, {}),
+        ("accelerate", "recipe", 2, {}),
+        ("transformers", "recipe", 1, {}),
+        ("dcp", "minloader", 1, {}),
+        ("dcp", "minloader", 2, {}),
+    ],
+)
+def test_a_client(name: str, loader: str, ranks: int, unlike: Any, tmp_path: Path) -> None:
+    """It gets torch's samples, is killed, and goes on with the same losses to the last bit."""
+    need("torch" if name == "dcp" else name)
+    cells = run.run_client(f"with_{name}", loader, ranks, tmp_path)
+    expected = dict.fromkeys(cells, "yes") | unlike
+    assert cells == expected, (tmp_path / "log-0.txt").read_text()[-5000:]
+    assert {"runs", "shards", "last 1", "boundary 1", "mid 1", "mid 0", "mid 2"} <= set(cells)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def torchs_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What torch's loader has the ranks do."""
+    need("torch")
+    code, steps = run.run_torchrun("torch", tmp_path_factory.mktemp("torchrun"), "--workers=0")
+    assert code == 0
+    assert len(steps) == 2
+    return steps
+
+
+@pytest.mark.parametrize("killed", [None, "worker"])
+def test_torchrun(killed: str | None, torchs_steps: Any, tmp_path: Path) -> None:
+    """Two ranks on gloo with two workers each: torch's losses, also if a worker dies."""
+    arguments = [] if killed is None else [f"--kill={killed}"]
+    code, steps = run.run_torchrun("minloader", tmp_path, *arguments)
+    assert code == 0, (tmp_path / "log-0.txt").read_text()
+    assert steps == torchs_steps
+    assert_nothing_left(tmp_path)
+
+
+def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
+    need("torch")
+    code, steps = run.run_torchrun("minloader", tmp_path, "--kill=rank")
+    assert code != 0
+    assert "SIGKILL" in (tmp_path / "log-0.txt").read_text()
+    assert steps == []
+    assert_nothing_left(tmp_path)
