@@ -41,7 +41,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Their code starts many workers or ffmpeg, or imports torch.
-SLOW = {"README", "bad_samples", "recipes", "speech", "state", "stats", "torch"}
+SLOW = {"README", "bad_samples", "recipes", "speech", "state", "stats", "torch", "trainers"}
 FENCE = "```"
 
 

@@ -115,4 +115,6 @@ def main(
 
 def _same(extras: Callable[[str], Any], kind: str) -> str:
     ours, theirs = extras(kind), extras("torch")
-    return "yes" if ours == theirs else f"{ours} unlike {theirs}"
+    if ours != theirs:
+        print(f"{ours}\nunlike {theirs}")
+    return "yes" if ours == theirs else "no"
