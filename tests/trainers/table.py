@@ -50,7 +50,10 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
             return run.run_client(program, loader, ranks, Path(folder), 300)
         _, theirs = run.run_torchrun("torch", Path(folder), "--workers=0")
         code, steps = run.run_torchrun(loader, Path(folder))
-        return {"runs": "yes" if code == 0 else "error", "shards": "no yes".split()[steps == theirs]}
+        return {
+            "runs": "yes" if code == 0 else "error",
+            "shards": "no yes".split()[steps == theirs],
+        }
 
 
 def word(answers: list[str]) -> str:
