@@ -88,3 +88,10 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     assert "SIGKILL" in (tmp_path / "log-0.txt").read_text()
     assert steps == []
     assert_nothing_left(tmp_path)
+
+
+def test_accelerate_is_asked_to_keep_the_loaders(tmp_path: Path) -> None:
+    need("accelerate")
+    program = str(Path(run.__file__).with_name("opt_in.py"))
+    codes = run.wait(run.start(program, ranks=1, folder=tmp_path), 60)
+    assert codes == [0], (tmp_path / "log-0.txt").read_text()

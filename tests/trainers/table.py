@@ -1,7 +1,7 @@
 """Prints the table of docs/trainers.md: which loader does what with which client.
 
 ``python tests/trainers/table.py`` runs all of them, which takes some 15 minutes; arguments take
-some of the rows by their names. Needs the extra ``trainers``, and torchdata.
+some of the rows by their names. It needs the extra ``trainers``.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
         code, steps = run.run_torchrun(loader, Path(folder))
         return {
             "runs": "yes" if code == 0 else "error",
-            "shards": "no yes".split()[steps == theirs],
+            "shards": "yes" if steps == theirs else "no",
         }
 
 
 def word(answers: list[str]) -> str:
     """Return the worst of some answers; a dash where there are none."""
     words = [answer if answer in WORDS else "error" for answer in answers]
-    return max(words, key=WORDS.index, default="–")
+    return max(words, key=WORDS.index, default="-")
 
 
 def main() -> None:
