@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ import psutil
 
 HERE = Path(__file__).parent
 MARK = "MINLOADER_TRAINER"
+RESUMED = ["last 1", "boundary 1", "mid 1", "mid 0", "mid 2"]
+WORDS = ["yes", "samples", "no", "error", "hangs"]
+"""Answers from the best to the worst; an exception's text counts as "error"."""
+
+
+def badness(answer: str) -> int:
+    """Return the place of an answer among the words."""
+    return WORDS.index(answer if answer in WORDS else "error")
 
 
 def free_port() -> int:
@@ -88,21 +97,22 @@ def run_client(
 ) -> dict[str, str]:
     """Run both processes of a client, on each rank, and return what they say.
 
-    Of the ranks' answers the worst counts.
+    Of the ranks' answers the worst counts; "hangs", if a rank has none in time.
     """
     cells: dict[str, str] = {}
     for phase in ("first", "second"):
         program = str(HERE / f"{name}.py")
         processes = start(program, phase, kind, str(folder), ranks=ranks, folder=folder)
-        wait(processes, seconds)
+        with suppress(subprocess.TimeoutExpired):
+            wait(processes, seconds)
         for rank in range(ranks):
             result = folder / f"{phase}-{rank}.json"
             if not result.exists():
                 return cells | {phase: "failed; see log"}
-            for cell, answer in json.loads(result.read_text()).items():
-                order = ["yes", "samples", "no"]
-                worst = [cells.get(cell, "yes"), answer]
-                cells[cell] = max(worst, key=lambda a: order.index(a) if a in order else 3)
+            answers = json.loads(result.read_text())
+            missing = [cell for cell in RESUMED if phase == "second" and cell not in answers]
+            for cell, answer in (answers | dict.fromkeys(missing, "hangs")).items():
+                cells[cell] = max(cells.get(cell, "yes"), answer, key=badness)
     return cells
 
 

@@ -39,15 +39,13 @@ COLUMNS = {
     "at the last batch": ["last 1"],
     "with other workers": ["mid 0", "mid 2"],
 }
-WORDS = ["yes", "samples", "no", "error"]
-"""From the best to the worst."""
 
 
 def results(program: str, loader: str, ranks: int) -> dict[str, str]:
     """Run a client, and return its answers."""
     with tempfile.TemporaryDirectory() as folder:
         if program != "with_torchrun":
-            return run.run_client(program, loader, ranks, Path(folder), 300)
+            return run.run_client(program, loader, ranks, Path(folder), 150)
         _, theirs = run.run_torchrun("torch", Path(folder), "--workers=0")
         code, steps = run.run_torchrun(loader, Path(folder))
         return {
@@ -58,8 +56,7 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
 
 def word(answers: list[str]) -> str:
     """Return the worst of some answers; a dash where there are none."""
-    words = [answer if answer in WORDS else "error" for answer in answers]
-    return max(words, key=WORDS.index, default="-")
+    return run.WORDS[max(map(run.badness, answers))] if answers else "-"
 
 
 def main() -> None:
