@@ -62,7 +62,7 @@ def word(answers: list[str]) -> str:
 def main() -> None:
     packages = ["torch", "torchdata", "lightning", "accelerate", "transformers"]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    print(f"Measured on {datetime.date.today()}, with {', '.join(versions)}.\n")
+    print(f"Measured on {datetime.date.today()}, with\n{', '.join(versions)}.\n")
     print(f"| client | loader | {' | '.join(COLUMNS)} |")
     print("|---|---|" + "---|" * len(COLUMNS))
     for client, (program, ranks) in CLIENTS.items():
