@@ -411,15 +411,16 @@ class Loader:
     def _next_ledgers(self, n: int | None) -> Iterator[Any]:
         """Yield a ledger for each of the next epochs, when it begins."""
         resume, numbers = self._resume, itertools.count(self.epoch)
+        before: Any = self._ledger
         for epoch in numbers if n is None else itertools.islice(numbers, n):
             self._group.tidy()
             if self._shards is None:
                 yield Ledger(epoch, self.sampler, self._items, self._tell_epoch, resume)
             else:
-                shards = resume["stream"]["shards"] if resume else [None] * self._shards
-                turn = resume["stream"]["turn"] if resume else 0
-                checks.tell_rereading(resume["stream"]["shards"] if resume else [])
-                yield StreamLedger(epoch, next(self._runs), shards, turn)
+                state = resume["stream"] if resume else None
+                checks.tell_rereading(state["shards"] if state else [])
+                before = StreamLedger(epoch, next(self._runs), self._shards, state, before)
+                yield before
             resume = None
 
     def _oldest_run(self) -> int:
@@ -471,7 +472,9 @@ class Loader:
         if ledger is not None and not ledger.over:
             epoch, note = ledger.epoch, ledger.note()
         elif self._shards is not None:
-            epoch, note = self.epoch, StreamLedger(self.epoch, 0, [None] * self._shards).note()
+            before: Any = ledger
+            epoch = self.epoch
+            note = StreamLedger(epoch, 0, self._shards, None, before).note()
         else:
             epoch = self.epoch
             if isinstance(self.sampler, Sampler):

@@ -445,6 +445,7 @@ def _copied(state: Mapping[str, Any]) -> State:
         places = [
             numbers(place, "batches", "at")
             | {"ended": bool(place["ended"]), "state": copy.deepcopy(place["state"])}
+            | {"next": copy.deepcopy(place.get("next"))}
             for place in stream["shards"]
         ]
         turn = check_int("turn", stream["turn"], 0)

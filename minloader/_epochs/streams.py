@@ -8,9 +8,9 @@
 
 A shard's iterator is an ordinary :class:`Epoch` whose ledger counts the batches of the shard, and
 whose pool is always the same worker, which reads on where it is. The state of the stream comes
-back with every task, so that another worker, or another run, can go on from there. A stream
-without a state is read again past the batches that were delivered. Shards are numbered when the
-loader is made, not by its workers, whose number may change.
+back with every task, so that another worker, or another run, can go on from there; that of its end
+is where the next pass begins. A stream without a state is read again past the batches that were
+delivered. Shards are numbered when the loader is made, not by its workers, whose number may change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
 
-BEGINNING: State = {"batches": 0, "ended": False, "at": 0, "state": None}
+BEGINNING: State = {"batches": 0, "ended": False, "at": 0, "state": None, "next": None}
 """The part of a state that says where in a shard it is, at its beginning."""
 
 
@@ -56,6 +56,9 @@ class ShardLedger(Ledger):
         ahead: the state of the stream that came back last, packed, and how many batches had been
             read by then.
         behind: the same, before the task that is being delivered.
+        first: the state that the stream had at the end of the pass before, packed.
+        last: the one that it has at the end of this pass.
+        follows_left: whether the pass before was left early.
         failed_reading: whether the stream's own code raised the last error.
         lethal: the last batch that no worker survived.
     """
@@ -65,13 +68,31 @@ class ShardLedger(Ledger):
         indices = itertools.count(state["batches"])
         super().__init__(epoch, None, zip(itertools.repeat(shard), indices))
         self.run = run
+        self.follows_left = False
         self.position = self.end = state["batches"]
         self.ended = state["ended"]
-        packed = None if state["state"] is None else pickling.pack(state["state"], down=True)
-        self.ahead: tuple[int, bytes | None] = (state["at"], packed)
-        self.behind = self.ahead
+        self.last: bytes | None = None
+        self.ahead: tuple[int, bytes | None]
+        self.begin_from(_packed(state.get("next")))
+        if state["state"] is not None:
+            self.ahead = self.behind = state["at"], _packed(state["state"])
         self.failed_reading = False
         self.lethal = -2
+
+    def begin_from(self, state: bytes | None) -> None:
+        """Begin with what the stream was at the end of the pass before, packed."""
+        self.first = state
+        self.ahead = self.behind = 0, state
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all batches were delivered."""
+        return self.ended and not self.undelivered
+
+    @property
+    def next(self) -> bytes | None:
+        """The state that the next pass begins from: one that is left early leaves nothing."""
+        return (self.delivered and self.last) or self.first
 
     def finish(self, end: int) -> None:
         """Note that the shard has only so many batches."""
@@ -83,12 +104,19 @@ class ShardLedger(Ledger):
         undelivered = self.undelivered.copy()
         batches = min(undelivered, default=self.end if self.ended else self.position)
         at, state = self.ahead if self.ahead[0] <= batches else self.behind
-        return partial(_shard_state, batches, self.ended and not undelivered, at, state)
+        ended = self.ended and not undelivered
+        return partial(_shard_state, batches, ended, at, state if at else None, self.next)
 
 
-def _shard_state(batches: int, ended: bool, at: int, packed: bytes | None) -> State:
-    state = packed and pickling.unpack(packed)
-    return {"batches": batches, "ended": ended, "at": at, "state": state}
+def _shard_state(
+    batches: int, ended: bool, at: int, state: bytes | None, coming: bytes | None
+) -> State:
+    known = {"state": state and pickling.unpack(state), "next": coming and pickling.unpack(coming)}
+    return {"batches": batches, "ended": ended, "at": at, **known}
+
+
+def _packed(state: Any) -> bytes | None:
+    return None if state is None else pickling.pack(state, down=True)
 
 
 class StreamLedger(Ledger):
@@ -97,16 +125,27 @@ class StreamLedger(Ledger):
     Args:
         epoch: number of the epoch.
         run: number of the pass over the stream.
-        shards: where each of them begins; None: at the beginning.
+        total: number of shards.
+        state: where to begin; None: at the beginning.
+        before: the ledger of the pass before, if there was one.
+
+    Attributes:
         turn: number of the shard whose batch comes next.
     """
 
-    def __init__(self, epoch: int, run: int, shards: list[State | None], turn: int = 0) -> None:
+    def __init__(
+        self, epoch: int, run: int, total: int, state: State | None, before: StreamLedger | None
+    ) -> None:
         super().__init__(epoch, None, ())
-        self.fruitful = any(shards)
+        shards = state["shards"] if state else [None] * total
+        self.fruitful = state is not None
         self.run = run
-        self.shards = [ShardLedger(epoch, run, n, state) for n, state in enumerate(shards)]
-        self.turn = turn
+        self.shards = [ShardLedger(epoch, run, n, shard) for n, shard in enumerate(shards)]
+        self.turn = state["turn"] if state else 0
+        if before is not None:
+            for own, theirs in zip(self.shards, before.shards, strict=True):
+                own.begin_from(theirs.next)
+                own.follows_left = not theirs.delivered
 
     def note(self) -> Note:
         return partial(_stream_state, self.turn, [shard.note() for shard in self.shards])
@@ -145,7 +184,8 @@ class ShardEpoch(Epoch):
 
     def _address(self, task: Task) -> Task:
         ledger = next(each for each in self._ledgers if each.epoch == task.epoch)
-        shard = Shard(ledger.run, self.oldest(), self.shard, self.total, *ledger.ahead)
+        place = ledger.run, self.oldest(), self.shard, self.total
+        shard = Shard(*place, *ledger.ahead, ledger.follows_left)
         return super()._address(task)._replace(shard=shard)
 
     def _ordinal(self, ordinal: int) -> int:
@@ -153,9 +193,19 @@ class ShardEpoch(Epoch):
 
     @property
     def _is_drawn(self) -> bool:
-        last = self._ledgers[-1]
-        futures = [each.future for each in self._pending if each.task.epoch == last.epoch]
-        return last.ended or any(map(_has_end, futures))
+        ledger = self._ledgers[-1]
+        for each in self._pending:
+            if each.task.epoch == ledger.epoch and each.future and _has_end(each.future):
+                ledger.last = each.future.result().state  # the next epoch's tasks may go ahead
+                return True
+        return ledger.ended
+
+    def _begin_ahead(self) -> bool:
+        before = self._ledgers[-1]
+        begun = super()._begin_ahead()
+        if begun:
+            self._ledgers[-1].begin_from(before.last or before.first)
+        return begun
 
     def enter_next(self) -> None:
         """Let the consumer go on to the next epoch, if there is one."""
@@ -181,7 +231,8 @@ class ShardEpoch(Epoch):
         if reply.outcomes and reply.outcomes[-1] is END:
             reply.outcomes.pop()
             ledger.finish(task.ordinal + len(reply.outcomes))
-        if reply.state is not None:
+            ledger.last = reply.state
+        elif reply.state is not None:
             ledger.ahead = task.ordinal + len(reply.outcomes), reply.state
         super()._note(task, reply)
 
@@ -229,8 +280,8 @@ class ShardEpoch(Epoch):
         return [pending.future for pending in self._pending if pending.future is not None][:1]
 
 
-def _has_end(future: Future[Reply] | None) -> bool:
-    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+def _has_end(future: Future[Reply]) -> bool:
+    if not future.done() or future.cancelled() or future.exception() is not None:
         return False
     outcomes = future.result().outcomes
     return bool(outcomes) and outcomes[-1] is END

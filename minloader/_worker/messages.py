@@ -47,16 +47,19 @@ class Shard(NamedTuple):
         oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
-        at: how many batches had been read when ``state`` was taken.
+        at: how many batches had been read when ``state`` was taken. With 0 it is the state from the
+            end of the pass before.
         state: of the stream, packed; None if it has none to give.
+        left: whether the pass before was left early.
     """
 
     run: int
     oldest: int
     id: int
     total: int
-    at: int = 0
-    state: bytes | None = None
+    at: int
+    state: bytes | None
+    left: bool
 
     def ordinal(self, index: int) -> int:
         """Return the place of a batch in the epoch, as in rounds where no shard has ended."""

@@ -94,7 +94,7 @@ class Worker:
         self._maker = BatchMaker(job)
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
-        self._readers = ShardReaders(self._maker, info.seed, reload, shared=seed is None)
+        self._readers = ShardReaders(self._maker, info.seed, reload)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None:
             try:
@@ -158,12 +158,13 @@ class Worker:
         reader = None
         try:
             if task.shard is not None:
-                reader = self._find_reader(task, n, task.shard)
-                batch = self._call(self._batch_seed(task, reader.begin()), reader.fetch)
+                place = task.epoch, task.ordinal + n, self.info.pid
+                reader = self._readers.find(task.shard, *place)
+                batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed else item
-                seed = self._batch_seed(task, task.ordinal + n)
+                seed = batch_seed(self.info.seed, task.epoch, task.ordinal + n)
                 batch = self._call(seed, self._maker.fetch, item)
         except BaseException as error:
             stage = READING if reader is not None and reader.reading else ""
@@ -205,9 +206,6 @@ class Worker:
             if give_back is not None:
                 give_back()
 
-    def _batch_seed(self, task: Task, ordinal: int) -> int:
-        return batch_seed(self.info.seed, task.epoch, ordinal)
-
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
         if self._packer is None and not isinstance(error, Exception | SystemExit):
@@ -230,48 +228,58 @@ class Worker:
 
     # --- streams
 
-    def _find_reader(self, task: Task, n: int, shard: Shard) -> ShardReader:
-        """Return the reader of a shard before a batch, past batches that are not wanted again."""
-        index = task.ordinal + n
-        reader = self._readers.find(shard, task.epoch, index, self.info.pid)
+    def _read(self, task: Task, n: int, reader: ShardReader) -> Any:
+        """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
-        if reader.ended or reader.position == index:
-            return reader
-        samples = None
+        if not reader.restored:
+            # Seeded as at the beginning: `iter` may draw an order.
+            self._call(reader.begin(0), reader.restore)
+        if reader.position < task.ordinal + n and not reader.ended:
+            self._pass_over(task, n, reader)
+        return self._call(reader.begin(), reader.fetch)
+
+    def _pass_over(self, task: Task, n: int, reader: ShardReader) -> None:
+        index, shard, samples = task.ordinal + n, reader.info.id, None
         while reader.position < index and not reader.ended:
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
             self._reread += 1
             try:
-                samples = self._call(self._batch_seed(task, reader.begin()), reader.draw)
+                samples = self._call(reader.begin(), reader.draw)
             except BaseException as error:
                 if reader.ended:
                     raise
                 again = self._failure(error, READING).summary
-                logger.debug("batch %d of shard %d fails again: %s", index, shard.id, again)
+                logger.debug("batch %d of shard %d fails again: %s", index, shard, again)
         given = reader.position - (samples is END)
         if given < index:
             raise RuntimeError(
-                f"the stream has ended after {given} batches of shard {shard.id}, but gave {index} "
+                f"the stream has ended after {given} batches of shard {shard}, but gave {index} "
                 "when it was read before; it must give the same samples each time, for the same "
                 "epoch, shard and seed"
             )
         self._beat(task.id, n, time.perf_counter())
-        return reader
 
     def _end_stream_task(self, shard: Shard, outcomes: list[Any]) -> bytes | None:
         """Return the state of the stream behind the outcomes; add END to them if it has ended."""
         reader = self._readers.current(shard)
         if reader is None:
             return None
+        state = None
+        try:
+            if reader.parts and not reader.released:
+                # Seeded for the next batch: a generator in the state is as that will find it.
+                state = self._call(reader.begin(), reader.state)
+        except BaseException as error:
+            failure = self._failure(error, "when the stream was asked for its state")
+            if not reader.ended:
+                outcomes[-1] = failure
+            else:  # all batches are here
+                logger.warning("the state of a stream at its end is not known: %s", failure.summary)
         if reader.ended:
+            self._readers.release(reader)
             if outcomes[-1] is not END:
                 outcomes.append(END)
-            return None
-        try:
-            return reader.state()
-        except BaseException as error:
-            outcomes[-1] = self._failure(error, "when the stream was asked for its state")
-            return None
+        return state
 
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:

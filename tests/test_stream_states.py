@@ -1,0 +1,266 @@
+"""Streams with a state: when it is taken and put back, and that they count their epochs on."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+from conftest import workers
+from helpers import Deadly, StatefulIterator, StatefulNumbers
+from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
+from test_streams import in_turns, plain
+
+from minloader import Loader
+
+own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
+every_idiom = pytest.mark.parametrize("stream", IDIOMS)
+EPOCHS = 3
+
+
+def epoch(number: int, shards: int, n: int = 14, size: int = 2) -> list[list[int]]:
+    """What an epoch of a stream that counts should give."""
+    return [[100 * number + value for value in batch] for batch in in_turns(n, shards, size)]
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
+    """Every state of some epochs, with all that came after it; and the batches of each epoch."""
+    states, given = [(0, 0, plain(loader.state_dict()))], []
+    for number in range(EPOCHS):
+        given.append([])
+        for batch in loader:
+            given[-1].append(batch.tolist())
+            states.append((number, len(given[-1]), plain(loader.state_dict())))
+        states.append((number + 1, 0, plain(loader.state_dict())))
+    return states, given
+
+
+# --- the count
+
+
+@own
+@every_idiom
+def test_a_stream_counts_its_epochs(make, stream):
+    """Those begun one by one, and those without a gap."""
+    loader = make(stream(), batch_size=2)
+    shards = max(1, loader.num_workers)
+    for number in range(2):
+        assert lists(loader) == epoch(number, shards)
+    chained = [(number, batch.tolist()) for number, batch in loader.epochs(3)]
+    assert chained == [(e, batch) for e in (2, 3, 4) for batch in epoch(e, shards)]
+    assert lists(loader) == epoch(5, shards)
+
+
+@every_idiom
+def test_resumed_after_each_batch_of_each_epoch(stream):
+    """Also between epochs; in one process that goes on, and in another."""
+    with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
+        states, given = run(loader)
+    assert given == [epoch(number, 3) for number in range(EPOCHS)]
+    with Loader(stream(), batch_size=2, num_workers=0) as same:
+        for number, k, state in states[1:-1]:
+            with Loader(stream(), batch_size=2, num_workers=0) as other:
+                for resumed in (same, other):
+                    resumed.load_state_dict(state)
+                    assert plain(resumed.state_dict()) == state
+                    assert lists(resumed) == epoch(number, 3)[k:]
+                    assert lists(resumed) == epoch(number + 1, 3)
+                    assert lists(resumed) == epoch(number + 2, 3)
+
+
+@pytest.mark.slow
+@every_idiom
+def test_resumed_by_workers(stream):
+    with Loader(stream(), batch_size=2, num_workers=2) as loader:
+        states, given = run(loader)
+        assert given == [epoch(number, 2) for number in range(EPOCHS)]
+        for number, k, state in states[2:-1:3]:
+            for number_of_workers in (1, 2, 3):
+                loader.num_workers = number_of_workers
+                loader.load_state_dict(state)
+                chained = [batch.tolist() for _, batch in loader.epochs(2)]
+                assert chained == epoch(number, 2)[k:] + epoch(number + 1, 2)
+                assert lists(loader) == epoch(number + 2, 2)
+
+
+@pytest.mark.slow
+@every_idiom
+def test_counted_on_when_a_worker_dies(stream, tmp_path):
+    """At the first batch of an epoch, in the middle, and at the last one."""
+    deadly = Deadly({100, 107, 113, 201, 304}, str(tmp_path))
+    with Loader(stream(14, deadly), batch_size=2, num_workers=2) as loader:
+        for number in range(3):
+            assert lists(loader) == epoch(number, 2)
+        chained = [batch.tolist() for _, batch in loader.epochs(2)]
+        assert chained == epoch(3, 2) + epoch(4, 2)
+        assert loader.stats.retries == 5
+
+
+@pytest.mark.slow
+@every_idiom
+def test_counted_on_in_chunks(stream):
+    """A worker is killed between the tasks of an epoch that is read ahead, and between epochs."""
+    n = 1500
+    with Loader(stream(n), batch_size=2, num_workers=1) as loader:
+        assert lists(loader) == epoch(0, 1, n)
+        assert loader.stats.chunk_size > 1
+        for process in workers(loader):
+            process.kill()
+        batches = loader.epochs(3)
+        for number in (1, 2, 3):
+            for k, batch in enumerate(epoch(number, 1, n)):
+                if k in (5, 400, 749):
+                    state = plain(loader.state_dict())
+                    for process in workers(loader):
+                        process.kill()
+                assert next(batches)[1].tolist() == batch
+        loader.load_state_dict(state)
+        assert lists(loader) == epoch(3, 1, n)[749:]
+        assert lists(loader) == epoch(4, 1, n)
+
+
+@every_idiom
+def test_counted_on_by_other_workers(stream):
+    """From one batch to the next, and from one epoch to the next."""
+    with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
+        for number, change in enumerate((1, 2, 3, 1, 3)):
+            got = []
+            for batch in loader:
+                got.append(batch.tolist())
+                if len(got) == 4 and number % 2:
+                    loader.num_workers = change
+            loader.num_workers = change
+            assert got == epoch(number, 3)
+
+
+@own
+def test_an_epoch_that_is_left_early(make):
+    """It is begun anew, and counts only where ``__iter__`` itself counts."""
+    for stream, counted in ((Counting, 0), (Separate, 0), (OwnIterator, 2)):
+        loader = make(stream(), batch_size=2)
+        shards = max(1, loader.num_workers)
+        assert lists(loader) == epoch(0, shards)
+        for number in (1, 1 + counted // 2):
+            # All shards must have begun.
+            assert lists(islice(loader, shards + 1)) == epoch(number, shards)[: shards + 1]
+        assert lists(loader) == epoch(1 + counted, shards)
+        assert lists(loader) == epoch(2 + counted, shards)
+    loader = make(Resuming(), batch_size=2)
+    first = lists(loader)
+    for _ in range(3):
+        list(islice(loader, shards + 1))
+    assert [[value % 100 for value in batch] for batch in loader] == first
+
+
+# --- when it is asked for, and put back
+
+
+def test_the_state_is_first_taken_after_iter_and_not_put_back():
+    stream = Logged()
+    with Loader(stream, batch_size=2, num_workers=0) as loader:
+        for _ in range(EPOCHS):
+            list(loader)
+        assert stream.calls[:2] == ["iter", "state"]
+        assert stream.calls.count("iter") == EPOCHS
+        assert "load" not in stream.calls
+        batches = iter(loader)
+        next(batches)
+        del batches
+        loader.load_state_dict(loader.state_dict())
+        stream.calls.clear()
+        next(iter(loader))
+        assert stream.calls[:2] == ["load", "iter"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_goes_on_from_its_last_state_each_time(workers):
+    """Only the resumed epoch is shorter."""
+    values = epoch(0, 1)
+    with Loader(Sticky(), batch_size=2, num_workers=workers) as loader:
+        states, given = run(loader)
+        assert given == [values] * EPOCHS
+        for _, k, state in states:
+            loader.load_state_dict(state)
+            assert lists(loader) == values[k:]
+            assert lists(loader) == values
+            assert lists(islice(loader, 3)) == values[:3]
+            assert lists(loader) == values
+
+
+def test_an_error_in_the_stream_begins_it_anew():
+    with Loader(Counting(14, Bad()), num_workers=1, executor="thread") as loader:
+        batches = iter(loader)
+        assert [next(batches) for _ in range(5)] == list(range(5))
+        with pytest.raises(ValueError, match="5 is bad"):
+            next(batches)
+        assert list(batches) == []
+        assert list(loader) == list(range(14))
+
+
+class Bad:
+    """Fails once."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __call__(self, value: int) -> int:
+        if value == 5 and not self.failed:
+            self.failed = True
+            raise ValueError(f"{value} is bad")
+        return value
+
+
+# --- random numbers
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["global", "kept", "late", "own", "shuffled"])
+def test_random_streams_go_on_alike(kind, workers):
+    def make(workers: int) -> Loader:
+        return Loader(Noisy(kind), batch_size=2, num_workers=workers, seed=3)
+
+    with make(workers) as loader:
+        states, given = [], []
+        for number in range(EPOCHS):
+            for batch in loader:
+                given.append(batch.tolist())
+                states.append((number, loader.state_dict()))
+    whole = len(given) // EPOCHS
+    assert given[:whole] != given[whole : 2 * whole]
+    for k, (number, state) in enumerate(states[:-whole]):
+        with make(0) as other:
+            other.load_state_dict(state)
+            assert lists(other) == given[k + 1 : (number + 1) * whole]
+            assert lists(other) == given[(number + 1) * whole :][:whole]
+
+
+# --- former states
+
+FORMER = {"version": 1, "seed": 0, "epoch": 1}
+
+
+@pytest.mark.parametrize(
+    ("stream", "owner"), [(StatefulNumbers, "dataset"), (StatefulIterator, "iterator")]
+)
+def test_states_as_they_were_saved_before(stream, owner):
+    """Without what the stream was at the end of the epoch before."""
+    shards = [
+        {"batches": n, "ended": False, "at": n, "state": [owner, {"position": 2 * n}]}
+        for n in (2, 1)
+    ]
+    state = FORMER | {"stream": {"turn": 1, "shards": shards, "batch_size": 2}}
+    with Loader(stream(11), batch_size=2, num_workers=0) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert lists(loader) == in_turns(11, 2, 2)[3:]
+        assert lists(loader) == in_turns(11, 2, 2)
+        assert loader.epoch == 3
+    begun = {"batches": 0, "ended": False, "at": 0, "state": None}
+    state["stream"] = {"turn": 0, "shards": [begun, begun], "batch_size": 2}
+    with Loader(stream(11), batch_size=2, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert lists(loader) == in_turns(11, 2, 2)
