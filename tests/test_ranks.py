@@ -691,8 +691,8 @@ def test_what_is_no_state_is_refused():
         for name in state:
             with pytest.raises(ValueError, match=f"the state has no '{name}'"):
                 sampler.load_state_dict({key: state[key] for key in state if key != name})
-        with pytest.raises(ValueError, match="version is 1, but the state is of version 2"):
-            sampler.load_state_dict(state | {"version": 2})
+        with pytest.raises(ValueError, match="version is 2, but the state is of version 3"):
+            sampler.load_state_dict(state | {"version": 3})
         with pytest.raises(ValueError, match="yielded must be at least 0"):
             sampler.load_state_dict(state | {"yielded": -1})
         with pytest.raises(TypeError, match="epoch must be an int"):

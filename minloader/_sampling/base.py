@@ -14,7 +14,7 @@ of a like size, so that no rank waits for another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from minloader._checks import check_int, is_stateful, shown
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1
-"""Version of the states. To be raised whenever the same arguments lead to another order."""
+VERSION = 2
+"""Version of the states. To be raised whenever the same arguments lead to another order, or a
+state gets another entry. States of all versions are read."""
 
 
 def used_up(name: str, iterator: Any) -> RuntimeError:
@@ -102,6 +103,7 @@ class Position:
         ended: whether it has ended.
         inner: where inner samplers stand: the state that they were restored from, until they are
             iterated.
+        order: how indices are shuffled, if they are: "computed", or "stored" as in version 1.
     """
 
     epoch: int
@@ -109,6 +111,7 @@ class Position:
     left: list[Any] = field(default_factory=list)
     ended: bool = False
     inner: Any = None
+    order: str = "computed"
 
 
 class Sampler:
@@ -116,6 +119,7 @@ class Sampler:
 
     _recorded: tuple[str, ...] = ("epoch", "yielded")  # attributes of Position that a state has
     _inner: Any = None  # what this one reads its items from
+    _added: Mapping[str, Any] = {}  # those of them that states of version 1 lack, as it was then
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.seed = check_int("seed", seed, 0)
@@ -128,6 +132,7 @@ class Sampler:
         self._loaded = False  # whether the next iterator continues at that position
         self._dropped = 0  # samples of the last epoch that was iterated to its end
         self._left: list[Any] = []  # indices that it has left for the next
+        self._order_kind = "computed"  # of the run that this sampler goes on with
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -174,6 +179,8 @@ class Sampler:
         """
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
+        if state.get("version") == 1:
+            state = {**self._added, **state, "version": VERSION}
         identity = self._identity()
         for name in (*identity, *self._recorded):
             if name not in state:
@@ -218,7 +225,7 @@ class Sampler:
             self._inner.load_state_dict(copy.deepcopy(state))  # some empty what they are given
 
     def _beginning(self) -> Position:
-        return Position(self.epoch, left=self._left)
+        return Position(self.epoch, left=self._left, order=self._order_kind)
 
     def _begin(self) -> Position:
         """Return the position of an iterator that is being made: the loaded one, or a new one."""
@@ -227,8 +234,13 @@ class Sampler:
         self._loaded = False
         return self._position
 
-    def _rng(self, *numbers: int) -> np.random.Generator:
-        """Return the generator of an epoch, or of a part of it: the numbers say which."""
+    def _entropy(self, *numbers: int) -> np.random.SeedSequence:
+        """Return what an epoch, or a part of it, is shuffled from: the numbers say which."""
         import numpy as np
 
-        return np.random.default_rng(np.random.SeedSequence([self.seed, *numbers]))
+        return np.random.SeedSequence([self.seed, *numbers])
+
+    def _rng(self, *numbers: int) -> np.random.Generator:
+        import numpy as np
+
+        return np.random.default_rng(self._entropy(*numbers))

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-from minloader._checks import check_bool, check_int, is_stateful
+from minloader._checks import check_bool, check_int, is_stateful, shown
 from minloader._sampling.base import Position, Repeatable, Sampler
+from minloader._sampling.permutation import Permutation
 
-CHUNK = 65_536
-"""Indices that exist as Python integers at a time, 2 MB. More of them would gain no speed."""
+CHUNK = 16_384
+"""Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
+millisecond. With fewer, numpy's overhead counts; more of them do not fit into the caches."""
 
 
 class BatchSampler(Sampler):
     """Batches of a fixed number of indices.
 
-    Runs in the process that iterates it, normally the parent, and holds no more than an array of
-    ``n`` numbers (shuffled), or what the inner sampler holds.
+    Runs in the process that iterates it, normally the parent. Any number of samples takes the same
+    memory, a megabyte, and the same time to begin or go on, a millisecond: a shuffled order is
+    computed as it is needed. An inner sampler takes what it holds.
 
     With ranks, all of them have the same order, and index ``i`` of it belongs to rank
     ``i % world_size``: a step takes the next ``world_size * batch_size`` indices. If the last step
@@ -44,6 +47,8 @@ class BatchSampler(Sampler):
         ValueError: an argument has an impossible value.
     """
 
+    _added: Mapping[str, Any] = {"order": "stored"}
+
     def __init__(
         self,
         n_or_sampler: int | Iterable[Any],
@@ -57,6 +62,7 @@ class BatchSampler(Sampler):
         super().__init__(seed, rank, world_size)
         self._inner: Any = n_or_sampler
         self._counted = not hasattr(n_or_sampler, "__iter__")  # rather than an inner sampler
+        self._recorded += ("order",)
         if self._counted:
             self._inner = range(check_int("n_or_sampler", n_or_sampler, 0))
         else:
@@ -129,9 +135,11 @@ class BatchSampler(Sampler):
         """Return the indices of an epoch from a place on."""
         if self.shuffle:
             values = self._inner if self._counted else list(self._items)
-            order = self._rng(epoch).permutation(len(values))[start:]
-            # Python integers, but not all of them at once: they take five times the memory.
-            chunks = (order[i : i + CHUNK].tolist() for i in range(0, len(order), CHUNK))
+            n = len(values)
+            order: Any = Permutation(n, self._entropy(epoch))
+            if self._order_kind == "stored":
+                order = self._rng(epoch).permutation(n)
+            chunks = (order[i : i + CHUNK].tolist() for i in range(start, n, CHUNK))
             places = chain.from_iterable(chunks)
             return places if self._counted else map(values.__getitem__, places)
         if self._counted:
@@ -186,5 +194,8 @@ class BatchSampler(Sampler):
         return replace(position, left=left, inner=inner)
 
     def _accept(self, position: Position) -> None:
+        if position.order not in ("computed", "stored"):
+            raise ValueError(f"order must be 'computed' or 'stored', got {shown(position.order)}")
         self._restore_inner(position.epoch, position.inner)
         position.left = self._left = list(position.left)
+        self._order_kind = position.order
