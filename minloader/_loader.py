@@ -488,7 +488,8 @@ class Loader:
         """Make the next ``iter`` go on where :meth:`state_dict` was called.
 
         Nothing that was delivered is loaded again. Number of workers, executor and the like may
-        be others; the dataset, the sampler and what makes batches of samples must not.
+        be others; the dataset, the sampler and what makes batches of samples must not. Of our
+        samplers the world size may be another: what no rank was given is dealt out anew.
 
         Args:
             state: from a loader of this process or another.

@@ -363,11 +363,11 @@ def _check_put_back(sampler: Any, items: Any, known: SamplerState) -> None:
         )
 
 
-def check_sampler(state: Mapping[str, Any], sampler: Any, length: int | None) -> None:
+def check_sampler(state: State, sampler: Any, length: int | None) -> None:
     """Refuse a state whose sampler was another one, as far as that can be told.
 
     Args:
-        state: a checked one.
+        state: a checked one. If it is of another world size, it becomes one of the sampler's.
         sampler: the loader's, which has been told the state's epoch.
         length: number of its batches in that epoch; None if that is not known.
     """
@@ -377,13 +377,32 @@ def check_sampler(state: Mapping[str, Any], sampler: Any, length: int | None) ->
             "load_state_dict; give the loader the sampler that the state was taken with"
         )
     if state["sampler"] is not None and isinstance(sampler, Sampler):
-        sampler.load_state_dict(state["sampler"]["state"])  # says itself what differs
+        known = state["sampler"]["state"]
+        if isinstance(known, dict) and known.get("world_size") != sampler.world_size:
+            _deal_anew(state, sampler)
+        else:
+            sampler.load_state_dict(known)  # says itself what differs
         return
     if None not in (length, state["length"]) and length != state["length"]:
         raise ValueError(
             f"the sampler has {length} batches in epoch {state['epoch']}, but the state is of one "
             f"with {state['length']}; give the loader the sampler that the state was taken with"
         )
+
+
+def _deal_anew(state: State, sampler: Sampler) -> None:
+    """Make a state of another world size one of the sampler's, if the sampler can do that."""
+    known = state["sampler"]["state"]
+    if state["beyond"]:
+        raise ValueError(
+            f"world_size is {sampler.world_size}, but the state is of world_size "
+            f"{known.get('world_size')} and has batches that were delivered before their turn "
+            "(in_order=False), which are others in each rank; end the epoch with as many ranks as "
+            "it had, or take a state from between epochs"
+        )
+    sampler.load_state_dict(known, delivered=state["batches"])
+    state["sampler"]["state"] = sampler.state_dict()
+    state["check"] = None  # what comes next is another batch now
 
 
 def check_state(state: Any, seed: int | None, *, stream: bool) -> State:

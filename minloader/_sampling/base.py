@@ -8,7 +8,9 @@ began with.
 
 With ``world_size`` ranks, each in a process of its own, every rank plans the epoch of all of them
 and yields its own part, so that ranks need not communicate. A *step* is one batch for each rank,
-of a like size, so that no rank waits for another.
+of a like size, so that no rank waits for another. All ranks have been given equally many batches,
+so each knows what all were given. A state that is loaded with another world size begins another
+*part* of the epoch: what the former parts have left is dealt out to the ranks there are now.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Position:
 
     Attributes:
         epoch: number of its epoch.
-        yielded: number of batches it has yielded.
+        yielded: number of batches of the epoch that its rank was given.
+        dealt: how the epoch was dealt out before the world size changed, the earliest part first:
+            for each part what was other then, and the number of batches until its end.
         left: indices that earlier epochs have left for this one. When it has ended: those that
             this epoch leaves for the next. Of a mixture: what was drawn for a batch that an error
             has interrupted.
@@ -108,6 +112,7 @@ class Position:
 
     epoch: int
     yielded: int = 0
+    dealt: list[list[Any]] = field(default_factory=list)
     left: list[Any] = field(default_factory=list)
     ended: bool = False
     inner: Any = None
@@ -117,9 +122,12 @@ class Position:
 class Sampler:
     """The seed, epoch, rank and state of a sampler."""
 
-    _recorded: tuple[str, ...] = ("epoch", "yielded")  # attributes of Position that a state has
+    # Attributes of Position that a state has, and those that states of version 1 lack.
+    _recorded: tuple[str, ...] = ("epoch", "yielded", "dealt")
+    _added: Mapping[str, Any] = {"dealt": []}
+    # What a part of an epoch is dealt out by: with another world size these may be others.
+    _dealt_by: tuple[str, ...] = ()
     _inner: Any = None  # what this one reads its items from
-    _added: Mapping[str, Any] = {}  # those of them that states of version 1 lack, as it was then
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
         self.seed = check_int("seed", seed, 0)
@@ -167,11 +175,15 @@ class Sampler:
         values = vars(self._record(position))
         return self._identity() | {name: values[name] for name in self._recorded}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, delivered: int = 0) -> None:
         """Make the next iterator continue from a state. Later ones begin anew.
+
+        With another ``world_size``, what no rank was given is dealt out anew.
 
         Args:
             state: from ``state_dict`` of a sampler made with the same arguments, of any rank.
+            delivered: number of batches of the epoch that each rank was given, if it is more than
+                the state says. It counts where the world size is another.
 
         Raises:
             TypeError, ValueError: that is no state, or that of a sampler with another order. This
@@ -182,12 +194,16 @@ class Sampler:
         if state.get("version") == 1:
             state = {**self._added, **state, "version": VERSION}
         identity = self._identity()
+        former: dict[str, Any] = {}
+        if state.get("world_size", self.world_size) != self.world_size:
+            former = {name: state.get(name) for name in self._dealt_by}
         for name in (*identity, *self._recorded):
             if name not in state:
                 raise ValueError(
                     f"the state has no {name!r}, so it is not from this kind of sampler"
                 )
-            if name in identity and state[name] != identity[name]:
+            may_differ = name in former and type(state[name]) is type(identity.get(name))
+            if name in identity and state[name] != identity[name] and not may_differ:
                 raise ValueError(
                     f"{name} is {identity[name]!r}, but the state is of {name} {state[name]!r}; "
                     "make the sampler with the arguments it had then, or start anew without the "
@@ -196,6 +212,14 @@ class Sampler:
         for name in ("epoch", "yielded"):
             check_int(name, state[name], 0)
         position = Position(**{name: state[name] for name in self._recorded})
+        parts, width = position.dealt, len(self._dealt_by) + 1
+        if not isinstance(parts, list) or any(len(part) != width for part in parts):
+            raise ValueError(f"dealt must be a list of lists of {width}, got {shown(parts)}")
+        if former:
+            self._check_former(**former)
+            delivered = max(delivered, position.yielded)
+            if delivered > (parts[-1][-1] if parts else 0):
+                position.dealt = [*parts, [*former.values(), delivered]]
         self._accept(position)
         self.epoch, self._position, self._loaded = position.epoch, position, True
 
@@ -207,6 +231,18 @@ class Sampler:
             "world_size": self.world_size,
             "seed": self.seed,
         }
+
+    def _check_former(self, **former: Any) -> None:
+        """Raise an error if an epoch cannot go on that was dealt out by these arguments."""
+        for name, value in former.items():
+            if isinstance(value, int):
+                check_int(name, value, 1)
+
+    @property
+    def _dealt(self) -> list[list[Any]]:
+        """The former parts of the epoch that this sampler is in."""
+        position = self._position
+        return position.dealt if position is not None and position.epoch == self.epoch else []
 
     def _record(self, position: Position) -> Position:
         """Return a position as a state shall have it."""

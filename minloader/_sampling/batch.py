@@ -47,7 +47,8 @@ class BatchSampler(Sampler):
         ValueError: an argument has an impossible value.
     """
 
-    _added: Mapping[str, Any] = {"order": "stored"}
+    _added: Mapping[str, Any] = {**Sampler._added, "order": "stored"}
+    _dealt_by = ("world_size", "batch_size")
 
     def __init__(
         self,
@@ -99,7 +100,10 @@ class BatchSampler(Sampler):
     def _divide(self, n: int) -> tuple[int, int]:
         """Return how many batches a rank gets of ``n`` samples, and how many are dropped."""
         n += self._carried(self.epoch) if self._counted else len(self._left)
-        batches, rest = divmod(n, self._step)
+        dealt = self._dealt
+        begun = dealt[-1][-1] if dealt else 0
+        batches, rest = divmod(max(0, n - self._given(dealt, begun)), self._step)
+        batches += begun
         if self.last_batch == "keep" and rest >= self.world_size:
             return batches + 1, 0
         return batches, 0 if self.last_batch == "rollover" else rest
@@ -107,29 +111,42 @@ class BatchSampler(Sampler):
     def __iter__(self) -> Iterator[Any]:
         position = self._begin()
         left = self._carry(position.epoch) if self._counted else position.left
-        start = 0
         if position.ended:
             start = sys.maxsize  # nothing comes after what the next epoch begins with
-        elif position.yielded:
-            left, start = [], position.yielded * self._step - len(left)
+        else:
+            given = self._given(position.dealt, position.yielded)
+            left, start = left[given:], max(0, given - len(left))
         if position.inner is not None:
-            position.inner, start = None, 0  # the inner sampler was put back there itself
+            start = 0  # the inner sampler was put back there itself
         return self._batches(chain(left, self._order(position.epoch, start)), position)
 
     def _batches(self, indices: Iterator[Any], position: Position) -> Iterator[Any]:
-        rank, world_size = self.rank, self.world_size
-        while len(step := list(islice(indices, self._step))) == self._step:
-            position.yielded += 1
-            yield step[rank] if self.batch_size is None else step[rank::world_size]
-        if self.last_batch == "keep" and len(step) >= world_size:
-            position.yielded += 1
-            yield step[rank::world_size]
-            step = []
-        position.ended = True
+        step: list[Any] = []
+        for world_size, batch_size, until in self._parts(position.dealt):
+            rank, whole = self.rank % world_size, world_size * (batch_size or 1)
+            least = world_size if self.last_batch == "keep" else whole
+            while position.yielded < until and len(step := list(islice(indices, whole))) >= least:
+                position.yielded += 1
+                position.inner = None  # not before: a generator tells the truth once it has begun
+                yield step[rank] if batch_size is None else step[rank::world_size]
+        position.ended, position.inner = True, None
         if self.last_batch == "rollover":
             position.left = self._left = step
             step = []
         self._dropped = len(step)
+
+    def _parts(self, dealt: list[list[Any]]) -> list[list[Any]]:
+        """Return world size, batch size and last batch of each part of an epoch."""
+        return [*dealt, [self.world_size, self.batch_size, sys.maxsize]]
+
+    def _given(self, dealt: list[list[Any]], batches: int) -> int:
+        """Return how many indices all ranks together were given in so many batches each."""
+        given = begun = 0
+        for world_size, batch_size, until in self._parts(dealt):
+            end = max(begun, min(until, batches))
+            given += (end - begun) * world_size * (batch_size or 1)
+            begun = end
+        return given
 
     def _order(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of an epoch from a place on."""
@@ -182,13 +199,23 @@ class BatchSampler(Sampler):
             "last_batch": self.last_batch,
         }
 
+    def _check_former(self, **former: Any) -> None:
+        super()._check_former(**former)
+        step = former["world_size"] * (former["batch_size"] or 1)
+        if self._counted and self.last_batch == "rollover" and step != self._step:
+            raise ValueError(
+                f"world_size * batch_size is {self._step}, but the state is of {step}, and what "
+                "epochs leave to each other with last_batch='rollover' follows from that; choose "
+                "the batch_size that gives the same"
+            )
+
     def _record(self, position: Position) -> Position:
         if self._counted:
             return position
         inner = position.inner
         # An inner sampler that was not read yet, or read to its end to be shuffled, begins anew.
         at_work = position.yielded and not self.shuffle and not self._loaded
-        if at_work and is_stateful(self._inner):
+        if at_work and inner is None and is_stateful(self._inner):
             inner = self._inner.state_dict()
         left = [i.item() if hasattr(i, "item") else i for i in position.left]  # no numpy in JSON
         return replace(position, left=left, inner=inner)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, count, islice, tee
 from numbers import Real
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -102,6 +103,8 @@ class DynamicBatchSampler(Sampler):
             (Lazy lengths and those of items raise it when they are read.)
     """
 
+    _dealt_by: tuple[str, ...] = ("world_size", "budget", "max_batch")
+
     def __init__(
         self,
         lengths: Iterable[float] | LookUp | Callable[[Any], float],
@@ -147,13 +150,14 @@ class DynamicBatchSampler(Sampler):
                 )
             self._digest = "of a sampler"
             self._recorded += ("inner",)
+            self._dealt_by = ()
         elif not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
         else:
             self._lazy = Repeatable("lengths", lengths)
             if isinstance(lengths, Sized):
                 self._costs = self._checked(lengths, range(len(lengths)))
-        self._plan: tuple[int, list[list[int]], int] | None = None  # epoch, batches, dropped
+        self._plan: tuple[Any, list[list[int]]] | None = None  # epoch and parts, batches
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch, the same for every rank.
@@ -163,7 +167,7 @@ class DynamicBatchSampler(Sampler):
         """
         if self._costs is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        return len(self._planned(self._costs, self.epoch)[0])
+        return len(self._planned(self._costs, self.epoch, self._dealt))
 
     @property
     def dropped(self) -> int:
@@ -171,7 +175,9 @@ class DynamicBatchSampler(Sampler):
 
         With lazy lengths: of the last epoch that was iterated to its end.
         """
-        return self._dropped if self._costs is None else self._planned(self._costs, self.epoch)[1]
+        if self._costs is not None:
+            self._planned(self._costs, self.epoch, self._dealt)
+        return self._dropped
 
     def __iter__(self) -> Iterator[list[Any]]:
         position = self._begin()
@@ -181,9 +187,14 @@ class DynamicBatchSampler(Sampler):
             return Windows(position, *items, plan, WINDOW, partial(setattr, self, "_dropped"))
         batches: Iterable[list[int]]
         if self._costs is None:
-            batches = self._lazily(iter(self._lazy), position.epoch)
+            # One for each part of the epoch; taken out, so that what is read is not kept.
+            lengths = [*tee(self._lazy, 1 + len(position.dealt))]
+            batches = self._deal_out(
+                position.dealt,
+                lambda sampler, given: sampler._lazily(lengths.pop(), position.epoch, given),
+            )
         else:
-            batches = self._planned(self._costs, position.epoch)[0]
+            batches = self._planned(self._costs, position.epoch, position.dealt)
         return self._counted(islice(batches, position.yielded, None), position)
 
     def _accept(self, position: Position) -> None:
@@ -213,12 +224,40 @@ class DynamicBatchSampler(Sampler):
 
     # --- steps, which every rank plans alike
 
-    def _planned(self, costs: NDArray[Any], epoch: int) -> tuple[list[list[int]], int]:
-        """Return the plan of an epoch, which is kept."""
-        key = epoch if self.shuffle else 0
+    def _deal_out(
+        self,
+        dealt: list[list[Any]],
+        plan: Callable[[DynamicBatchSampler, set[int]], Iterable[_Step]],
+    ) -> Iterator[list[int]]:
+        """Yield the batches of this rank, of all parts of an epoch.
+
+        Args:
+            dealt: how the former parts were dealt out. Who had their batches does not matter.
+            plan: returns the steps that a sampler makes of the samples that are not in a set.
+        """
+        given: set[int] = set()
+        begun = 0
+        for world_size, (name, budget), max_batch, until in dealt:
+            former = copy(self)
+            former.world_size, former._max_batch = world_size, max_batch
+            former._budget_name, former._budget, former._padded = name, budget, name == "max_padded"
+            steps = list(islice(plan(former, given), until - begun))
+            given.update(chain.from_iterable(chain.from_iterable(steps)))
+            yield from map(itemgetter(0), steps)
+            begun = until
+        yield from map(itemgetter(self.rank), plan(self, given))
+
+    def _planned(self, costs: NDArray[Any], epoch: int, dealt: list[list[Any]]) -> list[list[int]]:
+        """Return the batches of this rank."""
+
+        def plan(sampler: DynamicBatchSampler, given: set[int]) -> list[_Step]:
+            steps, sampler._dropped = sampler._at_once(costs, given, self._rng(epoch))
+            return steps
+
+        key = epoch if self.shuffle else 0, dealt
         if self._plan is None or self._plan[0] != key:
-            self._plan = key, *self._plan_all(costs, self._rng(epoch))
-        return self._plan[1:]
+            self._plan = key, list(self._deal_out(dealt, plan))
+        return self._plan[1]
 
     def _plan_window(
         self, epoch: int, before: int, items: list[Any], lengths: list[Any]
@@ -231,30 +270,34 @@ class DynamicBatchSampler(Sampler):
             items: the items of the window.
             lengths: their lengths.
         """
-        return self._plan_all(self._checked(lengths, items), self._rng(epoch, before))
+        costs = self._checked(lengths, items)
+        steps, dropped = self._at_once(costs, set(), self._rng(epoch, before))
+        return [step[self.rank] for step in steps], dropped
 
-    def _plan_all(
-        self, costs: NDArray[Any], rng: np.random.Generator
-    ) -> tuple[list[list[int]], int]:
-        """Return the batches of this rank, and the number of samples that no rank gets."""
+    def _at_once(
+        self, costs: NDArray[Any], given: set[int], rng: np.random.Generator
+    ) -> tuple[list[_Step], int]:
+        """Return all steps, of all samples that were not given yet, and how many are dropped."""
         import numpy as np
 
-        window = np.arange(len(costs)), costs
-        steps, dropped = self._steps(window, self._edges(costs), rng, self._spare(len(costs)))
-        return [step[self.rank] for step in steps], len(dropped)
+        indices = np.delete(np.arange(len(costs)), list(given))
+        costs = costs[indices]
+        edges, spare = self._edges(costs), self._spare(len(costs))
+        steps, dropped = self._steps((indices, costs), edges, rng, spare)
+        return steps, len(dropped)
 
-    def _lazily(self, lengths: Iterator[float], epoch: int) -> Iterator[list[int]]:
-        """Yield the batches of this rank, window by window. The first decides the buckets."""
+    def _lazily(self, lengths: Iterator[float], epoch: int, given: set[int]) -> Iterator[_Step]:
+        """Yield the steps, window by window. The first decides the buckets."""
         import numpy as np
 
         rng = self._rng(epoch)
-        windows = self._windows(lengths)
+        windows = self._windows(lengths, given)
         first = next(windows, (np.empty(0, np.int64), np.empty(0, np.int64)))
         edges = self._edges(first[1])
         windows = chain([first], windows)
         if self.world_size == 1:
             samples = (self._samples(window, edges, rng) for window in windows)
-            yield from map(itemgetter(2), self._fill(chain.from_iterable(samples)))
+            yield from ([batch] for _, _, batch in self._fill(chain.from_iterable(samples)))
             return
         seen, rest = 0, (first[0][:0], first[1][:0])
         for window in chain(windows, [rest]):
@@ -264,21 +307,23 @@ class DynamicBatchSampler(Sampler):
             # than half of this one. Those at the end, after the last window, have none.
             spare = len(indices) // 2 if len(window[0]) else self._spare(seen)
             steps, dropped = self._steps((indices, costs), edges, rng, spare)
-            yield from map(itemgetter(self.rank), steps)
+            yield from steps
             at = np.searchsorted(indices, np.sort(np.array(dropped, np.int64)))
             rest = indices[at], costs[at]
         self._dropped = len(rest[0])
 
-    def _windows(self, lengths: Iterator[float]) -> Iterator[_Window]:
+    def _windows(self, lengths: Iterator[float], given: set[int]) -> Iterator[_Window]:
         """Yield as many samples at a time as sorting, shuffling and matching need."""
         import numpy as np
 
         ahead = self.shuffle or self._buckets > 1 or self.world_size > 1
-        seen = 0
+        end = 1 + max(given, default=-1)
+        left = [index not in given for index in range(end)]
+        numbers = chain(compress(range(end), left), count(end))
+        lengths = chain(compress(islice(lengths, end), left), lengths)
         while chunk := list(islice(lengths, WINDOW if ahead else 1)):
-            end = seen + len(chunk)
-            yield np.arange(seen, end), self._checked(chunk, range(seen, end))
-            seen = end
+            indices = np.fromiter(numbers, np.int64, len(chunk))
+            yield indices, self._checked(chunk, indices.tolist())
 
     def _steps(
         self, window: _Window, edges: NDArray[Any], rng: np.random.Generator, spare: int
