@@ -7,7 +7,7 @@ The order of an epoch depends only on ``seed`` and on the epoch set by ``set_epo
 began with.
 
 With ``world_size`` ranks, each in a process of its own, every rank plans the epoch of all of them
-and yields its own part, so that ranks need not communicate. A *step* is one batch for each rank,
+and yields its own share, so that ranks need not communicate. A *step* is one batch for each rank,
 of a like size, so that no rank waits for another. All ranks have been given equally many batches,
 so each knows what all were given. A state that is loaded with another world size begins another
 *part* of the epoch: what the former parts have left is dealt out to the ranks there are now.
