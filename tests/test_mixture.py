@@ -751,8 +751,8 @@ def test_what_goes_wrong_under_a_budget():
     with pytest.raises(
         ValueError, match=r"lengths\['b'\] is 9, but must be at least 0 and at most"
     ):
-        list(DynamicBatchSampler({"a": 1, "b": 9}, max_total=5, sampler="ab"))
-    iterator = iter(DynamicBatchSampler({"a": 1, "b": 2}, max_total=5, sampler="axb"))
+        list(DynamicBatchSampler({"a": 1, "b": 9}, max_total=5, sampler=list("ab")))
+    iterator = iter(DynamicBatchSampler({"a": 1, "b": 2}, max_total=5, sampler=list("axb")))
     with pytest.raises(KeyError) as caught:
         next(iterator)
     assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
