@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from minloader._insight.counters import Stats
     from minloader._loader import Loader
+    from minloader._memory.cache import cached
     from minloader._memory.shared_list import SharedList
     from minloader._memory.slot_writer import empty
     from minloader._prefetch import prefetch
@@ -57,6 +58,7 @@ __all__ = [
     "TransportError",
     "WorkerDied",
     "WorkerInfo",
+    "cached",
     "collate",
     "concurrent",
     "empty",
@@ -73,6 +75,7 @@ _ROOMS = {
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
     "_insight.counters": "Stats",
     "_loader": "Loader",
+    "_memory.cache": "cached",
     "_memory.shared_list": "SharedList",
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",

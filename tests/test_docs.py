@@ -29,6 +29,7 @@ from minloader import (
     Loader,
     MixtureSampler,
     PackedBatchSampler,
+    cached,
     empty,
     pack_collate,
     pad_collate,
@@ -178,6 +179,7 @@ def test_the_signature_is_the_loaders():
         (pack_collate, "samplers"),
         (prefetch, "loader"),
         (empty, "memory"),
+        (cached, "memory"),
     ],
 )
 def test_other_signatures_name_every_parameter(thing, page):

@@ -590,3 +590,45 @@ class PrivateMemory:
 
     def __getitem__(self, item: int) -> int:
         return private_memory()
+
+
+class Noted:
+    """Arrays of 40 kB; each call is noted in a file.
+
+    Args:
+        path: of the file.
+        n: number of samples.
+        deadly: index of a sample; the worker dies once, while it keeps that.
+    """
+
+    def __init__(self, path: Any, n: int = 12, deadly: int | None = None) -> None:
+        self.path = str(path)
+        self.n = n
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy as np
+
+        note(self.path, index)
+        if index == self.deadly and once(self.path + "-died"):
+            die_writing(0.5)
+        return {"number": index, "image": np.full(10_000, index, "i4")}
+
+    def calls(self) -> list[int]:
+        with open(self.path) as file:
+            return sorted(map(int, file))
+
+
+def die_writing(share: float) -> None:
+    """Lets this process die when that share of an entry is written."""
+    pwrite = os.pwrite
+
+    def write(fd: int, data: Any, at: int) -> int:
+        pwrite(fd, data[: int(share * len(data))], at)
+        die()
+        raise AssertionError("it lives")
+
+    os.pwrite = write
