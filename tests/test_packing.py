@@ -13,12 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from conftest import require
+from helpers import SelfIterating, Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from minloader import SKIP, Loader, Packed, PackedBatchSampler, pack_collate, sliced
-from minloader._sampling import fitting, packed
+from minloader import (
+    SKIP,
+    Concatenated,
+    Loader,
+    MixtureSampler,
+    Packed,
+    PackedBatchSampler,
+    pack_collate,
+    sliced,
+)
+from minloader import DynamicBatchSampler as Dynamic
+from minloader._sampling import dynamic, fitting, packed
 
 invariant = settings(deadline=None, max_examples=50)  # a busy machine is no failure
 thorough = settings(deadline=None, max_examples=500)
@@ -481,6 +492,144 @@ def test_the_state_is_small_and_refuses_other_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             PackedBatchSampler(**given | changed).load_state_dict(state)
+
+
+# --- the items of another sampler ----------------------------------------------------------------
+
+PARTS = [[1 + n % 7 for n in range(150)], [2 + n % 25 for n in range(90)]]
+
+
+class Failing:
+    """Raises an error in place of item 3; its iterators go on after that."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.items = iter(range(8))
+        return self
+
+    def __next__(self) -> int:
+        if (item := next(self.items)) == 3:
+            raise OSError("3 is bad")
+        return item
+
+
+def over_a_mixture(rank: int = 0, world_size: int = 1, **options: Any) -> PackedBatchSampler:
+    parts = [150, Stateful(range(90))]
+    mixture = MixtureSampler(parts, [3, 1], stop="last", shuffle=True)
+    lengths = Concatenated(PARTS)
+    ranks = {"rank": rank, "world_size": world_size}
+    return PackedBatchSampler(lengths, 20, sampler=mixture, **ranks, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("long", ["cut", "split"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_a_mixture(shuffle, long, world_size):
+    """Every item once, in windows; and every state goes on, reading no more than one again."""
+    options = {"rows": 2, "window": 50, "long": long, "shuffle": shuffle}
+    ranks = every_rank(partial(over_a_mixture, **options), world_size, epoch=3)
+    states, steps = [as_saved(ranks[0].state_dict())], []
+    for step in zip(*ranks, strict=True):
+        steps.append(step)
+        (state,) = {json.dumps(sampler.state_dict()) for sampler in ranks}
+        states.append(as_saved(json.loads(state)))
+    for batch in flat(steps):
+        assert 1 <= len(rows_of([stop - start for _, start, stop in batch], 20)) <= 2
+    assert sorted(flat(flat(steps))) == sorted(
+        ((part, index), start, min(start + 20, length))
+        for part, lengths in enumerate(PARTS)
+        for index, length in enumerate(lengths)
+        for start in range(0, length if long == "split" else 1, 20)
+    )
+    assert {sampler.dropped for sampler in ranks} == {0}
+    for k, state in enumerate(states):
+        fresh = over_a_mixture(world_size - 1, world_size, **options)
+        fresh.load_state_dict(state)
+        assert as_saved(fresh.state_dict()) == state
+        assert list(fresh) == [step[-1] for step in steps[k:]]
+
+
+def test_whole_items_keep_their_names():
+    """Their lengths may be in a sequence or a mapping, or be worked out."""
+    names = {"a": 3, "bb": 1, "c": 2, "dd": 5, "e": 4}
+    for lengths in (names, names.get, names.__getitem__):
+        packed_names = PackedBatchSampler(lengths, 5, rows=2, sampler=names)
+        assert list(packed_names) == [["a", "c", "bb", "e"], ["dd"]]
+    assert list(PackedBatchSampler(np.array([9, 3, 2]), 5, sampler=[2, 1, 2])) == [[2, 1], [2]]
+    with pytest.raises(TypeError, match="number of batches is not known"):
+        len(packed_names)
+    few = [PackedBatchSampler(len, 9, sampler="abc", rank=r, world_size=2) for r in (0, 1)]
+    assert list(map(list, few)) == [[["a"]], [["b", "c"]]]
+
+
+def test_a_window_of_items_is_read_at_a_time(monkeypatch):
+    monkeypatch.setattr(packed, "WINDOW", 30)
+    for options, window in ({}, 30), ({"window": 12}, 12):
+        inner = Stateful(range(1000))
+        sampler = PackedBatchSampler(lambda item: 1, 4, sampler=inner, **options)
+        iterator = iter(sampler)
+        taken = flat(islice(iterator, 40))
+        state = as_saved(sampler.state_dict())
+        again = Stateful(range(1000))
+        resumed = PackedBatchSampler(lambda item: 1, 4, sampler=again, **options)
+        resumed.load_state_dict(state)
+        assert list(resumed) == list(iterator)
+        assert 0 <= again.drawn - (1000 - len(taken)) <= window
+
+
+def test_an_inner_sampler_that_is_its_own_iterator(monkeypatch):
+    """It would begin anew if it were asked for an iterator at each window."""
+    monkeypatch.setattr(packed, "WINDOW", 6)
+    monkeypatch.setattr(dynamic, "WINDOW", 6)
+    for kind in (partial(PackedBatchSampler, capacity=3), partial(Dynamic, max_total=3)):
+        sampler = kind(lambda item: 1, sampler=SelfIterating(range(30)))
+        assert list(islice(sampler, 11)) == [[n, n + 1, n + 2] for n in range(0, 30, 3)]
+
+
+def test_a_sampler_of_items_that_fails_or_is_empty():
+    iterator = iter(PackedBatchSampler(lambda item: 2, 4, sampler=Failing()))
+    with pytest.raises(OSError, match="3 is bad"):
+        next(iterator)
+    assert list(iterator) == [[0, 1], [2, 4], [5, 6], [7]]
+    for world_size in (1, 2):
+        nothing = PackedBatchSampler({}, 4, sampler=[], world_size=world_size)
+        assert list(nothing) == list(nothing) == []
+        assert nothing.dropped == 0
+    iterator = iter(PackedBatchSampler({"a": 1, "b": 2}, 5, sampler="axb"))
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
+    assert list(iterator) == [["a", "b"]]
+    for lengths, error, message in (
+        ({"a": 1, "b": 9}, ValueError, r"lengths\['b'\] is 9, .* at most capacity=5; raise cap"),
+        ({"a": 1, "b": 0.5}, TypeError, "lengths must be one int for each sample"),
+        (iter([1]), TypeError, "lengths must have __getitem__ or be a function of an item"),
+    ):
+        with pytest.raises(error, match=message):
+            list(PackedBatchSampler(lengths, 5, sampler="ab"))
+    with pytest.raises(TypeError, match="sampler must be iterable or None, got 3"):
+        PackedBatchSampler([1], 5, sampler=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}, {"num_workers": 2}],
+    ids=["inline", "thread", "process"],
+)
+def test_a_loader_over_a_packed_mixture_goes_on_after_every_batch(options):
+    dataset = sliced(Concatenated([[np.arange(n) for n in lengths] for lengths in PARTS]))
+    for world_size in (1, 2, 4):
+        sampler = over_a_mixture(world_size - 1, world_size, window=50, long="split")
+        with Loader(dataset, sampler, collate_fn=pack_collate(20), **options) as loader:
+            found, states = [], [as_saved(loader.state_dict())]
+            for batch in loader:
+                found.append([part.tolist() for part in batch])
+                states.append(as_saved(loader.state_dict()))
+            assert len(found) > 80 / world_size
+            for k, state in enumerate(states[:41]):
+                loader.load_state_dict(state)
+                rest = [[part.tolist() for part in batch] for batch in islice(loader, 40 - k)]
+                assert rest == found[k:40]
 
 
 # --- pack_collate --------------------------------------------------------------------------------

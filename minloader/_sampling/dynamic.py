@@ -18,15 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy
-from functools import partial
 from itertools import chain, compress, count, islice, tee
 from numbers import Real
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from minloader._checks import check_bool, check_int, check_iterable, shown
-from minloader._sampling.base import Position, Repeatable, Sampler
-from minloader._sampling.windows import Windows
+from minloader._checks import check_bool, check_int, shown
+from minloader._sampling.base import Position, Repeatable
+from minloader._sampling.windows import LookUp, WindowSampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,13 +49,7 @@ SPARE = 100
 :data:`SPREAD`. With fewer, the outliers of an epoch make ranks wait."""
 
 
-class LookUp(Protocol):
-    """A sequence, a mapping, or what else returns something for an item."""
-
-    def __getitem__(self, item: Any, /) -> Any: ...
-
-
-class DynamicBatchSampler(Sampler):
+class DynamicBatchSampler(WindowSampler):
     """Batches of as many samples as a budget allows: few long ones or many short ones.
 
     Runs in the process that iterates it, normally the parent. A million lengths in an array are
@@ -137,20 +130,8 @@ class DynamicBatchSampler(Sampler):
             raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
         self._cost = cost
         self._costs: NDArray[Any] | None = None  # None: they are not known beforehand
-        self._digest: str | None = None
-        self._inner = sampler
         if sampler is not None:
-            check_iterable("sampler", sampler)
-            self._lazy = Repeatable("sampler", sampler)
-            self._length_of: Any = getattr(lengths, "__getitem__", lengths)
-            if not callable(self._length_of):
-                raise TypeError(
-                    "lengths must have __getitem__ or be a function of an item, where there is a "
-                    f"sampler, got {shown(lengths)}"
-                )
-            self._digest = "of a sampler"
-            self._recorded += ("inner",)
-            self._dealt_by = ()
+            self._read_items(sampler, lengths)
         elif not isinstance(lengths, Iterable):
             raise TypeError(f"lengths must be an iterable of numbers, got {lengths!r}")
         else:
@@ -182,9 +163,7 @@ class DynamicBatchSampler(Sampler):
     def __iter__(self) -> Iterator[list[Any]]:
         position = self._begin()
         if self._inner is not None:
-            items = self._inner, iter(self._lazy), self._length_of
-            plan = partial(self._plan_window, position.epoch)
-            return Windows(position, *items, plan, WINDOW, partial(setattr, self, "_dropped"))
+            return self._by_window(position, WINDOW)
         batches: Iterable[list[int]]
         if self._costs is None:
             # One for each part of the epoch; taken out, so that what is read is not kept.
@@ -197,25 +176,16 @@ class DynamicBatchSampler(Sampler):
             batches = self._planned(self._costs, position.epoch, position.dealt)
         return self._counted(islice(batches, position.yielded, None), position)
 
-    def _accept(self, position: Position) -> None:
-        known = position.inner
-        self._restore_inner(position.epoch, known and known["state"])
-
     def _counted(self, batches: Iterator[list[int]], position: Position) -> Iterator[list[int]]:
         for batch in batches:
             position.yielded += 1
             yield list(batch)  # a copy: the plan serves again, for len() and for the same epoch
 
     def _identity(self) -> dict[str, Any]:
-        costs = self._costs
-        if self._digest is None and costs is not None:
-            from hashlib import blake2b
-
-            self._digest = blake2b(costs.astype("<f8").tobytes(), digest_size=16).hexdigest()
         return {
             **super()._identity(),
-            "n": None if costs is None else len(costs),
-            "lengths": self._digest,  # or rather their costs
+            "n": None if self._costs is None else len(self._costs),
+            "lengths": self._fingerprint(self._costs, "<f8"),  # or rather of their costs
             "budget": [self._budget_name, self._budget],
             "max_batch": self._max_batch,
             "buckets": self._buckets,
@@ -261,18 +231,10 @@ class DynamicBatchSampler(Sampler):
 
     def _plan_window(
         self, epoch: int, before: int, items: list[Any], lengths: list[Any]
-    ) -> tuple[list[list[int]], int]:
-        """Plan a window of an inner sampler's items, as if it were an epoch.
-
-        Args:
-            epoch: number of the epoch.
-            before: number of steps of the epoch before this window.
-            items: the items of the window.
-            lengths: their lengths.
-        """
+    ) -> tuple[list[list[Any]], int]:
         costs = self._checked(lengths, items)
         steps, dropped = self._at_once(costs, set(), self._rng(epoch, before))
-        return [step[self.rank] for step in steps], dropped
+        return [[items[place] for place in step[self.rank]] for step in steps], dropped
 
     def _at_once(
         self, costs: NDArray[Any], given: set[int], rng: np.random.Generator

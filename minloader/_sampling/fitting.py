@@ -7,12 +7,14 @@ of a row: at least 1, at most the capacity of the row.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minloader._checks import shown
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 T = TypeVar("T")
@@ -22,12 +24,12 @@ OPEN = 64
 their batch, and each is compared with more rows."""
 
 
-def cut(lengths: Iterable[int], first: int, capacity: int, long: str) -> NDArray[Any]:
-    """Return the pieces of samples.
+def cut(lengths: Iterable[int], items: Sequence[Any], capacity: int, long: str) -> NDArray[Any]:
+    """Return the pieces of samples, whose indices count from 0.
 
     Args:
         lengths: of the samples, which are checked.
-        first: index of the first of them.
+        items: what messages call each sample.
         capacity: the most that a piece may have.
         long: what to do with longer samples: "refuse", "cut" or "split".
 
@@ -49,7 +51,7 @@ def cut(lengths: Iterable[int], first: int, capacity: int, long: str) -> NDArray
             "long='cut' or long='split'"
         )
         raise ValueError(
-            f"lengths[{first + index}] is {values[index]}, but must be at least 0"
+            f"lengths[{items[index]!r}] is {values[index]}, but must be at least 0"
             + limit * (long == "refuse")
         )
     stops = values.astype(np.int64)
@@ -60,7 +62,7 @@ def cut(lengths: Iterable[int], first: int, capacity: int, long: str) -> NDArray
     firsts = np.cumsum(counts) - counts
     starts = (np.arange(len(indices)) - firsts[indices]) * capacity
     stops = np.minimum(starts + capacity, stops[indices])
-    return np.stack([first + indices, starts, stops], axis=1)
+    return np.stack([indices, starts, stops], axis=1)
 
 
 def costs_of(pieces: NDArray[Any]) -> NDArray[Any]:
@@ -154,3 +156,70 @@ def first_fit(pieces: Iterable[tuple[T, int]], capacity: int) -> Iterator[list[T
             yield rows.pop(at)
             del rooms[at]
     yield from rows
+
+
+def arranged(
+    rows: NDArray[Any], rng: np.random.Generator | None, ranks: int = 1
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the places of pieces in their order, row after row, and where each row ends.
+
+    Args:
+        rows: number of the row of each piece.
+        rng: what to shuffle the rows with. None: they come in the order of their first pieces.
+        ranks: what the number of rows must be a multiple of. The rows of most pieces are halved
+            for that. If there are too few pieces, the last rows have no end.
+    """
+    import numpy as np
+
+    by_row = np.argsort(rows, kind="stable")
+    starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
+    while (short := -len(starts) % ranks) and len(starts) < len(rows):
+        sizes = np.diff(starts, append=len(rows))
+        most = np.argsort(-sizes, kind="stable")[:short]
+        starts = np.union1d(starts, starts[most] + sizes[most] // 2)
+    order = np.argsort(by_row[starts]) if rng is None else rng.permutation(len(starts))
+    sizes = np.diff(starts, append=len(rows))[order]
+    ends = np.cumsum(sizes)
+    places = np.arange(len(rows)) + np.repeat(starts[order] - (ends - sizes), sizes)
+    return by_row[places], ends[: len(ends) // ranks * ranks]
+
+
+def lazy_rows(
+    lengths: Iterator[int],
+    size: int,
+    capacity: int,
+    long: str,
+    best: bool,
+    rng: np.random.Generator | None,
+) -> Iterator[NDArray[Any]]:
+    """Yield the pieces of each row: by first fit as rows become full, or by best fit.
+
+    Args:
+        lengths: of the samples, which are read as rows are asked for.
+        size: number of samples to read, to shuffle, and to put into rows by best fit, at a time.
+        capacity: of a row.
+        long: as for :func:`cut`.
+        best: whether it is best fit.
+        rng: what to shuffle with.
+    """
+    import numpy as np
+
+    chunks = _pieces(lengths, size, capacity, long, rng)
+    if not best:  # then nothing is left of the chunks
+        pairs = (zip(chunk, costs_of(chunk).tolist(), strict=True) for chunk in chunks)
+        yield from map(np.array, first_fit(chain.from_iterable(pairs), capacity))
+    for pieces in chunks:
+        places, ends = arranged(best_fit(costs_of(pieces), capacity), rng)
+        yield from np.split(pieces[places], ends[:-1])
+
+
+def _pieces(
+    lengths: Iterator[int], size: int, capacity: int, long: str, rng: np.random.Generator | None
+) -> Iterator[NDArray[Any]]:
+    seen = 0
+    while chunk := list(islice(lengths, size)):
+        end = seen + len(chunk)
+        pieces = cut(chunk, range(seen, end), capacity, long)
+        pieces[:, 0] += seen
+        yield pieces if rng is None else pieces[rng.permutation(len(pieces))]
+        seen = end

@@ -4,31 +4,35 @@ Planned in the parent, in this order:
 
 1. Samples become pieces: those that are longer than a row are cut or split (``cut``).
 2. Pieces are put into rows: by best fit, or by first fit as they come.
-3. Rows are put in order (``_arranged``), and row ``i`` of it belongs to rank ``i % world_size``.
+3. Rows are put in order (``arranged``), and row ``i`` of it belongs to rank ``i % world_size``.
 
 Every rank plans all rows from the same seed and takes its own.
+
+The items of an inner sampler are planned window by window (``windows.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int, shown
-from minloader._sampling.base import Position, Repeatable, Sampler
-from minloader._sampling.fitting import OPEN, best_fit, costs_of, cut, first_fit
+from minloader._sampling.base import Position, Repeatable
+from minloader._sampling.fitting import OPEN, arranged, best_fit, costs_of, cut, lazy_rows
+from minloader._sampling.windows import LookUp, WindowSampler
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 WINDOW = 10_000
-"""Number of lazy lengths that are read ahead to be shuffled. More of them are shuffled better, but
-the first batch waits for all of them."""
+"""Number of lazy lengths that are read ahead to be shuffled, or of an inner sampler's items to be
+planned. More of them are shuffled better and fill rows better, but the first batch waits for all
+of them."""
 
 
-class PackedBatchSampler(Sampler):
+class PackedBatchSampler(WindowSampler):
     """Batches of rows of fixed capacity, each shared by as many whole samples as it takes.
 
     Runs in the process that iterates it, normally the parent. A batch is a list of indices, those
@@ -48,15 +52,22 @@ class PackedBatchSampler(Sampler):
     rows are divided. Samples are dropped only if there are too few for that: then each has a row
     of its own, and fewer than ``world_size`` are left over.
 
+    The items of an inner ``sampler`` are planned ``window``, or 10,000, at a time, as an epoch
+    each: so the last batch of each may have fewer rows. A state then has that of the inner sampler,
+    if it has one, and no more than one window is read again.
+
     Args:
         lengths: length of each sample, an int, as a sequence or an array of shape ``(n,)``; or as
             any iterable, which is read lazily. All ranks must be given the same lengths. A sample
-            of length 0 counts as one of length 1, so that rows do not grow without end.
+            of length 0 counts as one of length 1, so that rows do not grow without end. With a
+            ``sampler``: what its items' lengths are looked up in (``lengths[item]``), or a function
+            of an item.
         capacity: the most that the lengths in a row may add up to.
         rows: number of rows in a batch; the last batch may have fewer. None: one.
         long: what to do with samples that are longer than a row: "refuse" them, "cut" them, or
             "split" them into several. With "cut" and "split" batches are lists of tuples
-            ``(index, start, stop)``, which :class:`sliced` makes samples of.
+            ``(index, start, stop)``, or with a ``sampler`` ``(item, start, stop)``, which
+            :class:`sliced` makes samples of.
         window: number of samples, in the order of the epoch, to put into rows by best fit at a
             time. None: all; if they are lazy, by first fit.
         shuffle: whether each epoch has another order. Lazy lengths are shuffled among those that
@@ -64,16 +75,18 @@ class PackedBatchSampler(Sampler):
         seed: non-negative int. The order depends on it and on the epoch.
         rank: number of this rank, from 0.
         world_size: number of ranks.
+        sampler: iterable of items, which batches then consist of, in place of the indices of
+            ``lengths``. With ranks, it must give the same items in each of them.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument has an impossible value, or a sample is longer than a row. (Lazy
-            lengths raise it when they are read.)
+            lengths and those of items raise it when they are read.)
     """
 
     def __init__(
         self,
-        lengths: Iterable[int],
+        lengths: Iterable[int] | LookUp | Callable[[Any], int],
         capacity: int,
         rows: int | None = None,
         long: Literal["refuse", "cut", "split"] = "refuse",
@@ -82,6 +95,7 @@ class PackedBatchSampler(Sampler):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        sampler: Iterable[Any] | None = None,
     ) -> None:
         super().__init__(seed, rank, world_size)
         self.capacity = check_int("capacity", capacity, 1)
@@ -89,14 +103,19 @@ class PackedBatchSampler(Sampler):
         if long not in ("refuse", "cut", "split"):
             raise ValueError(f"long must be 'refuse', 'cut' or 'split', got {shown(long)}")
         self.long = long
+        self._whole = long == "refuse"  # items, not pieces of them
         self.window = None if window is None else check_int("window", window, 1)
         self.shuffle = bool(shuffle)
-        if not hasattr(lengths, "__iter__"):
-            raise TypeError(f"lengths must be an iterable of ints, got {shown(lengths)}")
-        self._lazy = Repeatable("lengths", lengths)
-        self._pieces = cut(lengths, 0, self.capacity, long) if hasattr(lengths, "__len__") else None
         self._step = self.rows * self.world_size  # rows
-        self._digest: str | None = None
+        self._pieces: NDArray[Any] | None = None  # None: they are not known beforehand
+        if sampler is not None:
+            self._read_items(sampler, lengths)
+        elif not isinstance(lengths, Iterable):
+            raise TypeError(f"lengths must be an iterable of ints, got {shown(lengths)}")
+        else:
+            self._lazy = Repeatable("lengths", lengths)
+            if isinstance(lengths, Sized):
+                self._pieces = cut(lengths, range(len(lengths)), self.capacity, long)
         self._plan: tuple[int, NDArray[Any], NDArray[Any]] | None = None  # epoch, numbers, ends
 
     def __len__(self) -> int:
@@ -117,10 +136,12 @@ class PackedBatchSampler(Sampler):
         """
         if self._pieces is None:
             return self._dropped
-        return len(self._pieces) - _total(self._planned(self._pieces, self.epoch)[1])
+        return len(self._pieces) - int(self._planned(self._pieces, self.epoch)[1][-1:].sum())
 
     def __iter__(self) -> Iterator[list[Any]]:
         position = self._begin()
+        if self._inner is not None:
+            return self._by_window(position, self.window or WINDOW)
         batches: Iterator[NDArray[Any]]
         if self._pieces is None:
             batches = self._lazily(iter(self._lazy), position.epoch)
@@ -133,19 +154,13 @@ class PackedBatchSampler(Sampler):
     def _counted(self, batches: Iterator[NDArray[Any]], position: Position) -> Iterator[list[Any]]:
         for batch in batches:
             position.yielded += 1
-            whole = self.long == "refuse"
-            yield batch[:, 0].tolist() if whole else list(map(tuple, batch.tolist()))
+            yield batch[:, 0].tolist() if self._whole else list(map(tuple, batch.tolist()))
 
     def _identity(self) -> dict[str, Any]:
-        pieces = self._pieces
-        if self._digest is None and pieces is not None:
-            from hashlib import blake2b
-
-            self._digest = blake2b(pieces.astype("<i8").tobytes(), digest_size=16).hexdigest()
         return {
             **super()._identity(),
-            "n": None if pieces is None else len(pieces),
-            "lengths": self._digest,
+            "n": None if self._pieces is None else len(self._pieces),
+            "lengths": self._fingerprint(self._pieces, "<i8"),
             "capacity": self.capacity,
             "rows": self.rows,
             "long": self.long,
@@ -154,25 +169,48 @@ class PackedBatchSampler(Sampler):
         }
 
     def _planned(self, pieces: NDArray[Any], epoch: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the numbers of all pieces, row after row, and where each row ends."""
-        import numpy as np
-
+        """Return the plan of an epoch, which is kept."""
         key = epoch if self.shuffle else 0
         if self._plan is None or self._plan[0] != key:
-            rng = self._rng(epoch)
-            order = np.arange(len(pieces))
-            if self.shuffle:
-                rng.shuffle(order)
-            costs = costs_of(pieces)[order]
             size = self.window or max(1, len(pieces))
-            rows, count = np.empty_like(order), 0
-            for start in range(0, len(pieces), size):
-                window = slice(start, start + size)
-                rows[window] = count + best_fit(costs[window], self.capacity)
-                count = int(rows[window].max()) + 1
-            places, ends = self._arranged(rows, rng, self.world_size)
-            self._plan = key, order[places], ends
+            self._plan = key, *self._plan_all(pieces, self._shuffler(epoch), size)
         return self._plan[1:]
+
+    def _plan_window(
+        self, epoch: int, before: int, items: list[Any], lengths: list[Any]
+    ) -> tuple[list[list[Any]], int]:
+        pieces = cut(lengths, items, self.capacity, self.long)
+        plan = self._plan_all(pieces, self._shuffler(epoch, before), len(pieces))
+        batches = (pieces[numbers].tolist() for numbers in self._batches(*plan))
+        named = [
+            [items[at] if self._whole else (items[at], start, stop) for at, start, stop in batch]
+            for batch in batches
+        ]
+        return named, len(pieces) - int(plan[1][-1:].sum())
+
+    def _plan_all(
+        self, pieces: NDArray[Any], rng: np.random.Generator | None, size: int
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the numbers of all pieces, row after row, and where each row ends.
+
+        Args:
+            pieces: the pieces.
+            rng: what to shuffle with.
+            size: number of pieces to put into rows at a time.
+        """
+        import numpy as np
+
+        order = np.arange(len(pieces))
+        if rng is not None:
+            rng.shuffle(order)
+        costs = costs_of(pieces)[order]
+        rows, count = np.empty_like(order), 0
+        for start in range(0, len(pieces), size):
+            window = slice(start, start + size)
+            rows[window] = count + best_fit(costs[window], self.capacity)
+            count = int(rows[window].max()) + 1
+        places, ends = arranged(rows, rng, self.world_size)
+        return order[places], ends
 
     def _batches(self, numbers: NDArray[Any], ends: NDArray[Any], at: int = 0) -> Iterator[Any]:
         """Yield the numbers of the pieces in each batch of this rank, from one batch on."""
@@ -187,67 +225,20 @@ class PackedBatchSampler(Sampler):
         """Yield the batches of this rank as the lengths are read."""
         import numpy as np
 
-        rng = self._rng(epoch)
-        rows = self._lazy_rows(self._chunks(lengths, rng), rng)
+        rng = self._shuffler(epoch)
+        size = self.window or (WINDOW if self.shuffle else OPEN)
+        best = self.window is not None
+        rows = lazy_rows(lengths, size, self.capacity, self.long, best, rng)
         while len(step := list(islice(rows, self._step))) == self._step:
             yield np.concatenate(step[self.rank :: self.world_size])
         dropped = 0
         if step:
             pieces = np.concatenate(step)
             rows_of = np.repeat(np.arange(len(step)), list(map(len, step)))
-            places, ends = self._arranged(rows_of, rng, self.world_size)
-            dropped = len(pieces) - _total(ends)
+            places, ends = arranged(rows_of, rng, self.world_size)
+            dropped = len(pieces) - int(ends[-1:].sum())
             yield from map(pieces.__getitem__, self._batches(places, ends))
         self._dropped = dropped
 
-    def _chunks(self, lengths: Iterator[int], rng: np.random.Generator) -> Iterator[NDArray[Any]]:
-        """Yield as many pieces at a time as best fit and shuffling need."""
-        seen = 0
-        size = self.window or (WINDOW if self.shuffle else OPEN)
-        while chunk := list(islice(lengths, size)):
-            pieces = cut(chunk, seen, self.capacity, self.long)
-            yield pieces[rng.permutation(len(pieces))] if self.shuffle else pieces
-            seen += len(chunk)
-
-    def _lazy_rows(
-        self, chunks: Iterator[NDArray[Any]], rng: np.random.Generator
-    ) -> Iterator[NDArray[Any]]:
-        """Yield rows: by first fit as they become full, or all of one window after another."""
-        import numpy as np
-
-        if self.window is None:  # then nothing is left of the chunks
-            samples = (zip(chunk, costs_of(chunk).tolist(), strict=True) for chunk in chunks)
-            yield from map(np.array, first_fit(chain.from_iterable(samples), self.capacity))
-        for pieces in chunks:
-            places, ends = self._arranged(best_fit(costs_of(pieces), self.capacity), rng)
-            yield from np.split(pieces[places], ends[:-1])
-
-    def _arranged(
-        self, rows: NDArray[Any], rng: np.random.Generator, ranks: int = 1
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the places of pieces in their order, row after row, and where each row ends.
-
-        Args:
-            rows: number of the row of each piece.
-            rng: what to shuffle the rows with.
-            ranks: what the number of rows must be a multiple of. The rows of most pieces are
-                halved for that. If there are too few pieces, the last rows have no end.
-        """
-        import numpy as np
-
-        by_row = np.argsort(rows, kind="stable")
-        starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
-        while (short := -len(starts) % ranks) and len(starts) < len(rows):
-            sizes = np.diff(starts, append=len(rows))
-            most = np.argsort(-sizes, kind="stable")[:short]
-            starts = np.union1d(starts, starts[most] + sizes[most] // 2)
-        order = rng.permutation(len(starts)) if self.shuffle else np.argsort(by_row[starts])
-        sizes = np.diff(starts, append=len(rows))[order]
-        ends = np.cumsum(sizes)
-        places = np.arange(len(rows)) + np.repeat(starts[order] - (ends - sizes), sizes)
-        return by_row[places], ends[: len(ends) // ranks * ranks]
-
-
-def _total(ends: NDArray[Any]) -> int:
-    """Return how many pieces there are in rows."""
-    return int(ends[-1]) if len(ends) else 0
+    def _shuffler(self, *numbers: int) -> np.random.Generator | None:
+        return self._rng(*numbers) if self.shuffle else None

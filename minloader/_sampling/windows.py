@@ -2,7 +2,7 @@
 
 ::
 
-    inner sampler --items--> window --plan--> batches of places in the window --> batches of items
+    inner sampler --items--> window --plan--> batches of items
 
 Nothing is carried over from one window to the next. So a state is that of the inner sampler where
 the window begins, and a run that goes on reads no more than one window again.
@@ -11,14 +11,85 @@ the window begins, and a run that goes on reads no more than one window again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minloader._checks import is_stateful, shown
-from minloader._sampling.base import Position
+from minloader._checks import check_iterable, is_stateful, shown
+from minloader._sampling.base import Position, Repeatable, Sampler
 
-Plan = Callable[[int, list[Any], list[Any]], tuple[list[list[int]], int]]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+END = object()
+Plan = Callable[[int, list[Any], list[Any]], tuple[list[list[Any]], int]]
+
+
+class LookUp(Protocol):
+    """A sequence, a mapping, or what else returns something for an item."""
+
+    def __getitem__(self, item: Any, /) -> Any: ...
+
+
+class WindowSampler(Sampler):
+    """A sampler that plans by lengths, and may plan the items of an inner sampler by theirs."""
+
+    _digest: str | None = None  # of the lengths
+    _lazy: Repeatable
+    _length_of: Any
+
+    def _read_items(self, sampler: Iterable[Any], lengths: Any) -> None:
+        """Have this sampler read another, whose items have their lengths looked up.
+
+        Raises:
+            TypeError: the sampler is not iterable, or lengths cannot be looked up.
+        """
+        check_iterable("sampler", sampler)
+        self._inner = sampler
+        self._lazy = Repeatable("sampler", sampler)
+        self._length_of = getattr(lengths, "__getitem__", lengths)
+        if not callable(self._length_of):
+            raise TypeError(
+                "lengths must have __getitem__ or be a function of an item, where there is a "
+                f"sampler, got {shown(lengths)}"
+            )
+        self._digest = "of a sampler"
+        self._recorded += ("inner",)
+        self._dealt_by = ()  # where an epoch was dealt out otherwise is not worked out by windows
+
+    def _by_window(self, position: Position, size: int) -> Windows:
+        """Return the batches of an epoch of the inner sampler."""
+        items = self._inner, iter(self._lazy), self._length_of
+        plan = partial(self._plan_window, position.epoch)
+        return Windows(position, *items, plan, size, partial(setattr, self, "_dropped"))
+
+    def _plan_window(
+        self, epoch: int, before: int, items: list[Any], lengths: list[Any]
+    ) -> tuple[list[list[Any]], int]:
+        """Plan a window of the inner sampler's items, as if it were an epoch.
+
+        Args:
+            epoch: number of the epoch.
+            before: number of batches of the epoch before this window.
+            items: the items of the window.
+            lengths: their lengths.
+
+        Returns:
+            The batches of this rank, and the number of samples that no rank gets.
+        """
+        raise NotImplementedError
+
+    def _fingerprint(self, lengths: NDArray[Any] | None, dtype: str) -> str | None:
+        """Return what tells these lengths from others; None if they are not known beforehand."""
+        if self._digest is None and lengths is not None:
+            from hashlib import blake2b
+
+            self._digest = blake2b(lengths.astype(dtype).tobytes(), digest_size=16).hexdigest()
+        return self._digest
+
+    def _accept(self, position: Position) -> None:
+        known = position.inner
+        self._restore_inner(position.epoch, known and known["state"])
 
 
 class Windows(Iterator[list[Any]]):
@@ -31,9 +102,8 @@ class Windows(Iterator[list[Any]]):
         inner: the inner sampler.
         items: its iterator.
         length_of: returns the length of an item.
-        plan: returns the batches of a window, as lists of places in it, and the number of samples
-            that are in no rank's. It gets the number of batches before the window, its items and
-            their lengths.
+        plan: returns the batches of a window, and the number of samples that are in no rank's. It
+            gets the number of batches before the window, its items and their lengths.
         size: number of items in a window.
         on_end: called with the number of dropped samples, when there are no more items.
     """
@@ -60,7 +130,7 @@ class Windows(Iterator[list[Any]]):
         self._dropped: int = known["dropped"]
         self._window: list[Any] = []
         self._lengths: list[Any] = []  # of the window, until it is planned
-        self._batches: Iterator[list[int]] = iter(())
+        self._batches: Iterator[list[Any]] = iter(())
 
     def __next__(self) -> list[Any]:
         position = self._position
@@ -69,7 +139,7 @@ class Windows(Iterator[list[Any]]):
                 self._count += 1
                 if self._count > position.yielded:  # by an earlier run, or now
                     position.yielded += 1
-                    return [self._window[place] for place in batch]
+                    return batch
             self._read()
             batches, dropped = self._plan(self._count, self._window, self._lengths)
             self._dropped += dropped
@@ -87,7 +157,10 @@ class Windows(Iterator[list[Any]]):
                 state = copy.deepcopy(self._inner.state_dict())
                 known = {"batches": self._count, "dropped": self._dropped, "state": state}
                 self._position.inner = known
-        for item in islice(self._items, self._size - len(self._window)):
+        while len(self._window) < self._size:
+            # Not by iter(), with which some iterators begin anew.
+            if (item := next(self._items, END)) is END:
+                break
             try:
                 length = self._length_of(item)
             except Exception as error:
