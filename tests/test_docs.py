@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from conftest import require
@@ -230,6 +231,23 @@ def test_every_public_name_is_in_the_reference():
                 bound.add(node.name)
         assert names
         assert names <= bound, module
+
+
+@pytest.mark.parametrize(("picture", "first"), [("padding", 0), ("spread", 2)])
+def test_the_pictures_of_samplers_show_what_the_table_says(picture, first):
+    """Both are printed by tests/benchmarks/samplers.py, in one run."""
+    path = ROOT / "docs" / f"{picture}.svg"
+    assert path.stat().st_size < 20_000
+    texts = [text.text for text in ElementTree.parse(path).iter() if text.tag.endswith("text")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "choosing.md").read_text().splitlines()
+        if line.startswith(("| BatchSampler |", "| Dynamic", "| Packed"))
+    ]
+    assert len(rows) == 10
+    assert texts[3:] == [
+        cell for name, *cells in rows for cell in (name, *cells[first : first + 2])
+    ]
 
 
 def test_the_rooms_are_all_there():
