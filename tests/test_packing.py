@@ -576,6 +576,19 @@ def test_a_window_of_items_is_read_at_a_time(monkeypatch):
         assert 0 <= again.drawn - (1000 - len(taken)) <= window
 
 
+def test_a_window_of_items_is_packed_like_an_epoch():
+    """Also where its items are split; and shuffled, each has an order of its own."""
+    lengths = PARTS[1] * 2
+    kind = partial(PackedBatchSampler, capacity=9, long="split")
+    alone = list(kind(PARTS[1]))
+    shifted = [[(index + 90, *piece) for index, *piece in batch] for batch in alone]
+    assert list(kind(lengths, window=90, sampler=range(180))) == alone + shifted
+    batches = list(kind(lengths, window=90, sampler=range(180), shuffle=True))
+    assert [[n % 90 for n, *_ in batch] for batch in batches[: len(alone)]] != [
+        [n % 90 for n, *_ in batch] for batch in batches[len(alone) :]
+    ]
+
+
 def test_an_inner_sampler_that_is_its_own_iterator(monkeypatch):
     """It would begin anew if it were asked for an iterator at each window."""
     monkeypatch.setattr(packed, "WINDOW", 6)
