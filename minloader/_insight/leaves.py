@@ -114,7 +114,7 @@ def _array_leaf(value: Any) -> Leaf | None:
     """Return the leaf of an array or tensor, by its data: a view and a copy are the same."""
     torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return None
         value = value.detach().cpu().resolve_conj().resolve_neg()
         # As bytes, since numpy has no bfloat16.

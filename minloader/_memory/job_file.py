@@ -27,7 +27,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
-from minloader._memory.pickling import Pickler, is_plain_tensor
+from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
+from minloader._memory.tensors import (
+    bytes_of,
+    is_plain_tensor,
+    load_storage,
+    reduce_typed_storage,
+    require_gradient,
+)
 
 
 class _JobPickler(Pickler):
@@ -62,6 +69,11 @@ class _JobPickler(Pickler):
             return self.reduce_array(obj)
         if kind.__module__ == "torch" and kind.__name__ == "Tensor" and is_plain_tensor(obj):
             return self.reduce_tensor(obj)
+        if kind.__module__ == "torch.storage":
+            if kind.__name__ == "TypedStorage":
+                return reduce_typed_storage(obj)
+            if kind.__name__ == "UntypedStorage" and obj.device.type == "cpu":
+                return self.reduce_storage(obj)
         if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
             self.modules.add(getattr(obj, "__module__", None) or "builtins")
         elif kind is types.ModuleType:
@@ -76,9 +88,13 @@ class _JobPickler(Pickler):
 
         if not array.flags.forc:
             # Only contiguous arrays leave the stream by themselves.
-            if array.nbytes < LARGE or array.dtype.hasobject:
+            if array.dtype.hasobject:
                 return NotImplemented
-            block = np.array(array)  # a plain array: of a memmap, the copy is none
+            if (axes := order_in_memory(array)) is not None:
+                return transpose_back, (array.transpose(axes), axes)
+            if array.nbytes < LARGE:
+                return NotImplemented
+            block = np.array(array, order="C")  # a plain array: of a memmap, the copy is none
             block.flags.writeable = array.flags.writeable
             return block.__reduce_ex__(5)
         if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
@@ -96,20 +112,26 @@ class _JobPickler(Pickler):
 
         Torch's own way would write a copy for each of them into the stream.
         """
-        torch: Any = sys.modules["torch"]
-        storage = tensor.untyped_storage()
+        if tensor.requires_grad:
+            return require_gradient, (tensor.detach(),)
+        view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _load_tensor, (self._memory_of(tensor.untyped_storage()), tensor.dtype, *view)
+
+    def reduce_storage(self, storage: Any) -> Any:
+        """Reduce an untyped storage as those of tensors."""
+        return _load_storage, (self._memory_of(storage),)
+
+    def _memory_of(self, storage: Any) -> Any:
+        """Return the memory of a storage, as an array or an address: once, however many have it."""
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:
-            if storage.is_shared():
-                self._storages[key] = self._share(torch, storage)
-            else:
-                self._storages[key] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _load_tensor, (self._storages[key], tensor.dtype, *view)
+            share = self._share if storage.is_shared() else bytes_of
+            self._storages[key] = share(storage)
+        return self._storages[key]
 
-    def _share(self, torch: Any, storage: Any) -> _TensorAddress:
+    def _share(self, storage: Any) -> _TensorAddress:
         """Share memory that was shared on purpose: all processes see what one writes to it."""
-        strategy = torch.multiprocessing.get_sharing_strategy()
+        strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
         if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
             raise TypeError(
                 f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
@@ -157,17 +179,19 @@ class _TensorAddress(NamedTuple):
     size: int
 
 
+def _load_storage(memory: Any) -> Any:
+    if not isinstance(memory, _TensorAddress):
+        return load_storage(memory)
+    fd = open_shared(memory.path, memory.inode, os.O_RDWR)
+    try:
+        return importlib.import_module("torch").UntypedStorage._new_shared_fd_cpu(fd, memory.size)
+    finally:
+        os.close(fd)
+
+
 def _load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
     torch = importlib.import_module("torch")
-    if isinstance(memory, _TensorAddress):
-        fd = open_shared(memory.path, memory.inode, os.O_RDWR)
-        try:
-            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, memory.size)
-        finally:
-            os.close(fd)
-    else:
-        storage = torch.from_numpy(memory).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return torch.empty(0, dtype=dtype).set_(_load_storage(memory), offset, shape, stride)
 
 
 # A bytes object keeps its data behind its own header, so it can only be mapped together with
@@ -364,8 +388,12 @@ class _Fingerprinter(_JobPickler):
     def reduce_tensor(self, tensor: Any) -> Any:
         # Torch counts the changes in place; those of shared memory are seen anyway.
         version = None if tensor.is_inference() or tensor.is_shared() else tensor._version
-        shape = tensor.shape, tensor.stride(), tensor.dtype
+        shape = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
         return self._locate(tensor, tensor.data_ptr(), *shape, version)
+
+    def reduce_storage(self, storage: Any) -> Any:
+        # Changes of it are not counted: it is read.
+        return str, (hashlib.blake2b(bytes_of(storage)).hexdigest(),)
 
     def _locate(self, obj: Any, *place: Any) -> Any:
         self.kept.append(obj)

@@ -15,7 +15,6 @@ holds in both places, and the parent's classes are never made a second time.
 from __future__ import annotations
 
 import copyreg
-import importlib
 import io
 import pickle
 import sys
@@ -29,6 +28,7 @@ import cloudpickle
 from minloader._memory.by_value import OTHER_REDUCERS, reduce_by_value
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
+from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_typed_storage
 
 unpack = pickle.loads
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
@@ -216,8 +216,10 @@ class BatchPacker:
             table = dict(copyreg.dispatch_table)
             if hasattr(numpy, "ndarray"):
                 table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
-            if hasattr(torch, "Tensor"):
-                table[torch.Tensor] = _reduce_tensor
+            if hasattr(torch, "UntypedStorage"):  # which it gets after its Tensor
+                table[torch.Tensor] = reduce_tensor
+                table[torch.UntypedStorage] = reduce_storage
+                table[torch.TypedStorage] = reduce_typed_storage
             elif torch is not None:  # it is just being imported
                 basis = None
             self._basis, self._reducers = basis, table
@@ -227,14 +229,17 @@ class BatchPacker:
         """Reduce an array such that its data is one writable buffer, for the user to change.
 
         numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
-        it writes of a type takes longer than small arrays do.
+        it writes of a type takes longer than small arrays do. The axes keep their order in memory.
         """
         dtype, flags = array.dtype, array.flags
-        if array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative:
-            return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
+        is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative
         whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
-        if dtype.hasobject or whole:
+        if dtype.hasobject or (whole and not is_small):
             return array.__reduce_ex__(5)
+        if not flags.c_contiguous and (axes := order_in_memory(array)) is not None:
+            return transpose_back, (array.transpose(axes), axes)
+        if is_small:
+            return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
         block = self._writer.empty(array.shape, dtype)
         block[...] = array
         return block.__reduce_ex__(5)
@@ -291,43 +296,26 @@ PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
 tensors of just these."""
 
 
+def order_in_memory(array: Any) -> tuple[int, ...] | None:
+    """Return the axes of an array, that of the longest steps first; None if they are in order.
+
+    Those of a broadcast array are, since they share their steps.
+    """
+    steps = [abs(step) for step in array.strides]
+    axes = sorted(range(array.ndim), key=steps.__getitem__, reverse=True)
+    return None if 0 in steps or axes == list(range(array.ndim)) else tuple(axes)
+
+
+def transpose_back(array: Any, axes: tuple[int, ...]) -> Any:
+    """Undo ``array.transpose(axes)``."""
+    return array.transpose(sorted(range(len(axes)), key=axes.__getitem__))
+
+
 def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
     import numpy as np
 
     array = np.frombuffer(data, char)
     return array if len(shape) == 1 else array.reshape(shape)
-
-
-def is_plain_tensor(tensor: Any) -> bool:
-    """Whether a tensor is nothing but numbers in this machine's memory."""
-    return not (
-        tensor.device.type != "cpu"
-        or tensor.layout != sys.modules["torch"].strided
-        or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.requires_grad
-        or tensor.__dict__
-    )
-
-
-def _reduce_tensor(tensor: Any) -> Any:
-    """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
-    torch = sys.modules["torch"]
-    if not is_plain_tensor(tensor):
-        return tensor.__reduce_ex__(5)
-    if tensor.dtype in (torch.bfloat16,):  # numpy has none
-        return as_tensor, (tensor.view(torch.int16).numpy(), tensor.dtype)
-    try:
-        return as_tensor, (tensor.numpy(), None)
-    except TypeError:  # some newer kind of number
-        return tensor.__reduce_ex__(5)
-
-
-def as_tensor(array: Any, dtype: Any) -> Any:
-    """Return a tensor over the memory of an array, which has the bits of ``dtype`` if given."""
-    tensor = importlib.import_module("torch").from_numpy(array)
-    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:

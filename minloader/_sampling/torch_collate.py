@@ -7,7 +7,6 @@ an array here, so that torch is needed only if the dataset returns tensors.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from minloader._checks import refuse_none, shown
-from minloader._memory.pickling import PLAIN_DTYPES, as_tensor
+from minloader._memory.pickling import PLAIN_DTYPES
 from minloader._memory.slot_writer import empty
+from minloader._memory.tensors import as_tensor, numpy_like
 
 TEXT = "SaUO"
 """Kinds of numpy's types that torch leaves as they are: strings, bytes and objects."""
@@ -206,29 +206,16 @@ def _stack_numbers(numbers: Sequence[Any]) -> Leaf:
 
 
 def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
-    """Stack tensors into the slot, without a copy between; tensors numpy cannot hold, anywhere."""
+    """Stack tensors into the slot, without a copy between; what is more than numbers, anywhere."""
     first = tensors[0]
     if first.is_nested or first.layout != torch.strided:
         raise RuntimeError(
             f"cannot stack {'nested' if first.is_nested else 'sparse'} tensors by default; give a "
             "collate_fn of your own"
         )
-    dtype = _numpy_dtype(torch, first.dtype)
-    if dtype is None or type(first) is not torch.Tensor or first.device.type != "cpu":
+    if type(first) is not torch.Tensor or first.device.type != "cpu" or first.is_quantized:
         return torch.stack(list(tensors))
-    batch = empty((len(tensors), *first.shape), dtype)
-    out = torch.from_numpy(batch)
-    bits = first.dtype is torch.bfloat16
-    torch.stack(list(tensors), out=out.view(first.dtype) if bits else out)
-    return Leaf(batch, first.dtype if bits else None)
-
-
-@functools.cache
-def _numpy_dtype(torch: Any, dtype: Any) -> Any:
-    """Return the numpy type to write a tensor's numbers as, or their bits. None: there is none."""
-    if dtype is torch.bfloat16:
-        return np.dtype(np.int16)
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        return None
+    dtype, like = first.dtype, numpy_like(first.dtype)
+    batch = empty((len(tensors), *first.shape), torch.empty(0, dtype=like).numpy().dtype)
+    torch.stack(list(tensors), out=as_tensor(batch, dtype))
+    return Leaf(batch, None if like is dtype else dtype)

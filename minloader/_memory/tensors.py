@@ -1,0 +1,117 @@
+"""Torch's tensors and storages on their way between processes: as numpy arrays of their memory.
+
+How the numbers of a tensor in a batch travel::
+
+    contiguous                           an array of its shape
+    transposed, channels_last, expanded  the memory from its first number to its last, as it is
+    that would be much more than needed  an array without the gaps, its axes in the same order
+
+So strides arrive, but for those of a tensor that takes little of the memory that it spans; it gets
+the strides that ``Tensor.clone()`` gives. A tensor that is more than numbers (sparse, nested,
+quantized) is taken apart by torch itself, into tensors and storages.
+
+Nothing here imports torch before there is a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+MOST_SPAN = 2
+"""How many times its numbers the memory of a tensor may be that is sent as it is. A copy without
+gaps takes as long, number by number."""
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Whether a tensor is but numbers in this machine's memory, and may require a gradient."""
+    return not (
+        tensor.device.type != "cpu"
+        or tensor.layout != sys.modules["torch"].strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.__dict__
+    )
+
+
+@functools.cache
+def numpy_like(dtype: Any) -> Any:
+    """Return the type whose numbers numpy holds in place of a tensor's: its own, or of its bits."""
+    torch = sys.modules["torch"]
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:  # bfloat16, float8, ...
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return dtype
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
+    if not is_plain_tensor(tensor):
+        return tensor.__reduce_ex__(5)
+    if tensor.requires_grad:
+        return require_gradient, (tensor.detach(),)
+    shape = stride = None
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((length - 1) * step for length, step in steps)
+        if span <= MOST_SPAN * tensor.numel():
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            tensor = tensor.as_strided((span,), (1,))
+    dtype, like = tensor.dtype, numpy_like(tensor.dtype)
+    if like is dtype:
+        return as_tensor, (tensor.numpy(), None, shape, stride)
+    return as_tensor, (tensor.view(like).numpy(), dtype, shape, stride)
+
+
+def as_tensor(array: Any, dtype: Any = None, shape: Any = None, stride: Any = None) -> Any:
+    """Return a tensor over the memory of an array.
+
+    Args:
+        array: its numbers.
+        dtype: the type of which the array has the bits; None: the array's.
+        shape: shape of the tensor if it is not that of the array; else None.
+        stride: its strides then, in numbers.
+    """
+    tensor = importlib.import_module("torch").from_numpy(array)
+    if dtype is not None:
+        tensor = tensor.view(dtype)
+    return tensor if shape is None else tensor.as_strided(shape, stride)
+
+
+def require_gradient(tensor: Any) -> Any:
+    """Return a tensor that is to require a gradient."""
+    return tensor.requires_grad_()
+
+
+def reduce_storage(storage: Any) -> Any:
+    """Reduce an untyped storage to an array. Torch's own way fails where it is loaded."""
+    if storage.device.type != "cpu":
+        return storage.__reduce_ex__(5)
+    return load_storage, (bytes_of(storage),)
+
+
+def bytes_of(storage: Any) -> Any:
+    """Return an array over the memory of an untyped storage."""
+    torch = sys.modules["torch"]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def load_storage(array: Any) -> Any:
+    """Return an untyped storage over the memory of an array of bytes."""
+    return importlib.import_module("torch").from_numpy(array).untyped_storage()
+
+
+def reduce_typed_storage(storage: Any) -> Any:
+    """Reduce a storage with a type to one without."""
+    return load_typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def load_typed_storage(untyped: Any, dtype: Any) -> Any:
+    """Undo :func:`reduce_typed_storage`."""
+    kind = importlib.import_module("torch.storage").TypedStorage
+    return kind(wrap_storage=untyped, dtype=dtype, _internal=True)  # else torch warns

@@ -1,0 +1,145 @@
+"""Tensors and arrays of all kinds arrive as they were, without a copy, with their strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import require
+from numpy.testing import assert_array_equal
+
+from minloader._insight.leaves import leaves
+from minloader._memory.job_file import JobFile, fingerprint
+from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
+from minloader._sampling import torch_collate
+
+torch = require("torch")
+forms = require("forms")
+
+# --- batches, without a worker
+
+
+def there_and_back(batch: Any) -> Any:
+    packed = BatchPacker(OutOfBand())
+    writer = packed.open(None)
+    data = packed.pack(batch, writer)
+    return unpack_batch(data, None) if isinstance(data, PackedBatch) else unpack(data)
+
+
+@pytest.mark.parametrize("n", [4, 100])
+def test_strides_are_kept(n):
+    """Of small tensors, in the pickle, and of large ones."""
+    base = torch.arange(float(n * n * 3)).reshape(1, 3, n, n)
+    for tensor in (
+        base,
+        base.to(memory_format=torch.channels_last),
+        base.bfloat16().transpose(1, 3),
+        base.to(torch.float8_e4m3fn).permute(3, 0, 2, 1),
+        base.expand(5, 3, n, n),
+        base[0, 0, 0, :1].expand(1 << 40),  # that takes 4 TB if it is written out
+        base.flatten().unfold(0, 3, 1),
+        base[..., ::2],
+        base[0, 1],
+        base[0, 0, 0, 0],
+    ):
+        arrived = there_and_back([tensor])[0]
+        assert (arrived.shape, arrived.stride()) == (tensor.shape, tensor.stride())
+        assert arrived.dtype == tensor.dtype
+        if tensor.numel() < 1 << 40:
+            assert torch.equal(arrived.float(), tensor.float())
+        assert arrived.untyped_storage().nbytes() <= 2 * base.nbytes
+
+
+def test_wide_gaps_are_left_out():
+    base = torch.arange(1e6).reshape(1000, 1000)
+    column = there_and_back([base.t()[::10, ::10]])[0]
+    assert torch.equal(column, base.t()[::10, ::10])
+    assert column.stride() == (1, 100)
+    assert column.untyped_storage().nbytes() == 40_000
+
+
+@pytest.mark.parametrize("n", [3, 40])
+@pytest.mark.parametrize("send", ["batch", "job"])
+def test_the_axes_of_arrays_keep_their_order(n, send):
+    base = np.arange(n**3 * 2, dtype="f4").reshape(n, n, n * 2)
+    arrays = [np.asfortranarray(base), base.transpose(2, 0, 1), base.transpose(1, 0, 2)]
+    arrays += [base[:, ::-1].transpose(2, 0, 1), base[..., ::2].transpose(1, 2, 0)]
+    arrays += [np.broadcast_to(base[0], (2, n, n * 2)), base.astype(">i4").transpose(1, 0, 2)]
+    if send == "batch":
+        arrived = there_and_back(arrays)
+    else:
+        job_file = JobFile(arrays)
+        arrived = job_file.address.load(forever=False)
+        job_file.close()
+    for one, other in zip(arrived, arrays, strict=True):
+        assert_array_equal(one, other, strict=True)
+        expected = other.copy("C" if 0 in other.strides else "K")
+        if not any(step < 0 for step in other.strides):
+            assert one.strides == expected.strides
+        assert np.argsort(one.strides).tolist() == np.argsort(np.abs(expected.strides)).tolist()
+
+
+def test_what_float8_and_its_like_collate_to():
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint16):
+        samples = [torch.full((40,), n, dtype=torch.uint8).view(dtype) for n in range(2)]
+        batch = there_and_back(torch_collate.collate(samples))
+        assert batch.dtype == dtype
+        assert torch.equal(batch.view(torch.uint8), torch.stack(samples).view(torch.uint8))
+    pair = [forms.quantized()[0]] * 2
+    assert torch.equal(torch_collate.collate(pair).dequantize(), torch.stack(pair).dequantize())
+
+
+def test_storages_are_one_as_often_as_they_are_met():
+    weight = torch.ones(9_000, requires_grad=True)
+    storage = weight.untyped_storage()
+    one, other, parameter = there_and_back([storage, storage, weight])
+    assert one is other
+    assert parameter.untyped_storage().data_ptr() == one.data_ptr()
+    job_file = JobFile([storage, weight])
+    assert job_file.size < 2 * storage.nbytes()
+    one, parameter = job_file.address.load(forever=False)
+    job_file.close()
+    assert parameter.untyped_storage().data_ptr() == one.data_ptr()
+    before = fingerprint(storage)[0]
+    assert fingerprint(storage)[0] == before
+    storage[0] = 7
+    assert fingerprint(storage)[0] != before
+
+
+def test_nested_tensors_can_be_compared():
+    one, other = forms.nested(torch.strided), forms.nested(torch.strided)
+    assert leaves(one) == leaves(other)
+    other.unbind()[1][3, 4] = 1
+    assert leaves(one) != leaves(other)
+
+
+# --- torch's kind of loader
+
+
+class Images:
+    """Samples whose strides are those of channels_last, and a whole batch of them."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return forms.images().to(memory_format=torch.channels_last)[index]
+
+
+def as_channels_last(samples: Any) -> Any:
+    batch = torch.stack(samples).to(memory_format=torch.channels_last)
+    return batch, batch.to(torch.float8_e5m2), forms.nested(torch.jagged), batch.to_sparse()
+
+
+@pytest.mark.slow
+def test_a_collate_fn_of_torchs_kind():
+    from minloader.torch import DataLoader
+
+    options: Any = {"batch_size": 2, "collate_fn": as_channels_last}
+    (expected,) = torch.utils.data.DataLoader(Images(), **options)
+    with DataLoader(Images(), num_workers=1, **options) as loader:
+        (batch,) = loader
+    for one, other in zip(batch, expected, strict=True):
+        assert forms.contents(one) == forms.contents(other)
+        assert forms.strides(one) == forms.strides(other)
