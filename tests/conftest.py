@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, get_context, resource_tracker, util
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,12 @@ def _target(fd: str) -> str:
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What other runs on this machine leave is theirs."""
     tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def room_for_shared_values() -> None:
+    """Values of multiprocessing need it. Once made, it stays, by the standard library's design."""
+    RawArray("b", 1 << 20)
 
 
 @pytest.fixture(scope="module")

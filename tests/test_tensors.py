@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from conftest import require
 from numpy.testing import assert_array_equal
 
+from minloader import Loader, TransportError
 from minloader._insight.leaves import leaves
 from minloader._memory.job_file import JobFile, fingerprint
 from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
@@ -16,6 +19,52 @@ from minloader._sampling import torch_collate
 
 torch = require("torch")
 forms = require("forms")
+
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """What the table says of each kind of things: how they arrive in a worker, and in a batch."""
+    text = PAGE.read_text().partition("## What arrives how")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)[1:]
+    for (what, _, _), name in zip(cells, forms.FORMS, strict=True):
+        assert what.startswith(name)
+    return {name: (down, up) for (_, down, up), name in zip(cells, forms.FORMS, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch calls some of them a beta
+def test_the_table_is_true():
+    table = rows()
+    names = [(row, n) for row, examples in forms.FORMS.items() for n in range(len(examples))]
+    sent = [name for name in names if table[name[0]][0] not in ("refused", "inherited")]
+    with Loader(forms.Forms(sent), names, num_workers=1) as loader:
+        batches = iter(loader)
+        for name in names:
+            down, up = table[name[0]]
+            original = forms.make(name)
+            if down == "inherited":
+                Loader([original], [0], num_workers=1).close()
+            elif down == "refused":
+                with pytest.raises(TypeError, match="cannot be sent to worker processes: dataset"):
+                    Loader([original], [0], num_workers=1)
+            if hasattr(original, "close"):
+                original.close()
+            if up == "refused":
+                with pytest.raises(TransportError, match="cannot be sent to the parent: batch"):
+                    next(batches)
+                continue
+            place, strides, contents, batch = next(batches)
+            assert contents == forms.contents(original) == forms.contents(batch), name
+            assert (place == "shared") == down.startswith("mapped"), name
+            assert (forms.where(batch) == "shared") == up.startswith("shared"), name
+            if "kept" in down:
+                assert strides == forms.strides(original), name
+            if "kept" in up:
+                assert forms.strides(batch) == forms.strides(original), name
+            if "clone" in up:
+                assert batch.stride() == original.clone().stride() != original.stride()
+
 
 # --- batches, without a worker
 

@@ -10,6 +10,7 @@ from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+from minloader._memory.inherited import check, must_be_inherited
 from minloader._memory.pickling import Pickler
 
 MOST_FAILURES = 200
@@ -21,11 +22,25 @@ MOST_SECONDS = 2.0
 an object that makes its parts anew ends where the C stack does, after some 60,000 objects."""
 
 
-def _pickling_error(obj: Any) -> str | None:
-    # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
-    nowhere = SimpleNamespace(write=len)
+class _Probe(Pickler):
+    """A pickler of which nothing is kept."""
+
+    def __init__(self, start_method: str | None) -> None:
+        # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
+        nowhere = SimpleNamespace(write=len)
+        super().__init__(nowhere, down=True, buffer_callback=lambda buffer: None)
+        self._start_method = start_method
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not must_be_inherited(obj):
+            return None
+        check(obj, self._start_method)
+        return 0
+
+
+def _pickling_error(obj: Any, start_method: str | None) -> str | None:
     try:
-        Pickler(nowhere, down=True, buffer_callback=lambda buffer: None).dump(obj)
+        _Probe(start_method).dump(obj)
     except Exception as error:
         return str(error)  # its traceback would keep the pickler, and all that it has seen
     return None
@@ -72,33 +87,38 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
 
 
-def _failing_parts(obj: Any, deadline: float) -> Iterator[tuple[str, Any, str]]:
+def _failing_parts(
+    obj: Any, start_method: str | None, deadline: float
+) -> Iterator[tuple[str, Any, str]]:
     for suffix, part in takewhile(lambda _: monotonic() < deadline, _parts(obj)):
-        error = _pickling_error(part)
+        error = _pickling_error(part, start_method)
         if error is not None:
             yield suffix, part, error
 
 
-def find_culprit(obj: Any, path: str) -> tuple[str, Any, str] | None:
+def find_culprit(
+    obj: Any, path: str, start_method: str | None = None
+) -> tuple[str, Any, str] | None:
     """Find a part of an object that cannot be pickled though all its own parts can.
 
     Args:
         obj: what to look into.
         path: how the object is called, "dataset".
+        start_method: of the processes that may inherit parts of it; None if none do.
 
     Returns:
         The part's path ("dataset.files[3].lock"), the part and the text of its error, the nearest
         such part if there are several; the object itself if the search took too long; None if
         all is well.
     """
-    error = _pickling_error(obj)
+    error = _pickling_error(obj, start_method)
     if error is None:
         return None
     found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
     left, deadline = MOST_FAILURES, monotonic() + MOST_SECONDS
     for path, obj, error in found:  # grows while we walk
-        failing = list(islice(_failing_parts(obj, deadline), left))
+        failing = list(islice(_failing_parts(obj, start_method, deadline), left))
         left = left - len(failing) if monotonic() < deadline else 0
         if not failing and (left or not any(True for _ in _parts(obj))):
             return path, obj, error

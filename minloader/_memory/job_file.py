@@ -21,12 +21,14 @@ import secrets
 import struct
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
+from minloader._memory.inherited import check, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
     bytes_of,
@@ -38,30 +40,49 @@ from minloader._memory.tensors import (
 
 
 class _JobPickler(Pickler):
-    """A pickler that keeps what is large out of the stream.
+    """A pickler that keeps what is large out of the stream, and what must be inherited.
+
+    Args:
+        file: the stream.
+        start_method: of the processes that will load it; None if this one does not start them.
 
     Attributes:
         buffers: large buffers, in the order in which the stream asks for them.
         blobs: large bytes objects, by their id; the stream has their numbers.
+        inherited: objects that must be inherited, likewise; their numbers are below 0.
         descriptors: of the shared memory of tensors, to be kept open.
         modules: names of those that have the classes and functions which the stream refers to.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, start_method: str | None) -> None:
         self.buffers: list[memoryview] = []
         # A method would be a reference cycle: the pickler, and with it the buffers, would live
         # until the garbage collector finds it.
         super().__init__(file, down=True, buffer_callback=partial(_keep_large, self.buffers))
         self.blobs: dict[int, tuple[int, bytes]] = {}
+        self.inherited: dict[int, tuple[int, Any]] = {}
+        self._ordinary: set[type] = set()  # types of what stays in the stream
+        self._start_method = start_method
         self.descriptors: list[int] = []
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Any] = {}
 
     # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not bytes or len(obj) < LARGE:
+        kind = type(obj)
+        if kind in self._ordinary:
             return None
-        return self.blobs.setdefault(id(obj), (len(self.blobs), obj))[0]
+        if kind is bytes:
+            if len(obj) < LARGE:
+                return None
+            return self.blobs.setdefault(id(obj), (len(self.blobs), obj))[0]
+        if not may_be_inherited(kind):
+            self._ordinary.add(kind)
+        if not must_be_inherited(obj):
+            return None
+        if id(obj) not in self.inherited:
+            check(obj, self._start_method)
+        return ~self.inherited.setdefault(id(obj), (len(self.inherited), obj))[0]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -218,7 +239,9 @@ def _map_bytes(mapping: mmap.mmap, start: int, size: int) -> bytes:
 
 
 class _JobUnpickler(pickle.Unpickler):
-    def __init__(self, mapping: mmap.mmap, address: JobAddress, *, forever: bool) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, address: JobAddress, forever: bool, inherited: Sequence[Any]
+    ) -> None:
         spans, blobs = pickle.loads(memoryview(mapping)[address.index :])
         view = memoryview(mapping)
         super().__init__(mapping, buffers=[view[start:stop] for start, stop in spans])
@@ -231,8 +254,10 @@ class _JobUnpickler(pickle.Unpickler):
         else:
             self._blobs = [bytes(view[start:stop]) for start, stop in blobs]
 
-    def persistent_load(self, pid: int) -> bytes:
-        return self._blobs[pid]
+        self._inherited = inherited
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._blobs[pid] if pid >= 0 else self._inherited[~pid]
 
 
 @dataclass(frozen=True)
@@ -260,17 +285,18 @@ class JobAddress:
         """Whether the job file is still there."""
         return is_there(self.path, self.inode)
 
-    def load(self, *, forever: bool) -> Any:
+    def load(self, *, forever: bool, inherited: Sequence[Any] = ()) -> Any:
         """Map the job file and unpickle the object.
 
         Args:
             forever: True if this process will need the object as long as it lives. Only then
                 can bytes objects be mapped rather than copied.
+            inherited: what this process has inherited of the job file's objects.
 
         Raises:
             OSError: the job file is gone, or the process is on another machine.
         """
-        return self.unpickle(self.map(), forever=forever)
+        return self.unpickle(self.map(), forever=forever, inherited=inherited)
 
     def map(self) -> mmap.mmap:
         """Map the file copy-on-write. On another machine the path may lead to any other file.
@@ -289,9 +315,9 @@ class JobAddress:
             os.close(fd)
         return mapping
 
-    def unpickle(self, mapping: mmap.mmap, *, forever: bool) -> Any:
+    def unpickle(self, mapping: mmap.mmap, *, forever: bool, inherited: Sequence[Any] = ()) -> Any:
         """Return the object in a private mapping of the file, or of a copy; see :meth:`load`."""
-        unpickler = _JobUnpickler(mapping, self, forever=forever)
+        unpickler = _JobUnpickler(mapping, self, forever, inherited)
         obj = unpickler.load()
         # Known under their names here too, these classes and functions go back by name, and
         # can be the target of a process that the worker itself starts.
@@ -311,27 +337,30 @@ class JobFile(SharedFile):
 
     Args:
         obj: what to serialize, once, here and now.
+        start_method: how this process starts those that will load it; None if it does not.
 
     Attributes:
         size: bytes of the file.
+        inherited: those objects which each process that loads it must inherit.
         modules: names of the modules that whoever loads the object needs.
 
     Raises:
         Exception: whatever pickling raised.
     """
 
-    def __init__(self, obj: Any) -> None:
+    def __init__(self, obj: Any, start_method: str | None = None) -> None:
         super().__init__()
         self._token = secrets.token_bytes(32)
         self._descriptors: list[int] = []
         try:
             with open(self.fd, "wb", closefd=False) as file:
-                pickler = _JobPickler(file)
+                pickler = _JobPickler(file, start_method)
                 self._descriptors = pickler.descriptors
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
                 file.write(self._token)
             self.size = os.fstat(self.fd).st_size
+            self.inherited = [each for _, each in pickler.inherited.values()]
         except BaseException:
             self.close()
             raise
@@ -377,7 +406,7 @@ class _Fingerprinter(_JobPickler):
     """A pickler that writes, of a large array or tensor, only where it is."""
 
     def __init__(self, file: Any) -> None:
-        super().__init__(file)
+        super().__init__(file, "fork")  # nothing is checked
         self.kept: list[Any] = []  # such that no other thing can be in its place
 
     def reduce_array(self, array: Any) -> Any:
@@ -416,5 +445,5 @@ def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
     pickler = _Fingerprinter(SimpleNamespace(write=digest.update))  # a file that is not kept
     pickler.dump(obj)
     places = [(_address(np.frombuffer(each, np.uint8)), each.nbytes) for each in pickler.buffers]
-    digest.update(repr((places, list(pickler.blobs))).encode())
-    return digest.digest(), [pickler.kept, pickler.buffers, pickler.blobs]
+    digest.update(repr((places, list(pickler.blobs), list(pickler.inherited))).encode())
+    return digest.digest(), [pickler.kept, pickler.buffers, pickler.blobs, pickler.inherited]

@@ -21,6 +21,7 @@ import sys
 import types
 from collections import ChainMap
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -46,6 +47,11 @@ def _refuse_open_file(file: io.TextIOWrapper) -> Any:
 
 
 OTHER_REDUCERS[io.TextIOWrapper] = _refuse_open_file
+
+
+def _refuse_connection(connection: Connection) -> Any:
+    """Refuse what plain pickle would send the mere number of the descriptor of."""
+    raise TypeError("cannot pickle a connection: only a process that is started can be given it")
 
 
 def _is_main_global(obj: Any) -> bool:
@@ -106,6 +112,9 @@ def shorten_notes(error: BaseException) -> None:
             notes[middle:-middle] = [f"… {left_out} more levels …"]
 
 
+_REDUCERS = ChainMap({Connection: _refuse_connection}, cloudpickle.Pickler.dispatch_table)
+
+
 def pack(obj: Any, *, down: bool) -> bytes:
     """Serialize a message.
 
@@ -121,14 +130,14 @@ def pack(obj: Any, *, down: bool) -> bytes:
         payload = pickle.dumps(obj, 5)
         # Plain pickle refers to __main__ by name, which only the way back may do. A mere
         # string "__main__" in the data costs the slower pickler, nothing else.
-        if not down or b"__main__" not in payload:
+        if b"multiprocessing.connection" not in payload and not (down and b"__main__" in payload):
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
         shorten_notes(error)
         plain_error = error
     buffer = io.BytesIO()
     try:
-        Pickler(buffer, down=down).dump(obj)
+        Pickler(buffer, down=down, table=_REDUCERS).dump(obj)
     except Exception as error:
         raise error from plain_error
     return buffer.getvalue()
@@ -213,7 +222,7 @@ class BatchPacker:
         torch: Any = sys.modules.get("torch")
         basis: Any = len(copyreg.dispatch_table), numpy, torch
         if self._basis != basis:
-            table = dict(copyreg.dispatch_table)
+            table = {**copyreg.dispatch_table, Connection: _refuse_connection}
             if hasattr(numpy, "ndarray"):
                 table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
             if hasattr(torch, "UntypedStorage"):  # which it gets after its Tensor

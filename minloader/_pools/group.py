@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from minloader._checks import copied
 from minloader._memory.culprit import find_culprit
+from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
@@ -206,8 +207,9 @@ class PoolGroup:
         """Serialize the job, unless it is; workers that are not local have it served."""
         if self._job_file is not None:
             return
-        self._job_file = _serialize(self.job)
-        if self.executor == "process" and self.context.get_start_method() == "forkserver":
+        start_method = self.context.get_start_method() if self.executor == "process" else None
+        self._job_file = _serialize(self.job, start_method)
+        if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
             start_fork_server(self.context, self._job_file.modules)
@@ -225,25 +227,38 @@ class PoolGroup:
             )
 
 
-def _serialize(job: Job) -> JobFile:
+def _serialize(job: Job, start_method: str | None) -> JobFile:
     try:
-        return JobFile(job)
+        return JobFile(job, start_method)
     except Exception as error:
         for name in ("dataset", "transform", "collate_fn", "worker_init_fn"):
-            found = find_culprit(getattr(job, name), name)
+            found = find_culprit(getattr(job, name), name, start_method)
             if found is not None:
                 path, part, cause = found
-                advice = (
-                    "make it in worker_init_fn or when it is first used, leave it out in "
-                    "__getstate__, or use executor='thread'"
-                )
-                if isinstance(part, GeneratorType):
-                    advice = (
-                        "it can be read once, in one place: give an object whose __iter__ begins "
-                        "anew, such as a class with the generator function as its __iter__"
-                    )
                 raise TypeError(
                     f"{name} cannot be sent to worker processes: {path} is a "
-                    f"{type(part).__qualname__} ({cause}); {advice}"
+                    f"{type(part).__qualname__} ({cause}); {_advice(part, cause, start_method)}"
                 ) from error
         raise
+
+
+def _advice(part: Any, cause: str, start_method: str | None) -> str:
+    """Return what to do about a part that cannot be sent to worker processes."""
+    if isinstance(part, GeneratorType):
+        return (
+            "it can be read once, in one place: give an object whose __iter__ begins anew, such as "
+            "a class with the generator function as its __iter__"
+        )
+    if start_method is None and must_be_inherited(part):
+        return "use executor='process', whose workers are started by this process"
+    if "fork context" in cause:
+        return (
+            f"make it with multiprocessing.get_context({start_method!r}), or start the workers "
+            "by 'fork' too"
+        )
+    if "CField" in cause:
+        return "define its ctypes class in a module, which workers import"
+    return (
+        "make it in worker_init_fn or when it is first used, leave it out in __getstate__, or use "
+        "executor='thread'"
+    )

@@ -51,6 +51,7 @@ from typing import Any, ClassVar
 
 from minloader._checks import copied
 from minloader._errors import WorkerDied
+from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools
@@ -145,11 +146,13 @@ class _WorkerContext:
     Args:
         context: the user's, which may be of a class of theirs; all but ``Process`` is its own.
         setup: where the workers find what they need.
+        inherited: what they must inherit of it.
     """
 
-    def __init__(self, context: BaseContext, setup: WorkerSetup) -> None:
+    def __init__(self, context: BaseContext, setup: WorkerSetup, inherited: list[Any]) -> None:
         self._context = context
         self._setup = setup
+        self._inherited = inherited
         self._started: list[WorkerProcess] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +167,8 @@ class _WorkerContext:
         """Return a process that is set up as the next worker before it runs ``target``."""
         # One whose start failed gives its number back.
         self._started = self.workers
-        args = (self._setup, len(self._started), target, args)
+        inheritance = Inheritance(self._inherited)  # of this process alone
+        args = (self._setup, len(self._started), inheritance, target, args)
         context: Any = self._context  # that it has a Process is true of every real one
         process = context.Process(target=worker_main, args=args)
         self._started.append(WorkerProcess(process))
@@ -223,9 +227,9 @@ class _Executor(Executor):
         setup: WorkerSetup,
         heartbeats: Heartbeats,
         logs: LogReader | None,
-        context: BaseContext,
+        context: _WorkerContext,
     ) -> None:
-        self._context = _WorkerContext(context, setup)
+        self._context = context
         super().__init__(heartbeats.workers, self._context)
         self.setup = setup
         self._oom_kills = oom_kills()
@@ -412,7 +416,8 @@ class ProcessPool(RemotePool):
                 log_settings=LogSettings.of_this_process(),
             )
             try:
-                self._executors.append(_Executor(setup, heartbeats, logs, self.context))
+                context = _WorkerContext(self.context, setup, self.job_file.inherited)
+                self._executors.append(_Executor(setup, heartbeats, logs, context))
             except BaseException:  # no descriptors, no semaphores
                 heartbeats.close()
                 if logs is not None:

@@ -1,6 +1,6 @@
 """The beginning of a worker process, and its entry for tasks.
 
-    interpreter starts ──> start(setup, index) ──> run(task), run(task), ...
+    interpreter starts ──> start(setup, index, inheritance) ──> run(task), run(task), ...
                                  |
        leads a process group, follows the parent, loads the job, makes its Worker
 
@@ -17,11 +17,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from socket import socket
 from typing import Any, NamedTuple
 
 from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
+from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
@@ -77,9 +79,9 @@ class WorkerSetup(NamedTuple):
     logs: socket | None
     log_settings: LogSettings
 
-    def load_dataset(self) -> Any:
+    def load_dataset(self, inherited: list[Any]) -> Any:
         """Return another copy of the dataset; large arrays are mapped, not copied."""
-        return self.address.load(forever=True).dataset
+        return self.address.load(forever=True, inherited=inherited).dataset
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -94,7 +96,7 @@ TOKEN = "MINLOADER_TOKEN"
 """Environment variable by which the processes that a worker started are known when it is dead."""
 
 
-def start(setup: WorkerSetup, index: int) -> None:
+def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     """Make this process a worker, before its first task. Never raises."""
     global _process_worker, failed_start
     # Workers share the processors among themselves; these are read when the libraries are
@@ -113,11 +115,12 @@ def start(setup: WorkerSetup, index: int) -> None:
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
     try:
-        job = setup.address.load(forever=True)
+        inherited = inheritance.load()
+        job = setup.address.load(forever=True, inherited=inherited)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
-        packer, reload = BatchPacker(), setup.load_dataset
+        packer, reload = BatchPacker(), partial(setup.load_dataset, inherited)
         _process_worker = Worker(
             job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload
         )
@@ -133,9 +136,15 @@ def start(setup: WorkerSetup, index: int) -> None:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
 
 
-def worker_main(setup: WorkerSetup, index: int, target: Callable[..., Any], args: Any) -> None:
+def worker_main(
+    setup: WorkerSetup,
+    index: int,
+    inheritance: Inheritance,
+    target: Callable[..., Any],
+    args: Any,
+) -> None:
     """Run a worker process: :func:`start` first, then what the executor has for it."""
-    start(setup, index)
+    start(setup, index, inheritance)
     target(*args)
 
 
