@@ -34,9 +34,9 @@ class Counting:
         self.on_sample = on_sample
         self.epoch = self.i = 0
 
-    def values(self) -> list[int]:
+    def values(self) -> range:
         first, step = shard()
-        return [100 * self.epoch + number for number in range(first, self.n, step)]
+        return range(100 * self.epoch + first, 100 * self.epoch + self.n, step)
 
     def __iter__(self):
         while self.i < len(self.values()):
@@ -215,7 +215,7 @@ class Noisy(Counting):
 class _Shuffled(_Place):
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        random.shuffle(self.values)
+        self.values: Any = random.sample(self.values, len(self.values))
 
     def __next__(self) -> Any:
         return super().__next__() + random.random()

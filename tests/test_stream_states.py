@@ -58,19 +58,18 @@ def test_a_stream_counts_its_epochs(make, stream):
 
 @every_idiom
 def test_resumed_after_each_batch_of_each_epoch(stream):
-    """Also between epochs; in one process that goes on, and in another."""
+    """Also between epochs; by a loader that has read before, and by a new one."""
     with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
         states, given = run(loader)
     assert given == [epoch(number, 3) for number in range(EPOCHS)]
     with Loader(stream(), batch_size=2, num_workers=0) as same:
         for number, k, state in states[1:-1]:
             with Loader(stream(), batch_size=2, num_workers=0) as other:
-                for resumed in (same, other):
-                    resumed.load_state_dict(state)
-                    assert plain(resumed.state_dict()) == state
-                    assert lists(resumed) == epoch(number, 3)[k:]
-                    assert lists(resumed) == epoch(number + 1, 3)
-                    assert lists(resumed) == epoch(number + 2, 3)
+                resumed = same if k % 2 else other
+                resumed.load_state_dict(state)
+                assert plain(resumed.state_dict()) == state
+                assert lists(resumed) == epoch(number, 3)[k:]
+                assert lists(resumed) == epoch(number + 1, 3)
 
 
 @pytest.mark.slow
@@ -79,8 +78,8 @@ def test_resumed_by_workers(stream):
     with Loader(stream(), batch_size=2, num_workers=2) as loader:
         states, given = run(loader)
         assert given == [epoch(number, 2) for number in range(EPOCHS)]
-        for number, k, state in states[2:-1:3]:
-            for number_of_workers in (1, 2, 3):
+        for number, k, state in states[2:-1:5]:
+            for number_of_workers in (1, 3):
                 loader.num_workers = number_of_workers
                 loader.load_state_dict(state)
                 chained = [batch.tolist() for _, batch in loader.epochs(2)]
@@ -177,7 +176,7 @@ def test_the_state_is_first_taken_after_iter_and_not_put_back():
         assert stream.calls[:2] == ["load", "iter"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_goes_on_from_its_last_state_each_time(workers):
     """Only the resumed epoch is shorter."""
     values = epoch(0, 1)

@@ -24,6 +24,7 @@ import pytest
 import samples as zoo
 from conftest import alive, eventually, require
 from helpers import SHARED
+from idioms import IDIOMS, Counting, OwnIterator
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
 
 from minloader import BatchSampler as OurBatchSampler
@@ -36,6 +37,7 @@ import torch_helpers  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -536,6 +538,45 @@ def test_a_worker_init_fn_that_splits_the_stream(persistent):
     ours, theirs = go(DataLoader), go(TorchLoader)
     assert ours == theirs
     assert ours[-1][1] == ([3, 3] if persistent else [1, 1])
+
+
+def values(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_streams_count_their_epochs_as_with_torch(idiom):
+    kind = type(idiom.__name__, (idiom, IterableDataset), {})
+    ours, theirs = DataLoader(kind(), 2), TorchLoader(kind(), 2)
+    epochs = [values(theirs) for _ in range(4)]
+    assert epochs[2][0] == [200, 201]
+    assert [values(ours) for _ in range(4)] == epochs
+    loader = DataLoader(kind(), 2)
+    values(loader)
+    batches = iter(loader)
+    for k in range(1, len(epochs[1]) + 1):
+        next(batches)
+        other = DataLoader(kind(), 2)
+        other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert values(other) == epochs[1][k:]
+        assert values(other) == epochs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_streams_count_their_epochs_in_workers(persistent):
+    """Each epoch has new copies, unless workers persist."""
+    kind = type("Stream", (OwnIterator if persistent else Counting, IterableDataset), {})
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    theirs = TorchLoader(kind(), 2, **options)
+    epochs = [values(theirs) for _ in range(3)]
+    with DataLoader(kind(), 2, **options) as loader:
+        assert [values(loader) for _ in range(2)] == epochs[:2]
+        state = loader.state_dict()
+        assert values(loader) == epochs[2]
+        loader.load_state_dict(state)
+        assert values(loader) == epochs[2]
+    assert epochs[2][0] == ([200, 202] if persistent else [0, 2])
 
 
 def test_the_length_of_a_stream():
