@@ -63,7 +63,7 @@ def test_resumed_after_each_batch_of_each_epoch(stream):
         states, given = run(loader)
     assert given == [epoch(number, 3) for number in range(EPOCHS)]
     with Loader(stream(), batch_size=2, num_workers=0) as same:
-        for number, k, state in states[1:-1]:
+        for number, k, state in [*states[1:-1], states[1]]:
             with Loader(stream(), batch_size=2, num_workers=0) as other:
                 resumed = same if k % 2 else other
                 resumed.load_state_dict(state)
@@ -78,13 +78,15 @@ def test_resumed_by_workers(stream):
     with Loader(stream(), batch_size=2, num_workers=2) as loader:
         states, given = run(loader)
         assert given == [epoch(number, 2) for number in range(EPOCHS)]
-        for number, k, state in states[2:-1:5]:
+        for number, k, state in [*states[2:-1:5], states[1]]:
             for number_of_workers in (1, 3):
                 loader.num_workers = number_of_workers
                 loader.load_state_dict(state)
                 chained = [batch.tolist() for _, batch in loader.epochs(2)]
                 assert chained == epoch(number, 2)[k:] + epoch(number + 1, 2)
                 assert lists(loader) == epoch(number + 2, 2)
+        loader.load_state_dict(states[1][2])  # by the same workers
+        assert lists(loader) == epoch(0, 2)[1:]
 
 
 @pytest.mark.slow
@@ -121,6 +123,9 @@ def test_counted_on_in_chunks(stream):
         loader.load_state_dict(state)
         assert lists(loader) == epoch(3, 1, n)[749:]
         assert lists(loader) == epoch(4, 1, n)
+        # The end may be here already when it is left.
+        assert lists(islice(loader, 748)) == epoch(5, 1, n)[:748]
+        assert lists(loader) == epoch(6 if stream is OwnIterator else 5, 1, n)
 
 
 @every_idiom
@@ -159,6 +164,14 @@ def test_an_epoch_that_is_left_early(make):
 # --- when it is asked for, and put back
 
 
+def test_a_stream_that_is_its_own_iterator_has_one_state():
+    with Loader(OwnIterator(), num_workers=0) as loader:
+        next(iter(loader))
+        (shard,) = loader.state_dict()["stream"]["shards"]
+    assert shard["state"] == {"iterator": {"epoch": 0, "i": 1}}
+    assert shard["next"] is None
+
+
 def test_the_state_is_first_taken_after_iter_and_not_put_back():
     stream = Logged()
     with Loader(stream, batch_size=2, num_workers=0) as loader:
@@ -189,6 +202,9 @@ def test_a_stream_that_goes_on_from_its_last_state_each_time(workers):
             assert lists(loader) == values
             assert lists(islice(loader, 3)) == values[:3]
             assert lists(loader) == values
+    with Loader(Sticky(), batch_size=2, num_workers=workers) as loader:
+        loader.load_state_dict(states[3][2])
+        assert [lists(loader) for _ in range(3)] == [values[states[3][1] :], values, values]
 
 
 def test_an_error_in_the_stream_begins_it_anew():
