@@ -139,6 +139,22 @@ def test_what_float8_and_its_like_collate_to():
     assert torch.equal(torch_collate.collate(pair).dequantize(), torch.stack(pair).dequantize())
 
 
+def test_an_expanded_tensor_is_pinned(monkeypatch):
+    """Torch itself fails to write to memory of the same strides."""
+    from minloader.torch.device import pin
+
+    def pin_memory(tensor: Any) -> Any:
+        return torch.empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    base = torch.arange(3.0)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        base.expand(2, 3).pin_memory()
+    expanded, turned = pin([base.expand(2, 3), torch.ones(2, 3).t()])
+    assert torch.equal(expanded, base.expand(2, 3))
+    assert turned.stride() == (1, 3)
+
+
 def test_storages_are_one_as_often_as_they_are_met():
     weight = torch.ones(9_000, requires_grad=True)
     storage = weight.untyped_storage()

@@ -12,7 +12,6 @@ what is large is not copied. The table says where in the file buffers and bytes 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import mmap
 import os
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, may_be_inherited, must_be_inherited
@@ -34,8 +33,10 @@ from minloader._memory.tensors import (
     bytes_of,
     is_plain_tensor,
     load_storage,
+    load_tensor,
     reduce_typed_storage,
     require_gradient,
+    share,
 )
 
 
@@ -136,32 +137,21 @@ class _JobPickler(Pickler):
         if tensor.requires_grad:
             return require_gradient, (tensor.detach(),)
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _load_tensor, (self._memory_of(tensor.untyped_storage()), tensor.dtype, *view)
+        return load_tensor, (self._memory_of(tensor.untyped_storage()), tensor.dtype, *view)
 
     def reduce_storage(self, storage: Any) -> Any:
         """Reduce an untyped storage as those of tensors."""
-        return _load_storage, (self._memory_of(storage),)
+        return load_storage, (self._memory_of(storage),)
 
     def _memory_of(self, storage: Any) -> Any:
         """Return the memory of a storage, as an array or an address: once, however many have it."""
         key = storage.data_ptr(), storage.nbytes()
-        if key not in self._storages:
-            share = self._share if storage.is_shared() else bytes_of
-            self._storages[key] = share(storage)
+        if key not in self._storages and storage.is_shared():
+            self._storages[key], descriptor = share(storage)
+            self.descriptors.append(descriptor)
+        elif key not in self._storages:
+            self._storages[key] = bytes_of(storage)
         return self._storages[key]
-
-    def _share(self, storage: Any) -> _TensorAddress:
-        """Share memory that was shared on purpose: all processes see what one writes to it."""
-        strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
-        if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
-            raise TypeError(
-                f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
-                "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
-            )
-        fd, size = storage._share_fd_cpu_()
-        fd = os.dup(fd)  # that one is torch's
-        self.descriptors.append(fd)
-        return _TensorAddress(f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino, size)
 
 
 def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
@@ -190,29 +180,6 @@ def _reduce_frame(frame: Any) -> Any:
 def _address(array: Any) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-class _TensorAddress(NamedTuple):
-    """Where the shared memory of a tensor is: a file to open, its inode, the bytes it has."""
-
-    path: str
-    inode: int
-    size: int
-
-
-def _load_storage(memory: Any) -> Any:
-    if not isinstance(memory, _TensorAddress):
-        return load_storage(memory)
-    fd = open_shared(memory.path, memory.inode, os.O_RDWR)
-    try:
-        return importlib.import_module("torch").UntypedStorage._new_shared_fd_cpu(fd, memory.size)
-    finally:
-        os.close(fd)
-
-
-def _load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
-    torch = importlib.import_module("torch")
-    return torch.empty(0, dtype=dtype).set_(_load_storage(memory), offset, shape, stride)
 
 
 # A bytes object keeps its data behind its own header, so it can only be mapped together with

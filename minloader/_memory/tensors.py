@@ -10,6 +10,8 @@ So strides arrive, but for those of a tensor that takes little of the memory tha
 the strides that ``Tensor.clone()`` gives. A tensor that is more than numbers (sparse, nested,
 quantized) is taken apart by torch itself, into tensors and storages.
 
+Those of a job go as their storages do, so that what overlaps still does.
+
 Nothing here imports torch before there is a tensor.
 """
 
@@ -17,8 +19,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
+
+from minloader._memory.files import open_shared
 
 MOST_SPAN = 2
 """How many times its numbers the memory of a tensor may be that is sent as it is. A copy without
@@ -101,9 +106,47 @@ def bytes_of(storage: Any) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
-def load_storage(array: Any) -> Any:
-    """Return an untyped storage over the memory of an array of bytes."""
-    return importlib.import_module("torch").from_numpy(array).untyped_storage()
+class StorageAddress(NamedTuple):
+    """Where shared memory of torch's is: a file to open, its inode, the bytes it has."""
+
+    path: str
+    inode: int
+    size: int
+
+
+def share(storage: Any) -> tuple[StorageAddress, int]:
+    """Share memory that was shared on purpose: all processes see what one writes to it.
+
+    Returns:
+        Its address, and a descriptor to be kept open while others load it.
+    """
+    strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
+    if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
+        raise TypeError(
+            f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
+            "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
+        )
+    fd, size = storage._share_fd_cpu_()
+    fd = os.dup(fd)  # that one is torch's
+    return StorageAddress(f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino, size), fd
+
+
+def load_storage(memory: Any) -> Any:
+    """Return an untyped storage over the memory of an array of bytes, or of an address."""
+    torch = importlib.import_module("torch")
+    if not isinstance(memory, StorageAddress):
+        return torch.from_numpy(memory).untyped_storage()
+    fd = open_shared(memory.path, memory.inode, os.O_RDWR)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, memory.size)
+    finally:
+        os.close(fd)
+
+
+def load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
+    """Return a tensor in a storage, see :func:`load_storage`."""
+    torch = importlib.import_module("torch")
+    return torch.empty(0, dtype=dtype).set_(load_storage(memory), offset, shape, stride)
 
 
 def reduce_typed_storage(storage: Any) -> Any:

@@ -25,7 +25,15 @@ from minloader._sampling.torch_collate import map_children
 
 
 def pin(batch: Any) -> Any:
-    return _replace(batch, "pin_memory", lambda value: value.pin_memory())
+    return _replace(batch, "pin_memory", _pinned)
+
+
+def _pinned(value: Any) -> Any:
+    """Return a tensor, or what else can do that, in pinned memory."""
+    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    if is_dense and not value.is_nested and 0 in value.stride():
+        value = value.contiguous()  # torch writes to no tensor that was expanded
+    return value.pin_memory()
 
 
 def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
@@ -140,7 +148,7 @@ class _CudaMover:
                 with torch.cuda.stream(self._consumers):
                     return value.to(self._device)
             if value.device.type == "cpu" and not value.is_pinned():
-                value = value.pin_memory()
+                value = _pinned(value)
             moved = value.to(self._device, non_blocking=True)
             tensors.append(moved)
             return moved
