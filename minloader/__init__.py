@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from minloader._sampling.sliced import sliced
     from minloader._worker.concurrent import concurrent
     from minloader._worker.messages import WorkerInfo
+    from minloader._worker.shuffled import shuffled
     from minloader._worker.start import get_worker_info
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "pack_collate",
     "pad_collate",
     "prefetch",
+    "shuffled",
     "sliced",
 ]
 
@@ -89,6 +91,7 @@ _ROOMS = {
     "_sampling.sliced": "sliced",
     "_worker.concurrent": "concurrent",
     "_worker.messages": "WorkerInfo",
+    "_worker.shuffled": "shuffled",
     "_worker.start": "get_worker_info",
 }
 

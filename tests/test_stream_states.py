@@ -167,7 +167,7 @@ def test_an_epoch_that_is_left_early(make):
 def test_a_stream_that_is_its_own_iterator_has_one_state():
     with Loader(OwnIterator(), num_workers=0) as loader:
         next(iter(loader))
-        (shard,) = loader.state_dict()["stream"]["shards"]
+        (shard,) = loader.state_dict()["stream"][0]["shards"]
     assert shard["state"] == {"iterator": {"epoch": 0, "i": 1}}
     assert shard["next"] is None
 

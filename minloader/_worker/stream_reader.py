@@ -110,6 +110,7 @@ class ShardReader:
 
     def _take_first(self, size: int) -> list[Any]:
         self._open()
+        self.ended = False
         if self.shard.state is None:
             self.readers.note_first_state(self.info)
         samples = self._take(size)

@@ -1,0 +1,209 @@
+"""Shuffles a stream, where it is read, through a buffer of two halves.
+
+::
+
+    stream ──one sample──> [ the half that is filled ]
+                                     | both are through
+                                     v
+                           [ the half that is given out, in random order ] ──one sample──> batch
+
+With each sample that is given out another one is read, so that reading is steady. A state has the
+stream's own state before the half that is given out, and how many samples of that were: whoever
+goes on reads no more than the buffer again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from minloader._checks import check_int, check_iterable, is_stateful
+from minloader._worker.start import get_worker_info
+
+logger = logging.getLogger("minloader")
+
+
+def shuffled(stream: Iterable[Any], buffer_size: int, seed: int = 0) -> Shuffled:
+    """Return a stream of the same samples in another order, as a dataset for :class:`Loader`.
+
+    It runs in the workers. Each sample is moved by less than ``buffer_size``: while one half of the
+    buffer is given out in random order, the other is filled. The order follows from ``seed`` and
+    the seed of the loader, the epoch and the shard.
+
+    If the stream, or its iterator, has ``state_dict`` and ``load_state_dict``, so has this one. Its
+    state has a few numbers more than the stream's, and no samples. A run that goes on reads at most
+    ``buffer_size`` samples again, and gives exactly those that are left. ::
+
+        loader = Loader(shuffled(stream, 1000), batch_size=32, num_workers=2)
+
+    Args:
+        stream: what the loader takes as one.
+        buffer_size: number of samples in both halves, at least 4. A half of it is in memory.
+        seed: non-negative int.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument has an impossible value.
+    """
+    return Shuffled(stream, buffer_size, seed)
+
+
+class Shuffled:
+    """See :func:`shuffled`."""
+
+    def __init__(self, stream: Iterable[Any], buffer_size: int, seed: int) -> None:
+        check_iterable("stream", stream)
+        self.stream = stream
+        self.buffer_size = check_int("buffer_size", buffer_size, 4)
+        self.seed = check_int("seed", seed, 0)
+        self.loaded: Any = None  # state for the stream, to be put back where an epoch begins
+
+    def __iter__(self) -> Iterator[Any]:
+        if is_stateful(self.stream):
+            return StatefulShuffle(self)
+        source = iter(self.stream)
+        return (StatefulShuffle if is_stateful(source) else Shuffle)(self, source)
+
+    def __getattr__(self, name: str) -> Any:
+        stream = vars(self).get("stream")  # it is not there yet in a copy that is being made
+        if name in ("state_dict", "load_state_dict", "set_epoch") and hasattr(stream, name):
+            return self._load if name == "load_state_dict" else getattr(stream, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _load(self, state: Any) -> None:
+        # Later: if the iterator is given a state too, that has another one of the stream.
+        self.loaded = state
+
+
+class Shuffle:
+    """Iterator over the samples of one epoch of a shard.
+
+    Args:
+        owner: the dataset.
+        source: iterator over the stream; None: it is made with the first sample, since the stream
+            may be put back before.
+    """
+
+    def __init__(self, owner: Shuffled, source: Any = None) -> None:
+        self._owner = owner
+        self._source = source
+        self._size = -(-owner.buffer_size // 2)
+        self._number = -1  # of the half that is given out
+        self._half: list[Any] = []  # in its order, the next sample last
+        self._given = 0  # of this half
+        self._before: Any = None  # state of the stream before this half
+        self._failed = 0  # errors while this half was filled
+        self._filled: list[Any] = []  # the other half, likewise
+        self._before_filled: Any = None
+        self._failed_filling = 0
+        self._is_noted = False  # whether the state before the other half is known
+        self._ended = False
+        self._resume: dict[str, Any] | None = None
+
+    def __iter__(self) -> Shuffle:
+        return self
+
+    def __next__(self) -> Any:
+        if self._resume is not None:
+            self._go_on(self._resume)
+        if self._source is None:
+            self._open(self._owner.loaded)
+        if self._half:
+            self._fill(len(self._filled) + 1)  # first: if that fails, no sample is lost
+        else:
+            self._fill(self._size)
+            self._turn()
+        if not self._half:
+            raise StopIteration
+        self._given += 1
+        return self._half.pop()
+
+    def _turn(self) -> None:
+        """Give out the half that was filled, and fill another."""
+        import numpy as np
+
+        self._number, self._given = self._number + 1, 0
+        self._before, self._is_noted = self._before_filled, False
+        self._failed, self._failed_filling = self._failed_filling, 0
+        info = get_worker_info()
+        place = (info.seed, info.epoch, info.id) if info is not None else ()
+        entropy = np.random.SeedSequence([self._owner.seed, *place], spawn_key=(self._number,))
+        order = np.random.default_rng(entropy).permutation(len(self._filled))
+        self._half, self._filled = [self._filled[place] for place in order], []
+
+    def _fill(self, size: int) -> None:
+        """Read until so many samples are there, of a half at most."""
+        while len(self._filled) < min(size, self._size) and not self._ended:
+            if not self._is_noted:
+                self._before_filled, self._is_noted = self._state(), True
+            try:
+                self._filled.append(next(self._source))
+            except StopIteration:
+                self._ended = True
+            except Exception:
+                self._failed_filling += 1
+                raise
+
+    def _state(self) -> dict[str, Any] | None:
+        """Return the state of the stream, of its iterator, or of both, as far as they have any."""
+        parts = {"dataset": self._owner.stream, "iterator": self._source}
+        if self._source is self._owner.stream:
+            del parts["dataset"]
+        try:
+            return {name: part.state_dict() for name, part in parts.items() if is_stateful(part)}
+        except Exception:
+            if self._number < 0:
+                return None  # before its first sample it may have none, and begins anew
+            raise
+
+    def _open(self, state: Any) -> None:
+        """Begin to read the stream, from a state of it if there is one."""
+        self._owner.loaded = None
+        stream: Any = self._owner.stream
+        if state is not None:
+            stream.load_state_dict(state)
+        self._source = iter(stream)
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        """Read again what the buffer held when a state was taken."""
+        self._resume = None
+        known = state["stream"] or {}
+        if self._source is None:
+            self._open(known.get("dataset"))
+        if "iterator" in known:
+            self._source.load_state_dict(known["iterator"])
+        if state["number"] < 0:
+            return
+        self._number = state["number"] - 1
+        self._before_filled, self._is_noted = state["stream"], True
+        self._fill_again(self._size, state["failed"])
+        self._turn()
+        self._given = state["given"]
+        del self._half[len(self._half) - self._given :]
+        self._fill_again(self._given, state["failed"] - self._failed)
+
+    def _fill_again(self, size: int, failures: int) -> None:
+        """Read past errors, which were raised when this was read before."""
+        while True:
+            try:
+                return self._fill(size)
+            except Exception as error:
+                if self._failed_filling > failures:
+                    raise
+                logger.debug("a sample of a shuffled stream fails again: %r", error)
+
+
+class StatefulShuffle(Shuffle):
+    """The same, of a stream that can be put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been given out, with no samples."""
+        if self._resume is not None:
+            return dict(self._resume)
+        place = {"number": self._number, "given": self._given, "stream": self._before}
+        return place | {"failed": self._failed + self._failed_filling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next sample the one after those that a state has given out."""
+        self._resume = dict(state)

@@ -1,0 +1,205 @@
+"""minloader.shuffled: another order of the same samples, with a state that has no samples."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import idioms
+import numpy as np
+import pytest
+from idioms import Counting, OwnIterator, Resuming
+
+from minloader import Loader, shuffled
+
+STREAMS = [Counting, OwnIterator, Resuming, idioms.Separate]
+
+
+class Numbers:
+    """A stream without a state."""
+
+    def __init__(self, n: int, fails: frozenset[int] = frozenset()) -> None:
+        self.n = n
+        self.fails = fails
+
+    def __iter__(self) -> Any:
+        return Reading(self.n, self.fails)
+
+
+class Reading(Iterator[int]):
+    """Its iterator, which goes on after an error."""
+
+    def __init__(self, n: int, fails: frozenset[int]) -> None:
+        self.numbers, self.fails = iter(range(n)), fails
+
+    def __next__(self) -> int:
+        number = next(self.numbers)
+        if number in self.fails:
+            raise LookupError(f"no {number}")
+        return number
+
+
+class Placed(Numbers):
+    """One whose iterator has a state, and that is not begun anew by it."""
+
+    def __iter__(self) -> Any:
+        return PlacedReading(self.n)
+
+
+class PlacedReading(Iterator[int]):
+    read = 0  # by all of them
+
+    def __init__(self, n: int) -> None:
+        self.n, self.i = n, 0
+
+    def __next__(self) -> int:
+        if self.i == self.n:
+            raise StopIteration
+        self.i += 1
+        type(self).read += 1
+        return self.i - 1
+
+    def state_dict(self) -> int:
+        return self.i
+
+    def load_state_dict(self, state: int) -> None:
+        self.i = state
+
+
+@pytest.mark.parametrize("size", [4, 7, 10, 64, 1000])
+def test_all_samples_in_another_order(size):
+    stream = shuffled(Numbers(200), size)
+    order = list(stream)
+    assert sorted(order) == list(range(200))
+    assert list(stream) == order
+    assert list(shuffled(Numbers(200), size, seed=1)) != order
+    moved = np.abs(np.array(order) - np.arange(200))
+    assert moved.max() < size
+    assert list(shuffled(Numbers(0), size)) == []
+
+
+def test_reading_is_steady():
+    read = []
+    samples = iter(shuffled(map(lambda n: read.append(n) or n, range(100)), 20))
+    lengths = [len(read) for _ in itertools.islice(samples, 85)]
+    assert lengths[0] == 10
+    assert np.diff(lengths).max() == 1
+
+
+def test_every_order_is_as_frequent():
+    """Of a half of the buffer, over many seeds."""
+    counts = np.zeros((4, 4))
+    for seed in range(2000):
+        for place, number in enumerate(shuffled(Numbers(4), 8, seed)):
+            counts[place, number] += 1
+    assert ((counts - 500) ** 2 / 500).sum() < 40  # chi-square with 9 degrees: 1 in 100,000
+
+
+@pytest.mark.parametrize("k", range(0, 45, 3))
+def test_going_on_reads_no_more_than_the_buffer_again(k):
+    whole = list(shuffled(Placed(40), 8))
+    samples: Any = iter(shuffled(Placed(40), 8))
+    head = list(itertools.islice(samples, k))
+    state = json.loads(json.dumps(samples.state_dict()))
+    assert len(json.dumps(state)) < 120
+    other: Any = iter(shuffled(Placed(40), 8))
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    PlacedReading.read = 0
+    assert head + list(other) == whole
+    assert PlacedReading.read <= 40 - k + 8
+
+
+WAYS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2, "executor": "thread"},
+    pytest.param({"num_workers": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_loaders_go_on_at_every_batch(kind, options):
+    """Of two epochs, whatever way the stream has its state in."""
+
+    def make() -> Loader:
+        return Loader(shuffled(kind(), 4), batch_size=3, **options)
+
+    with make() as loader, make() as other:
+        batches, states = [], [loader.state_dict()]
+        for _, batch in loader.epochs(2):
+            batches.append(batch.tolist())
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        assert sorted(np.concatenate(batches)) == [*range(14), *range(100, 114)]
+        for k, state in enumerate(states):
+            other.load_state_dict(state)
+            assert [batch.tolist() for _, batch in other.epochs(until=2)] == batches[k:], k
+
+
+@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+def test_errors_lose_nothing(options):
+    stream = shuffled(Numbers(30, frozenset({0, 4, 5, 17, 29})), 8)
+    with Loader(stream, on_error="skip", **options) as loader:
+        shards = loader.num_workers or 1
+        given = sorted(loader)
+    assert given == sorted(shards * [n for n in range(30) if n not in (0, 4, 5, 17, 29)])
+
+
+class Faulty(Placed):
+    def __iter__(self) -> Any:
+        return FaultyReading(self.n)
+
+
+class FaultyReading(PlacedReading):
+    def __next__(self) -> int:
+        number = super().__next__()
+        if number % 5 == 4:
+            raise LookupError(f"no {number}")
+        return number
+
+
+def test_errors_are_raised_once():
+    """Also where a run goes on, which reads past them again."""
+
+    def make() -> Loader:
+        return Loader(shuffled(Faulty(30), 8), num_workers=0)
+
+    def rest(loader: Loader) -> list[Any]:
+        batches, found = iter(loader), []
+        while True:
+            try:
+                found.append(next(batches))
+            except StopIteration:
+                return found
+            except LookupError as error:
+                found.append(str(error))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+
+    states: list[Any] = []
+    whole, after = rest(make()), list(states)
+    assert sorted(map(str, whole)) == sorted(
+        [*(str(n) for n in range(30) if n % 5 < 4)] + [f"no {n}" for n in range(4, 30, 5)]
+    )
+    for k, state in enumerate(after):
+        loader = make()
+        loader.load_state_dict(state)
+        assert rest(loader) == whole[k + 1 :], k
+
+
+def test_epochs_and_shards_have_orders_of_their_own():
+    with Loader(shuffled(Numbers(50), 50), num_workers=2, executor="thread") as loader:
+        orders = [list(loader)[shard::2] for _ in range(2) for shard in range(2)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="stream must be iterable"):
+        shuffled(5, 10)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="buffer_size must be"):
+        shuffled([1], 3)
+    with pytest.raises(ValueError, match="seed must be"):
+        shuffled([1], 5, seed=-1)
+    assert not hasattr(shuffled([1], 5), "state_dict")
