@@ -27,8 +27,8 @@ napoleon_use_ivar = True  # or a field named under "Attributes:" would be descri
 # asked, since that needs a network) and the private ones in signatures.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|multiprocessing|os|weakref|numpy|np|jax|torch)\..+"),
-    ("py:.*", r"BaseContext|DTypeLike|NDArray|OnDevice|OnError|Shape"),
+    ("py:.*", r"(collections|contextlib|multiprocessing|os|weakref|numpy|np|jax|torch)\..+"),
+    ("py:.*", r"BaseContext|DTypeLike|LookUp|NDArray|OnDevice|OnError|Shape|Weights"),
     ("py:.*", r"minloader\.(\w+\.)*_.+"),
 ]
 

@@ -38,7 +38,7 @@ def use_in_accelerate() -> ExitStack:
     prepared. Tested with Accelerate 1.15.
 
     Returns:
-        What undoes it: by ``close()``, or as a context manager.
+        An object that undoes it, by its ``close()`` or as a context manager.
 
     Raises:
         ImportError: Accelerate is not installed.
