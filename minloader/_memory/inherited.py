@@ -51,7 +51,8 @@ def must_be_inherited(obj: Any) -> bool:
     """Whether an object must be inherited. One of ctypes must if it lies in shared memory."""
     if not isinstance(obj, _CTYPE):
         return may_be_inherited(type(obj))
-    return any(type(each).__module__ == "multiprocessing.heap" for each in vars(obj).values())
+    attributes = getattr(obj, "__dict__", {}).values()
+    return any(type(each).__module__ == "multiprocessing.heap" for each in attributes)
 
 
 class _NoChild:

@@ -128,8 +128,8 @@ def pack(obj: Any, *, down: bool) -> bytes:
     plain_error: Exception | None = None
     try:
         payload = pickle.dumps(obj, 5)
-        # Plain pickle refers to __main__ by name, which only the way back may do. A mere
-        # string "__main__" in the data costs the slower pickler, nothing else.
+        # Plain pickle refers to __main__ by name, which only the way back may do, and refuses no
+        # connection. A mere string of such a name costs the slower pickler, nothing else.
         if b"multiprocessing.connection" not in payload and not (down and b"__main__" in payload):
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
