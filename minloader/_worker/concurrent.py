@@ -101,7 +101,8 @@ class Concurrent:
                 self._fetch, self._pid = self._begin(), os.getpid()
             fetch = self._fetch
         info = get_worker_info()
-        futures = [fetch(index, _of_sample(info, n)) for n, index in enumerate(indices)]
+        infos = (info and info._of_sample(place) for place in range(len(indices)))
+        futures = [fetch(*each) for each in zip(indices, infos, strict=True)]
         try:
             wait(futures)
         finally:
@@ -127,16 +128,6 @@ class Concurrent:
                 break
             _at_end(self, calls.put, None)
         return partial(_call_in, calls, self.dataset)
-
-
-def _of_sample(info: WorkerInfo | None, place: int) -> WorkerInfo | None:
-    """Return what :func:`get_worker_info` shall answer while a sample of a batch is read."""
-    if info is None:
-        return None
-    own = WorkerInfo(info.id, info.num_workers, info.pid, info.seed, dataset=info.dataset)
-    if info._ordinal is not None:
-        own._begin(info.epoch, info._ordinal, key=(*info._key, place))
-    return own
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:

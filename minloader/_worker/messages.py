@@ -220,3 +220,10 @@ class WorkerInfo:
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key
+
+    def _of_sample(self, place: int) -> WorkerInfo:
+        """Return what holds for one sample of the batch, which may be made beside others."""
+        own = WorkerInfo(self.id, self.num_workers, self.pid, self.seed, dataset=self.dataset)
+        if self._ordinal is not None:
+            own._begin(self.epoch, self._ordinal, key=(*self._key, place))
+        return own
