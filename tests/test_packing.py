@@ -557,7 +557,7 @@ def test_whole_items_keep_their_names():
     assert list(PackedBatchSampler(np.array([9, 3, 2]), 5, sampler=[2, 1, 2])) == [[2, 1], [2]]
     with pytest.raises(TypeError, match="number of batches is not known"):
         len(packed_names)
-    few = [PackedBatchSampler(len, 9, sampler="abc", rank=r, world_size=2) for r in (0, 1)]
+    few = [PackedBatchSampler(len, 9, sampler=[*"abc"], rank=r, world_size=2) for r in (0, 1)]
     assert list(map(list, few)) == [[["a"]], [["b", "c"]]]
 
 
@@ -607,7 +607,7 @@ def test_a_sampler_of_items_that_fails_or_is_empty():
         nothing = PackedBatchSampler({}, 4, sampler=[], world_size=world_size)
         assert list(nothing) == list(nothing) == []
         assert nothing.dropped == 0
-    iterator = iter(PackedBatchSampler({"a": 1, "b": 2}, 5, sampler="axb"))
+    iterator = iter(PackedBatchSampler({"a": 1, "b": 2}, 5, sampler=[*"axb"]))
     with pytest.raises(KeyError) as caught:
         next(iterator)
     assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
@@ -618,7 +618,7 @@ def test_a_sampler_of_items_that_fails_or_is_empty():
         (iter([1]), TypeError, "lengths must have __getitem__ or be a function of an item"),
     ):
         with pytest.raises(error, match=message):
-            list(PackedBatchSampler(lengths, 5, sampler="ab"))
+            list(PackedBatchSampler(lengths, 5, sampler=[*"ab"]))
     with pytest.raises(TypeError, match="sampler must be iterable or None, got 3"):
         PackedBatchSampler([1], 5, sampler=3)
 
