@@ -17,7 +17,7 @@ from conftest import eventually
 
 sys.path.append(str(Path(__file__).parent / "trainers"))
 
-import run
+import programs
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,8 +34,8 @@ def need(name: str) -> None:
 
 def assert_nothing_left(folder: Path) -> None:
     """After a process was killed its workers end by themselves."""
-    eventually(lambda: not run.left(folder), 30)
-    assert run.left(folder) == []
+    eventually(lambda: not programs.left(folder), 30)
+    assert programs.left(folder) == []
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def assert_nothing_left(folder: Path) -> None:
 def test_a_client(name: str, loader: str, ranks: int, unlike: Any, tmp_path: Path) -> None:
     """It gets torch's samples, is killed, and goes on with the same losses to the last bit."""
     need("torch" if name == "dcp" else name)
-    cells = run.run_client(f"with_{name}", loader, ranks, tmp_path)
+    cells = programs.run_client(f"with_{name}", loader, ranks, tmp_path)
     expected = dict.fromkeys(cells, "yes") | unlike
     assert cells == expected, (tmp_path / "log-0.txt").read_text()[-5000:]
     assert {"runs", "shards", "last 1", "boundary 1", "mid 1", "mid 0", "mid 2"} <= set(cells)
@@ -65,7 +65,7 @@ def test_a_client(name: str, loader: str, ranks: int, unlike: Any, tmp_path: Pat
 def torchs_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What torch's loader has the ranks do."""
     need("torch")
-    code, steps = run.run_torchrun("torch", tmp_path_factory.mktemp("torchrun"), "--workers=0")
+    code, steps = programs.run_torchrun("torch", tmp_path_factory.mktemp("torchrun"), "--workers=0")
     assert code == 0
     assert len(steps) == 2
     return steps
@@ -75,7 +75,7 @@ def torchs_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_torchrun(killed: str | None, torchs_steps: Any, tmp_path: Path) -> None:
     """Two ranks on gloo with two workers each: torch's losses, also if a worker dies."""
     arguments = [] if killed is None else [f"--kill={killed}"]
-    code, steps = run.run_torchrun("minloader", tmp_path, *arguments)
+    code, steps = programs.run_torchrun("minloader", tmp_path, *arguments)
     assert code == 0, (tmp_path / "log-0.txt").read_text()
     assert steps == torchs_steps
     assert_nothing_left(tmp_path)
@@ -83,7 +83,7 @@ def test_torchrun(killed: str | None, torchs_steps: Any, tmp_path: Path) -> None
 
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     need("torch")
-    code, steps = run.run_torchrun("minloader", tmp_path, "--kill=rank")
+    code, steps = programs.run_torchrun("minloader", tmp_path, "--kill=rank")
     assert code != 0
     assert "SIGKILL" in (tmp_path / "log-0.txt").read_text()
     assert steps == []
@@ -92,6 +92,6 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
 
 def test_accelerate_is_asked_to_keep_the_loaders(tmp_path: Path) -> None:
     need("accelerate")
-    program = str(Path(run.__file__).with_name("opt_in.py"))
-    codes = run.wait(run.start(program, ranks=1, folder=tmp_path), 60)
+    program = str(Path(programs.__file__).with_name("opt_in.py"))
+    codes = programs.wait(programs.start(program, ranks=1, folder=tmp_path), 60)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import run
+import programs
 
 CLIENTS = {
     "Lightning": ("with_lightning", 1),
@@ -45,9 +45,9 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
     """Run a client, and return its answers."""
     with tempfile.TemporaryDirectory() as folder:
         if program != "with_torchrun":
-            return run.run_client(program, loader, ranks, Path(folder), 150)
-        _, theirs = run.run_torchrun("torch", Path(folder), "--workers=0")
-        code, steps = run.run_torchrun(loader, Path(folder))
+            return programs.run_client(program, loader, ranks, Path(folder), 150)
+        _, theirs = programs.run_torchrun("torch", Path(folder), "--workers=0")
+        code, steps = programs.run_torchrun(loader, Path(folder))
         return {
             "runs": "yes" if code == 0 else "error",
             "shards": "yes" if steps == theirs else "no",
@@ -56,7 +56,7 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
 
 def word(answers: list[str]) -> str:
     """Return the worst of some answers; a dash where there are none."""
-    return run.WORDS[max(map(run.badness, answers))] if answers else "-"
+    return programs.WORDS[max(map(programs.badness, answers))] if answers else "-"
 
 
 def main() -> None:
