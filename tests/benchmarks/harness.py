@@ -1,0 +1,199 @@
+"""What measures a loader in a process of its own, and prints tables of such measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from peers import Case
+
+CHILD_SECONDS = 120  # a measurement that takes longer has failed
+STEADY_SECONDS = 4  # slow peers make fewer batches
+# Not the file itself: spawned workers would import it as their main module, and peers pay for it.
+CHILD = f"import sys; sys.path[:] = {sys.path!r}; import figures; figures.main()"
+
+Values = dict[str, Any]
+
+
+class Line(NamedTuple):
+    """A line of a table."""
+
+    label: str
+    adapter: Callable[[Case], Iterable[Any]]
+    needs: str = "numpy"  # a distribution
+    options: tuple[tuple[str, Any], ...] = ()
+    against: str = "minloader"  # label of the line that it is compared with
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.needs.lower()) is not None
+
+
+class Metric(NamedTuple):
+    """A column of a table."""
+
+    key: str
+    head: str
+    form: str
+    better: int = 0  # 1: more is better, -1: less is better, 0: no ratio
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A table."""
+
+    title: str
+    measure: Callable[[Figure, Line], Values]
+    metrics: list[Metric]
+    lines: list[Line]
+    case: Callable[[], Case]  # made in the child alone
+    batches: int = 0  # counted
+    warm: int = 0  # made before those
+    work: float = 1  # what a batch stands for: value = work / seconds, or work * seconds
+
+    def make(self, line: Line) -> Any:
+        return line.adapter(replace(self.case(), **dict(line.options)))
+
+    def value(self, seconds: float) -> float:
+        return self.work * seconds ** -self.metrics[0].better
+
+
+# --- measuring, in the child
+
+
+def steady(figure: Figure, line: Line) -> Values:
+    """The batches to come once the workers are warm."""
+    batches = iter(figure.make(line))
+    for batch in islice(batches, figure.warm):
+        touch(batch)
+    return timed(figure, batches)
+
+
+def second_epoch(figure: Figure, line: Line) -> Values:
+    """A whole epoch, after another."""
+    loader = figure.make(line)
+    for batch in loader:
+        touch(batch)
+    return timed(figure, iter(loader))
+
+
+def timed(figure: Figure, batches: Iterator[Any]) -> Values:
+    """The value, and the milliseconds of CPU a batch."""
+    count, cpu, begin = 0, time.process_time(), time.perf_counter()
+    for batch in islice(batches, figure.batches):
+        touch(batch)
+        count += 1
+        if time.perf_counter() - begin > STEADY_SECONDS:
+            break
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    return {"value": figure.value(seconds / count), "cpu": cpu / count * 1000}
+
+
+def touch(batch: Any) -> None:
+    """All that a consumer does with a batch of images: looks at one number."""
+    if getattr(batch, "ndim", 0) == 4:
+        _ = batch[0, 0, 0, 0]
+
+
+def workers_of(pid: int) -> list[Any]:
+    """Its processes, but for the resource tracker, which cleans up after them."""
+    from psutil import NoSuchProcess, Process
+
+    found = []
+    for worker in Process(pid).children(recursive=True):
+        with suppress(NoSuchProcess):  # it has just ended
+            found += [worker] * ("resource_tracker" not in " ".join(worker.cmdline()))
+    return found
+
+
+def memory_of_workers() -> list[float]:
+    """Megabytes of each, shared pages divided among those that share them (PSS)."""
+    return [worker.memory_full_info().pss / 1e6 for worker in workers_of(os.getpid())]
+
+
+# --- running and printing
+
+
+def measure(arguments: list[str]) -> Values:
+    """Runs one child; its values, or why it failed."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # Files, since a worker left behind would keep pipes open.
+        command = [sys.executable, "-c", CHILD, *arguments]
+        child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        try:
+            status = child.wait(CHILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {CHILD_SECONDS} s"}
+        finally:
+            if child.poll() is None:
+                for process in [*workers_of(child.pid), child]:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        if status == 0:
+            return dict(json.loads(out.read().splitlines()[-1]))
+        return {"failed": "".join(err.read().splitlines()[-1:])[:80] or f"exit status {status}"}
+
+
+def run(figure: Figure, runs: int, arguments: list[str]) -> dict[str, list[Values]]:
+    """All measurements of one table."""
+    results: dict[str, list[Values]] = {line.label: [] for line in figure.lines}
+    for number in range(runs):
+        for index, line in enumerate(figure.lines):
+            if sys.stderr.isatty():
+                print(f"\033[Krun {number + 1}, {line.label}", end="\r", file=sys.stderr)
+            if line.installed:
+                results[line.label].append(measure([f"--child={index}", *arguments]))
+    return results
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median, and lowest to highest."""
+    if not values:
+        return ""
+    low, middle, high = (format(f(values), form) for f in (min, statistics.median, max))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def cells(metric: Metric, runs: list[Values], base: list[Values]) -> Iterator[str]:
+    """A metric's value, and its ratio if it has one."""
+    key, nothing = metric.key, float("nan")
+    yield spread([run[key] for run in runs if key in run], metric.form)
+    if metric.better:
+        pairs = [(run.get(key), ours.get(key)) for run, ours in zip(runs, base, strict=True)]
+        ratios = [(b / (a or nothing)) ** metric.better for a, b in pairs if None not in (a, b)]
+        yield "" if runs is base else spread(ratios, ".3g")
+
+
+def table(figure: Figure, results: dict[str, list[Values]]) -> str:
+    """Markdown."""
+    head = [text for m in figure.metrics for text in ([m.head, "ratio"] if m.better else [m.head])]
+    rows, remarks = [["", *head]], []
+    for line in figure.lines:
+        runs = results[line.label]
+        failed = [run["failed"] for run in runs if "failed" in run]
+        if not line.installed:
+            remarks.append(f"{line.label}: not installed")
+        elif failed:
+            remarks.append(f"{line.label}: failed: {failed[0]} ({len(failed)} of {len(runs)} runs)")
+        else:
+            base = results[line.against]
+            row = (text for metric in figure.metrics for text in cells(metric, runs, base))
+            rows.append([line.label, *row])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = [" | ".join(map(str.ljust, row, widths)) for row in rows]
+    return "\n".join([*(f"| {line} |" for line in lines), *(f"- {text}" for text in remarks)])
