@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import queue
 import random
 import re
 import subprocess
@@ -119,17 +120,17 @@ class Stuck:
         """Makes a new pool, and waits until its thread is in the first batch."""
         self.close()
         self.released = released = threading.Event()
-        entered = threading.Event()
+        threads: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def batch(item: int) -> None:
-            self.thread: Any = threading.current_thread()
-            entered.set()
+            # Not an attribute: the former pool's thread may only now come to its second batch.
+            threads.put(threading.current_thread())
             released.wait()
 
         job = Job(batch, None, None, None)
         self.pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, job, timeout=1e-9)
         self.future = self.pool.submit(Task(0, 0, [0, 1], id=1))
-        entered.wait()
+        self.thread = threads.get()
 
     def close(self) -> None:
         self.released.set()
