@@ -44,7 +44,7 @@ from minloader._inspect import inspect
 from minloader._memory import files, slot_writer, slots
 from minloader._memory.files import ALIGN, LARGE
 from minloader._memory.pickling import BatchPacker, pack, unpack_batch
-from minloader._memory.slot_writer import SlotWriter, empty
+from minloader._memory.slot_writer import NoSlot, SlotWriter, empty
 from minloader._memory.slots import Slots
 from minloader._pools import foreign
 from minloader._worker import run as worker
@@ -52,9 +52,12 @@ from minloader._worker import start
 from minloader._worker.messages import Failure, Job, Task, WorkerInfo
 from minloader._worker.run import Worker
 
-pack_batch = BatchPacker().pack
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
+
+
+def pack_batch(batch: Any, writer: NoSlot) -> Any:
+    return BatchPacker(writer).pack(batch)
 
 
 def python(code: str, *before: str) -> str:
@@ -406,16 +409,17 @@ def test_the_packer_uses_the_slot_that_it_is_given(bench):
 def test_large_tensors_are_in_the_slot(bench, monkeypatch):
     torch = require("torch")
     _, writer = bench.write()
+    packer = BatchPacker(writer)
     with monkeypatch.context() as before:
         before.delitem(sys.modules, "torch")
-        pack_batch([], writer)  # as in a worker that imports it later
+        packer.pack([])  # as in a worker that imports it later
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
-        parcel = pack_batch([torch.zeros(LARGE, dtype=dtype), lambda: 0], writer)
+        parcel = packer.pack([torch.zeros(LARGE, dtype=dtype), lambda: 0])
         assert 0 < len(parcel.stream) < 2000
         assert [stop - start >= LARGE for start, stop in parcel.buffers] == [True]
     tensor = torch.from_numpy(empty(LARGE))
     used = writer.used
-    pack_batch({"born": tensor.view(2, -1)}, writer)
+    packer.pack({"born": tensor.view(2, -1)})
     assert writer.used == used
 
 

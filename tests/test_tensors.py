@@ -70,9 +70,7 @@ def test_the_table_is_true():
 
 
 def there_and_back(batch: Any) -> Any:
-    packed = BatchPacker(OutOfBand())
-    writer = packed.open(None)
-    data = packed.pack(batch, writer)
+    data = BatchPacker(OutOfBand()).pack(batch)
     return unpack_batch(data, None) if isinstance(data, PackedBatch) else unpack(data)
 
 

@@ -542,8 +542,22 @@ def test_the_culprit_in_an_object_that_knows_itself():
 
 
 def packed_batch(batch):
-    writer = OutOfBand()
-    return BatchPacker(writer).pack(batch, writer)
+    return BatchPacker(OutOfBand()).pack(batch)
+
+
+def test_batches_of_a_task_know_nothing_of_each_other():
+    """One pickler packs them, which remembers what it has seen until it is told to forget."""
+    packer = BatchPacker()
+    part = np.arange(3)
+    whole = {"part": part, "name": "x" * 30}
+    first = packer.pack(whole)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        packer.pack([whole, "half a batch", threading.Lock()])
+    assert packer.pack(whole) == first
+    watch = weakref.ref(part)
+    del part, whole
+    assert watch() is None
+    np.testing.assert_equal(unpack(first), {"part": [0, 1, 2], "name": "x" * 30})
 
 
 class Endless:

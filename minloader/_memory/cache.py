@@ -225,7 +225,7 @@ def _pack(sample: Any, number: int) -> bytearray:
     """Return the entry of a sample."""
     buffers = _Buffers()
     try:
-        packed = BatchPacker().pack(sample, buffers)
+        packed = BatchPacker(buffers).pack(sample)
     except Exception as error:
         found = find_culprit(sample, "sample")
         if found is None:  # no memory, say

@@ -20,6 +20,7 @@ import pickle
 import sys
 import types
 from collections import ChainMap
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -155,6 +156,9 @@ class PackedBatch(NamedTuple):
     buffers: list[Any]
 
 
+_PackOne = Callable[[Any], bytes | PackedBatch]
+
+
 class OutOfBand(NoSlot):
     """Keeps large buffers beside the stream, as arrays of bytes.
 
@@ -176,41 +180,48 @@ class BatchPacker:
 
     def __init__(self, without_slot: NoSlot = NO_SLOT) -> None:
         self._without_slot = without_slot
-        self._writer = without_slot  # of the batch that is being pickled
+        self._writer = without_slot  # of the present task
         self._reducers: dict[type, Any] = {}
         self._basis: Any = None  # what the reducers were made from
+        self._ndarray: Any = None
+        self._pack_batch: _PackOne | None = None  # for the next batch of the present task
 
     def open(self, address: SlotAddress | None) -> NoSlot:
-        """Return what takes the large buffers of a task, and its arrays made by ``empty``."""
-        if address is None:
-            return self._without_slot
-        writer = SlotWriter(address)
-        use(writer)
-        return writer
+        """Begin with a task; return what takes its large buffers, and arrays made by ``empty``."""
+        if address is not None:
+            writer = self._writer = SlotWriter(address)
+            use(writer)
+        return self._writer
 
-    def pack(self, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
+    def close(self) -> None:
+        """End the task, and let its slot go."""
+        self._writer.close()
+        self._writer, self._pack_batch = self._without_slot, None
+
+    def pack(self, batch: Any) -> bytes | PackedBatch:
         """Serialize a batch; return bytes if all of it is in the stream.
 
         Raises:
             Exception: whatever pickling raised, when cloudpickle cannot do it either.
         """
-        if writer is NO_SLOT:  # 1 µs quicker than below, for tiny batches
-            return pack(batch, down=False)
-        reducers = self._current_reducers()
-        self._writer = writer
+        former, reducers = self._reducers, self._current_reducers()
+        pack_batch = self._pack_batch if former is reducers else None
+        self._pack_batch = None  # an error may leave it in the middle of a batch
         try:
-            return _pack_batch(pickle.Pickler, reducers, batch, writer)
+            if pack_batch is None:
+                pack_batch = _batch_packer(pickle.Pickler, reducers, self._writer)
+            packed = pack_batch(batch)
+            self._pack_batch = pack_batch
+            return packed
         except Exception as plain_error:
             shorten_notes(plain_error)
             # Buffers that were put into the slot already are lost room, until the task ends.
             table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
             make_pickler = partial(Pickler, down=False, table=table)
             try:
-                return _pack_batch(make_pickler, table, batch, writer)
+                return _batch_packer(make_pickler, table, self._writer)(batch)
             except Exception as error:
                 raise error from plain_error
-        finally:
-            self._writer = self._without_slot  # which the worker is to let go of
 
     def _current_reducers(self) -> dict[type, Any]:
         """Return how objects are reduced: as registered, but arrays as is best for slots.
@@ -224,6 +235,7 @@ class BatchPacker:
         if self._basis != basis:
             table = {**copyreg.dispatch_table, Connection: _refuse_connection}
             if hasattr(numpy, "ndarray"):
+                self._ndarray = numpy.ndarray
                 table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
             if hasattr(torch, "UntypedStorage"):  # which it gets after its Tensor
                 table[torch.Tensor] = reduce_tensor
@@ -242,19 +254,21 @@ class BatchPacker:
         """
         dtype, flags = array.dtype, array.flags
         is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative
+        if is_small and (flags.c_contiguous or order_in_memory(array) is None):
+            return self._ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
         whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
         if dtype.hasobject or (whole and not is_small):
             return array.__reduce_ex__(5)
         if not flags.c_contiguous and (axes := order_in_memory(array)) is not None:
             return transpose_back, (array.transpose(axes), axes)
-        if is_small:
-            return _array, (bytearray(array.tobytes()), dtype.char, array.shape)
         block = self._writer.empty(array.shape, dtype)
         block[...] = array
         return block.__reduce_ex__(5)
 
 
-def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> bytes | PackedBatch:
+def _batch_packer(make_pickler: Any, table: Any, writer: NoSlot) -> _PackOne:
+    """Return what packs batches, one after another: with one pickler, which is slow to make."""
+    file = io.BytesIO()
     buffers: list[Any] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
@@ -264,16 +278,25 @@ def _pack_batch(make_pickler: Any, table: Any, batch: Any, writer: NoSlot) -> by
             buffers.append(place)
         return place is None  # whether it stays in the stream
 
-    file = io.BytesIO()
     pickler = make_pickler(file, 5, buffer_callback=put)
     pickler.dispatch_table = table
-    pickler.dump(batch)
-    stream = file.getvalue()
-    if len(stream) >= LARGE:  # many strings, say
-        place = writer.put(memoryview(stream))
-        if place is not None:
-            return PackedBatch(b"", [*buffers, place])
-    return PackedBatch(stream, buffers) if buffers else stream
+
+    def pack_batch(batch: Any) -> bytes | PackedBatch:
+        try:
+            pickler.dump(batch)
+            stream = file.getvalue()
+            if len(stream) >= LARGE:  # many strings, say
+                place = writer.put(memoryview(stream))
+                if place is not None:
+                    return PackedBatch(b"", [*buffers, place])
+            return PackedBatch(stream, buffers.copy()) if buffers else stream
+        finally:
+            pickler.clear_memo()  # which has all parts of the batch
+            buffers.clear()
+            file.seek(0)
+            file.truncate()
+
+    return pack_batch
 
 
 def size_in_band(outcome: Any) -> int:
@@ -318,13 +341,6 @@ def order_in_memory(array: Any) -> tuple[int, ...] | None:
 def transpose_back(array: Any, axes: tuple[int, ...]) -> Any:
     """Undo ``array.transpose(axes)``."""
     return array.transpose(sorted(range(len(axes)), key=axes.__getitem__))
-
-
-def _array(data: bytearray, char: str, shape: tuple[int, ...]) -> Any:
-    import numpy as np
-
-    array = np.frombuffer(data, char)
-    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:

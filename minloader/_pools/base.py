@@ -177,6 +177,10 @@ def close_pools(pools: Iterable[Pool]) -> None:
         pool.end(deadline)
 
 
+UNCHANGEABLE = frozenset({int, float, str, bool, type(None)})
+"""Types of items that need not be pickled by themselves: nobody can change them."""
+
+
 class HeldItem:
     """An item, and its pickle from when the sampler gave it."""
 
@@ -195,11 +199,12 @@ class HeldItem:
 class RemotePool(Pool):
     """A pool whose tasks leave this process, or may do so later: items are pickled."""
 
-    def hold(self, item: Any) -> HeldItem:
-        return HeldItem(item)
+    def hold(self, item: Any) -> Any:
+        return item if type(item) in UNCHANGEABLE else HeldItem(item)
 
     def pack(self, task: Task) -> Task:
-        return task._replace(items=[held.pack() for held in task.items], packed=True)
+        items = [each.pack() if type(each) is HeldItem else each for each in task.items]
+        return task._replace(items=items, packed=True)
 
 
 @dataclass(eq=False, repr=False)

@@ -87,7 +87,7 @@ class Task(NamedTuple):
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
-        packed: whether the items are packed, since they leave the process.
+        packed: whether items that are bytes are packed ones, since they leave the process.
     """
 
     ordinal: int

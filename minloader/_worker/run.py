@@ -44,7 +44,7 @@ from minloader._worker.stream_reader import ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
 
-CHUNK_SECONDS = 2e-3
+CHUNK_SECONDS = 4e-3
 """Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
@@ -137,7 +137,8 @@ class Worker:
                 raise
             now = time.perf_counter()
         finally:
-            writer.close()
+            if self._packer is not None:
+                self._packer.close()
         # The worker is not late while its reply waits for a parent that holds the interpreter.
         self._beat(task.id, n, math.inf)
         size, memory = writer.used, 0
@@ -163,7 +164,7 @@ class Worker:
                 batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
-                item = unpack(item) if task.packed else item
+                item = unpack(item) if task.packed and type(item) is bytes else item
                 seed = batch_seed(self.info.seed, task.epoch, task.ordinal + n)
                 batch = self._call(seed, self._maker.fetch, item)
         except BaseException as error:
@@ -177,7 +178,7 @@ class Worker:
         self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
-            packed = self._packer.pack(batch, writer)
+            packed = self._packer.pack(batch)
         except BaseException as error:
             return _unpackable(batch, error)
         finally:
