@@ -67,6 +67,7 @@ def readers() -> int:
     return sum(thread.name == "minloader-read" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Meeting, Awaited])
 def test_the_same_batches_for_any_number_of_workers(kind):
     """In the order of their indices; each sample has a generator of its own."""
@@ -109,6 +110,7 @@ class Failing:
         return index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS[::2], ids=str)
 def test_errors_are_those_of_their_samples(options, caplog):
     """Of several, the first in the order of the batch is told."""

@@ -400,6 +400,7 @@ def groups(pids: list[int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_no_signal_goes_to_a_pid_that_was_reaped(method, tmp_path, monkeypatch):
     """It may be another process's by then. CPython 3.15 reads ``exitcode``, which reaps, before
@@ -498,6 +499,7 @@ def test_several_disturbed_epochs_at_once(tmp_path):
         assert [next(epoch, None) for epoch in epochs] == [None, None]
 
 
+@pytest.mark.slow
 def test_batches_that_are_finished_are_not_made_again(tmp_path):
     """Only what was unfinished is, and an epoch that was left does not come back."""
     calls, go = tmp_path / "calls", tmp_path / "go"
@@ -536,6 +538,7 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
 
 
+@pytest.mark.slow
 def test_two_killers_at_once(tmp_path):
     """Each has its own try."""
     script = {
@@ -621,6 +624,7 @@ def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
         assert 1 <= loader.stats.retries <= 4
 
 
+@pytest.mark.slow
 def test_large_items_on_their_way_down(tmp_path):
     """Someone is writing to the pipe that nobody reads any more."""
     items = [bytes([n]) * 3_000_000 for n in range(8)]
@@ -851,6 +855,7 @@ def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
         assert loader.stats.replaced == 0
 
 
+@pytest.mark.slow
 def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
     """The executor's own thread is held up, so that the worker waits with its reply."""
     options = {"num_workers": 1, "timeout": 0.3, "retries": 0, "shared_memory": False}

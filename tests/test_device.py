@@ -776,6 +776,7 @@ def test_the_batches_are_the_same(options):
         assert list(prefetch(loader, lambda array: array.tolist(), 2)) == plain
 
 
+@pytest.mark.slow
 def test_collated_batches_arrive_whole():
     sampler = BatchSampler(32, 4, shuffle=True)
     with Loader(Full(), sampler, collate_fn=collate, num_workers=2) as loader:

@@ -218,6 +218,7 @@ def test_workers_killed_between_epochs_are_replaced():
         assert list(loader) == [i * i for i in range(6)]
 
 
+@pytest.mark.slow
 def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
     """On CPython 3.11 the executor's manager died of cancelled futures, and nothing went on."""
     with Loader(Squares(1000, delay=0.2), num_workers=1, prefetch_factor=16) as loader:

@@ -189,6 +189,7 @@ def test_reads_no_further_ahead_than_depth():
         to_device([], depth=0)
 
 
+@pytest.mark.slow
 def test_state_epochs_and_errors():
     with Loader(Faulty(4, {2: ValueError}), transform=np.float32, num_workers=2) as loader:
         batches = to_device(loader.epochs(2))

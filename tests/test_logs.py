@@ -102,6 +102,7 @@ def test_records_come_whole(talk):
     assert "KeyError: 'no such thing'" in second.exc_text
 
 
+@pytest.mark.slow
 def test_levels_are_those_of_the_calling_process(talk):
     items = [("debug", "fine", {}), ("info", "some", {}), ("error", "bad")]
     assert [each.levelname for each in talk(*items, level=logging.ERROR)] == ["ERROR"]
@@ -319,6 +320,7 @@ def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):
     assert capfd.readouterr().err == "loading\nhere\n"  # by the parent, once
 
 
+@pytest.mark.slow
 def test_a_fork_waits_until_a_record_is_shown():
     """It would copy the locks of a handler that is at work, and nobody would release them."""
     code = """

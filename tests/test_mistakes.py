@@ -87,6 +87,7 @@ def test_epochs_in_several_threads():
         assert loader.epoch == 3
 
 
+@pytest.mark.slow
 def test_a_stream_in_several_threads():
     with Loader(Numbers(N), num_workers=2) as loader:
         assert sorted(chain(*take_in_threads(iter(loader)))) == sorted([*range(N)] * 2)

@@ -16,7 +16,7 @@ from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minloader import BatchSampler, Concatenated, DynamicBatchSampler, Loader
+from minloader import BatchSampler, Concatenated, DynamicBatchSampler, Loader, PackedBatchSampler
 from minloader import MixtureSampler as Mixture
 from minloader._sampling import dynamic
 
@@ -871,7 +871,13 @@ def by_epoch(epoch: int, step: int) -> list[float]:
 def for_loader(kind: str, rank: int, world_size: int) -> Any:
     """A sampler with at least 40 steps in each epoch."""
     ranks = {"rank": rank, "world_size": world_size}
-    if kind == "dynamic":
+    sampler: Any
+    if kind == "permutation":
+        sampler = BatchSampler(2000, 5, shuffle=True, **ranks)
+    elif kind == "packed":
+        lengths = [1 + n % 7 for n in range(900)]
+        sampler = PackedBatchSampler(lengths, 16, shuffle=True, **ranks)
+    elif kind == "dynamic":
         mixture = Mixture([800, Stateful(range(500)), 200], [5, 3, 2], stop="never", shuffle=True)
         sampler = DynamicBatchSampler(
             lambda item: 1 + item[1] % 5,
@@ -909,7 +915,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exact", "random", "dynamic"])
+@pytest.mark.parametrize("kind", ["exact", "random", "dynamic", "permutation", "packed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loader_goes_on_at_every_batch(monkeypatch, kind, way):
     monkeypatch.setattr(dynamic, "WINDOW", 64)

@@ -73,6 +73,7 @@ def test_start_methods(method):
         multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
+@pytest.mark.slow
 def test_a_fork_server_imports_what_the_job_needs(tmp_path):
     """Once: for a worker, for the one that replaces it, and for those of the next loader."""
     (tmp_path / "heavy.py").write_text(
@@ -149,6 +150,7 @@ class Pickled:
         return int, ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thread", ["manager", "feeder"])
 def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thread):
     """The garbage collector comes in any thread, also in the executor's own: another one closes."""
@@ -419,6 +421,7 @@ def test_the_program_ends(tmp_path, end, code, error):
     assert errors.count("Traceback") == bool(error)
 
 
+@pytest.mark.slow
 def test_threads_do_not_hold_up_the_exit(tmp_path):
     code = """
 import threading

@@ -718,6 +718,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_four_processes():
     processes = [
         subprocess.Popen(

@@ -680,6 +680,7 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
 
 
+@pytest.mark.slow
 def test_files_with_names():
     code = """
 import helpers, minloader
@@ -700,6 +701,7 @@ print(folder)
     assert folder.startswith("/dev/shm/minloader-")
 
 
+@pytest.mark.slow
 def test_files_with_names_are_gone_when_the_parent_is_killed():
     code = """
 import helpers, minloader

@@ -143,6 +143,7 @@ def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
     assert given == [[expected[k:] for k in range(N + 1)]] * len(ELSEWHERE)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(list(SAMPLERS)),

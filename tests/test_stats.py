@@ -218,6 +218,7 @@ def test_failures_are_counted(make):
     assert failed[0].args["error"] == "ValueError: 1"
 
 
+@pytest.mark.slow
 def test_tasks_in_flight():
     with Loader(Sleepy(), range(40), num_workers=2, prefetch_factor=3) as loader:
         iterator = iter(loader)
@@ -571,6 +572,7 @@ def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said)
     assert said in stats.verdict
 
 
+@pytest.mark.slow
 def test_shared_memory_is_what_is_used_and_the_limit_apart():
     """While tasks are under way, each of which may take a part of the limit."""
     with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:

@@ -871,6 +871,7 @@ def test_former_states():
     assert numbers(other) == numbers(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "core"])
 def test_distributed_checkpoints(own, tmp_path):
@@ -972,6 +973,7 @@ def test_subclasses_that_never_end_an_epoch(unlock):
     loader.close()
 
 
+@pytest.mark.slow
 def test_copies():
     """They have not begun any epoch, whatever the original has."""
     loader = DataLoader(Numbers(), 2, num_workers=1)

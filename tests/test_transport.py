@@ -572,6 +572,7 @@ def siblings(n):
     return dataset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("obj", "path"), [(siblings(1000), "dataset.lock"), (Endless(), "dataset")]
 )
