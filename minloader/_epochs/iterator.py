@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -23,19 +22,9 @@ from minloader._epochs.failures import OnError
 from minloader._epochs.state import Progress
 from minloader._insight.counters import Counters
 from minloader._pools.base import Pool
+from minloader._worker import lifetimes
 
 CLOSED = "this Loader is closed; make a new one"
-
-_process = object()  # another one in each fork, and quicker to ask for than the pid
-
-
-def _begin_fork() -> None:
-    global _process
-    _process = object()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_fork)
 
 
 @dataclass(eq=False, repr=False)
@@ -88,7 +77,7 @@ class TimedIterator(ABC):
     endless: bool = field(default=False, kw_only=True)
     # Reentrant: on_error may take another batch.
     _lock: Any = field(default_factory=threading.RLock, init=False)
-    _process: object = field(default_factory=lambda: _process, init=False)
+    _process: object = field(default_factory=lambda: lifetimes.process, init=False)
 
     @property
     def epoch(self) -> int:
@@ -135,7 +124,7 @@ class TimedIterator(ABC):
         Raises:
             RuntimeError: this process is a fork of the one that began the epoch.
         """
-        if self._process is not _process and (self.settings.depth or self.in_flight):
+        if self._process is not lifetimes.process and (self.settings.depth or self.in_flight):
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
                 "this iterator was begun in the process of which this one is a fork, and its "
@@ -147,7 +136,7 @@ class TimedIterator(ABC):
     def __next__(self) -> Any:
         # Counted here rather than by calls: a tiny batch takes 15 µs in all.
         counters = self.settings.counters
-        with self._lock if self._process is _process else self.exclusive():
+        with self._lock if self._process is lifetimes.process else self.exclusive():
             begin = perf_counter()
             if counters.left:
                 counters.consumer += begin - counters.left

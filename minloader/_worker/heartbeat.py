@@ -14,6 +14,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from minloader._memory.files import SharedFile
@@ -99,7 +100,4 @@ def open_heartbeat(path: str, index: int) -> Beat:
         stacks: Any = open(path, "ab")  # noqa: SIM115  # faulthandler needs it for good
         faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
 
-    def beat(task: int, item: int, now: float) -> None:
-        _FORMAT.pack_into(memory, index * _FORMAT.size, task, item, now)
-
-    return beat
+    return partial(_FORMAT.pack_into, memory, index * _FORMAT.size)

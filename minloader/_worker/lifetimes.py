@@ -16,6 +16,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+process = object()
+"""Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""
+
+
+def _begin_fork() -> None:
+    global process
+    process = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_fork)
+
 
 def lead_group() -> None:
     """Give the worker, and all it will start, a process group of its own.

@@ -35,6 +35,7 @@ from minloader._memory.culprit import find_culprit
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
+from minloader._worker import lifetimes
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
@@ -86,6 +87,7 @@ class Worker:
         info.dataset = job.dataset
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
+        self._process = lifetimes.process
         self._job = job
         self._packer = packer
         self._seed = seed
@@ -224,7 +226,7 @@ class Worker:
 
     def _exit_fork(self) -> None:
         """End a fork of the worker that came back from the dataset, before it answers too."""
-        if self._packer is not None and os.getpid() != self.info.pid:
+        if lifetimes.process is not self._process and self._packer is not None:
             os._exit(1)
 
     # --- streams

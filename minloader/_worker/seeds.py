@@ -72,8 +72,9 @@ def seed_globals(value: int) -> None:
             when_imported(name, seed_arrival)
     _value = value
     for name, seed in SEEDERS.items():
-        if name in sys.modules:
-            seed(sys.modules[name], value)
+        module = sys.modules.get(name)
+        if module is not None:
+            seed(module, value)
 
 
 def seed_arrival(module: ModuleType) -> None:
