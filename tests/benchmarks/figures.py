@@ -1,7 +1,7 @@
 """The figures: minloader and its peers, side by side, in one run.
 
-    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew,import]
-                                       [--quick] [--megabytes 100] [--json FILE]
+    python tests/benchmarks/figures.py [--runs 5] [--only ready,stack] [--quick]
+                                       [--megabytes 100] [--json FILE]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
 noise hits all alike. Shown are the median and (lowest to highest). A ratio says how many times
@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import peers
 from harness import (
@@ -37,6 +38,7 @@ from harness import (
 from peers import Case
 
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
+MODULES: list[Any] = []  # with cases of their own: make_figures(quick)
 
 
 # --- measuring, in the child
@@ -223,7 +225,7 @@ def main() -> None:
     """Measures and prints; the exit status is 1 if minloader itself failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="5, or with --quick 1")
-    parser.add_argument("--only", default="tiny,ready,stack,first,skew,import")
+    parser.add_argument("--only", help="names of cases, with commas between; all of them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work at all?")
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
     parser.add_argument("--json", help="file to write all values to")
@@ -232,6 +234,8 @@ def main() -> None:
     runs = options.runs or (1 if options.quick else 5)
     megabytes = options.megabytes or (4 if options.quick else 100)
     figures = make_figures(options.quick, megabytes)
+    for module in MODULES:
+        figures |= module.make_figures(options.quick)
     if options.child is not None:
         figure = figures[options.only]
         found = figure.measure(figure, figure.lines[options.child])
@@ -240,7 +244,7 @@ def main() -> None:
 
     print(heading(), flush=True)
     results = {}
-    for name in options.only.split(","):
+    for name in options.only.split(",") if options.only else figures:
         arguments = [f"--only={name}", f"--megabytes={megabytes}", *["--quick"] * options.quick]
         results[name] = run(figures[name], runs, arguments)
         text = table(figures[name], results[name])
