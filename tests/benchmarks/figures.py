@@ -19,7 +19,6 @@ import os
 import platform
 import sys
 import time
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -29,8 +28,10 @@ from harness import (
     Line,
     Metric,
     Values,
+    checker,
     memory_of_workers,
     run,
+    same,
     second_epoch,
     steady,
     table,
@@ -46,16 +47,23 @@ MODULES: list[Any] = []  # with cases of their own: make_figures(quick)
 
 def first_batch(figure: Figure, line: Line) -> Values:
     """The first batch; memory once all workers have worked; the second epoch's first batch."""
-    case = replace(figure.case(), **dict(line.options))
+    case = figure.case_of(line)
+    check = checker(line, case.dataset)
+
+    def who(batch: Any) -> tuple[int, int]:
+        """Which worker made which batch."""
+        check(batch[2])
+        return batch[:2]
+
     importlib.import_module(line.needs.lower())  # a program has done so long before
     begin = time.perf_counter()
     loader = line.adapter(case)
-    batches = iter(loader)
-    batch = next(batches)
+    batches = map(who, loader)
+    first = next(batches)
     found = {"value": time.perf_counter() - begin}
     stages: list[tuple[str, int, set[int]]]
     stages = [("some", 0, set()), ("all", case.dataset.at_once + case.dataset.slow, set())]
-    for pid, index, _ in chain([batch], batches):
+    for pid, index in chain([first], batches):
         for key, since, seen in stages:
             seen.update([pid] * (index >= since))
             if key not in found and len(seen) == case.workers:
@@ -76,10 +84,13 @@ def two_first_batches(figure: Figure, line: Line) -> Values:
     torch.set_num_threads(1)
     found = {}
     for key in ("value", "again"):
+        case = figure.case_of(line)
         begin = time.perf_counter()
-        batches = iter(figure.make(line))
-        next(batches)
+        batches = iter(line.adapter(case))
+        right = same(next(batches), case.dataset[0])
         found[key] = time.perf_counter() - begin
+        if not right:
+            raise ValueError("a wrong batch")
     return found
 
 
@@ -93,14 +104,14 @@ def skewed_lines() -> list[Line]:
     return [
         Line(first, ours, "minloader", (deep,), first),
         Line("torch numpy, prefetch_factor=16", torch, "torch", (FORK, deep), first),
-        Line(second, ours, "minloader", (loose,), second),
+        Line(second, ours, "minloader", (loose,), second, "any order"),
         Line("minloader, defaults", ours, "minloader", (), second),
         Line("torch numpy, defaults", torch, "torch", (FORK,), second),
-        Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second),
+        Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second, "any order"),
     ]
 
 
-def importing_lines(quick: bool) -> list[Line]:
+def importing_lines(more: bool) -> list[Line]:
     """The ratios are to the line above them that is ours by fork server."""
     ours, torch = ("minloader.torch", peers.ours_as_torch), ("torch", peers.torch_alone)
     ways = [(*ours, "forkserver"), (*ours, "spawn"), (*torch, "spawn"), (*torch, "fork")]
@@ -110,31 +121,34 @@ def importing_lines(quick: bool) -> list[Line]:
             *(adapter, "torch", (("start", start), ("workers", workers))),
             f"minloader.torch, forkserver, {workers} workers",
         )
-        for workers in ((2,) if quick else (2, 8))
+        for workers in ((2, 8) if more else (2,))
         for name, adapter, start in ways
     ]
 
 
 OURS = Line("minloader", peers.ours, "minloader")
 TORCH = [
-    Line(f"torch {kind}, {start}", adapter, "torch", (("start", start),))
-    for kind, adapter in (("tensors", peers.torch_tensors), ("numpy", peers.torch_numpy))
-    for start in ("fork", "spawn")
+    Line("torch tensors, fork", peers.torch_tensors, "torch", (FORK,)),
+    Line("torch numpy, fork", peers.torch_numpy, "torch", (FORK,)),
 ]
 OTHERS = [
     Line("SeqTools, fork", peers.seqtools, "SeqTools", (FORK,)),
     Line("grain", peers.grain, "grain"),
     Line("joblib", peers.joblib, "joblib"),
     Line("mpire, fork", peers.mpire, "mpire", (FORK,)),
-    Line("webdataset MultiLoader, fork", peers.webdataset, "webdataset", (FORK,)),
+    Line(
+        "webdataset MultiLoader, fork",
+        *(peers.webdataset, "webdataset", (FORK,), "minloader", "any order"),
+    ),
     Line("bare executor", peers.bare_executor),
 ]
-LIMIT = Line("limit: memory copy, one thread", peers.memory_copy)
+LIMIT = Line("limit: memory copy, one thread", peers.memory_copy, expect="nothing")
 STEADY = [OURS, *TORCH, *OTHERS]
 FIRST = [
     OURS,
     Line("minloader, fork", peers.ours, "minloader", (FORK,)),
-    *TORCH[2:],
+    TORCH[1],
+    TORCH[1]._replace(label="torch numpy, spawn", options=(SPAWN,)),
     Line("torch, dataset of a tensor, spawn", peers.torch_table, "torch"),
     *(o._replace(label=o.label.replace("fork", "spawn"), options=(SPAWN,)) for o in OTHERS),
 ]
@@ -150,8 +164,8 @@ MEMORY = [
 
 def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
     size, image = (16, (3, 64, 64)) if quick else (256, (3, 224, 224))
-    tiny, large, skewed, warm, workers = (300, 12, 48, 5, 2) if quick else (20_000, 100, 400, 12, 4)
-    more = warm + 20  # the end must not come in sight
+    tiny, large, skewed, warm, workers = (300, 12, 48, 3, 2) if quick else (100_000, 100, 200, 6, 4)
+    more = 1000  # the end must not come in sight
     batch = size * math.prod(image)
     title = "The dataset holds an array of {} MB, a batch is a row of it; {} workers; their memory "
     title += "(PSS) when each has made some batches, and when each has read the whole array"
@@ -159,7 +173,7 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
         "tiny": Figure(
             "A batch is 8 float32 and a label; 2 workers",
             *(steady, [Metric("value", "microseconds per batch", ".0f", -1), CPU], STEADY),
-            lambda: Case(peers.Tiny(tiny + 100 * more)),
+            lambda: Case(peers.Tiny(1_000_000)),  # some make hundreds of thousands ahead
             *(tiny, 100 * warm, 1e6),
         ),
         "ready": Figure(
@@ -171,7 +185,7 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
         "stack": Figure(
             f"The loader stacks {size} images to a batch of {batch / 1e6:.1f} MB; 2 workers",
             *(steady, [Metric("value", "batches/s", ".1f", 1), CPU], [*STEADY, IN_PROCESS, LIMIT]),
-            lambda: Case(peers.Images((large + more) * size, 64, image), size, batch),
+            lambda: Case(peers.Images((large + more) * size, 61, image), size, batch),
             *(large, warm),
         ),
         "first": Figure(
