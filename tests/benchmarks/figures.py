@@ -1,7 +1,7 @@
 """The figures: minloader and its peers, side by side, in one run.
 
     python tests/benchmarks/figures.py [--runs 5] [--only ready,stack] [--quick]
-                                       [--megabytes 100] [--json FILE]
+                                       [--megabytes 100] [--more] [--json FILE] [--svg FOLDER]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
 noise hits all alike. Shown are the median and (lowest to highest). A ratio says how many times
@@ -17,11 +17,16 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
-from itertools import chain
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any
 
+import curves
 import peers
 from harness import (
     Figure,
@@ -29,7 +34,9 @@ from harness import (
     Metric,
     Values,
     checker,
+    drain,
     memory_of_workers,
+    rate,
     run,
     same,
     second_epoch,
@@ -38,6 +45,9 @@ from harness import (
 )
 from peers import Case
 
+COSTS = {"20 µs": 2e-5, "50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms": 1e-3, "3 ms": 3e-3}
+DISTRIBUTIONS = ["numpy", "torch", "torchdata", "SeqTools", "grain", "joblib", "mpire"]
+DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "lhotse", "pillow"]
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
 MODULES: list[Any] = []  # with cases of their own: make_figures(quick)
 
@@ -92,6 +102,38 @@ def two_first_batches(figure: Figure, line: Line) -> Values:
         if not right:
             raise ValueError("a wrong batch")
     return found
+
+
+def efficiency(figure: Figure, line: Line, measured: float) -> Values:
+    """The time of the work / (the time that a batch takes * workers), for each cost of a batch.
+
+    The time of the work is measured in this process, just before.
+    """
+    found = {}
+    for name, cost in COSTS.items():
+        dataset = peers.Work(1_000_000, cost)
+        case = replace(figure.case_of(line), dataset=dataset, chunk=math.ceil(0.01 / cost))
+        _, work = rate(map(dataset.__getitem__, count()), sys.maxsize, measured / 5)
+        batches = iter(line.adapter(case))
+        drain(map(checker(line, dataset), islice(batches, figure.warm)))
+        rate(batches, sys.maxsize, measured / 2)
+        seconds, _ = rate(batches, sys.maxsize, measured)
+        found[name] = 100 * work / seconds / case.workers
+        del batches  # its workers end
+    return found
+
+
+def small_curves(results: dict[str, list[Values]]) -> str:
+    """The medians as an SVG image, a panel for each number of workers."""
+    panels: dict[str, dict[str, curves.Points]] = {}
+    for label, runs in results.items():
+        if runs and not any("failed" in run for run in runs):
+            line, _, workers = label.rpartition(", ")
+            panels.setdefault(workers, {})[line] = [
+                (cost, statistics.median(run[name] for run in runs)) for name, cost in COSTS.items()
+            ]
+    ticks = {cost: name for name, cost in COSTS.items()}
+    return curves.draw("Small batches", panels, ticks, "efficiency, %, by the work of a batch")
 
 
 # --- what is measured
@@ -152,6 +194,15 @@ FIRST = [
     Line("torch, dataset of a tensor, spawn", peers.torch_table, "torch"),
     *(o._replace(label=o.label.replace("fork", "spawn"), options=(SPAWN,)) for o in OTHERS),
 ]
+SMALL = [
+    line._replace(
+        label=f"{line.label}, {workers} worker{'s' * (workers > 1)}",
+        options=(*line.options, ("workers", workers)),
+        against="",
+    )
+    for workers in (1, 2)
+    for line in STEADY
+]
 IN_PROCESS = Line("in process, no workers", peers.in_process)
 CPU = Metric("cpu", "CPU, ms per batch", ".3g")
 MEMORY = [
@@ -162,7 +213,7 @@ MEMORY = [
 ]
 
 
-def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
+def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
     size, image = (16, (3, 64, 64)) if quick else (256, (3, 224, 224))
     tiny, large, skewed, warm, workers = (300, 12, 48, 3, 2) if quick else (100_000, 100, 200, 6, 4)
     more = 1000  # the end must not come in sight
@@ -173,7 +224,9 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
         "tiny": Figure(
             "A batch is 8 float32 and a label; 2 workers",
             *(steady, [Metric("value", "microseconds per batch", ".0f", -1), CPU], STEADY),
-            lambda: Case(peers.Tiny(1_000_000)),  # some make hundreds of thousands ahead
+            lambda: Case(
+                peers.Tiny(1_000_000), chunk=1000
+            ),  # some make hundreds of thousands ahead
             *(tiny, 100 * warm, 1e6),
         ),
         "ready": Figure(
@@ -210,8 +263,18 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
                 Metric("value", "first batch, s", ".2f", -1),
                 Metric("again", "another loader's first, s", ".2f", -1),
             ],
-            importing_lines(quick),
+            importing_lines(more),
             lambda: Case(peers.tensors()),
+        ),
+        "small": Figure(
+            "Efficiency, %: the time of the work / (the time that a batch takes * workers), for "
+            "batches that take so much processor time",
+            partial(efficiency, measured=0.02 if quick else 0.25),
+            [Metric(name, name, ".0f") for name in COSTS],
+            SMALL,
+            lambda: Case(None),
+            warm=10,
+            picture=small_curves,
         ),
     }
 
@@ -224,7 +287,7 @@ def heading() -> str:
     import minloader
 
     versions = [f"minloader {minloader.__version__}"]
-    for name in ("numpy", "torch", *(o.needs for o in OTHERS[:-1])):
+    for name in DISTRIBUTIONS:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -242,12 +305,14 @@ def main() -> None:
     parser.add_argument("--only", help="names of cases, with commas between; all of them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work at all?")
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
+    parser.add_argument("--more", action="store_true", help="the lines with 8 workers too")
     parser.add_argument("--json", help="file to write all values to")
+    parser.add_argument("--svg", type=Path, help="folder to draw the pictures in, such as docs")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     runs = options.runs or (1 if options.quick else 5)
     megabytes = options.megabytes or (4 if options.quick else 100)
-    figures = make_figures(options.quick, megabytes)
+    figures = make_figures(options.quick, megabytes, options.more)
     for module in MODULES:
         figures |= module.make_figures(options.quick)
     if options.child is not None:
@@ -259,10 +324,14 @@ def main() -> None:
     print(heading(), flush=True)
     results = {}
     for name in options.only.split(",") if options.only else figures:
-        arguments = [f"--only={name}", f"--megabytes={megabytes}", *["--quick"] * options.quick]
-        results[name] = run(figures[name], runs, arguments)
-        text = table(figures[name], results[name])
-        print(f"\n{name}: {figures[name].title}\n\n{text}", flush=True)
+        arguments = [f"--only={name}", f"--megabytes={megabytes}"]
+        arguments += ["--quick"] * options.quick + ["--more"] * options.more
+        figure, begin = figures[name], time.perf_counter()
+        results[name] = run(figure, runs, arguments)
+        title = f"{name}: {figure.title} ({time.perf_counter() - begin:.0f} s)"
+        print(f"\n{title}\n\n{table(figure, results[name])}", flush=True)
+        if options.svg and figure.picture:
+            (options.svg / f"{name}.svg").write_text(figure.picture(results[name]))
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"heading": heading(), "results": results}, file, indent=1)

@@ -66,6 +66,7 @@ class Figure:
     batches: int = 0  # counted
     warm: int = 0  # made before those
     work: float = 1  # what a batch stands for: value = work / seconds, or work * seconds
+    picture: Callable[[dict[str, list[Values]]], str] | None = None  # an SVG of the results
 
     def case_of(self, line: Line) -> Case:
         return replace(self.case(), **dict(line.options))
@@ -233,7 +234,7 @@ def table(figure: Figure, results: dict[str, list[Values]]) -> str:
         elif failed:
             remarks.append(f"{line.label}: failed: {failed[0]} ({len(failed)} of {len(runs)} runs)")
         else:
-            base = results[line.against]
+            base = results.get(line.against, [])
             row = (text for metric in figure.metrics for text in cells(metric, runs, base))
             rows.append([line.label, *row])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
