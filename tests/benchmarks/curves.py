@@ -26,32 +26,29 @@ def draw(title: str, panels: dict[str, dict[str, Points]], ticks: dict[float, st
     for at, (panel, curves) in enumerate(panels.items()):
         left = LEFT + at * (WIDTH + 40)
 
-        def place(x: float, y: float, left: int = left) -> tuple[float, float]:
+        def place(x: float, y: float, left: int = left) -> str:
             across = (math.log(x) - low) / (high - low)
-            return left + WIDTH * across, TOP + HEIGHT * (1 - min(max(y, 0), 100) / 100)
+            return f"{left + WIDTH * across:.0f} {TOP + HEIGHT * (1 - min(y, 100) / 100):.0f}"
 
-        lines.append(f'<text x="{left}" y="{TOP - 12}">{panel}: {y}</text>')
+        lines.append(text(left, TOP - 12, f"{panel}: {y}"))
         for level in range(0, 101, 20):
-            _, down = place(min(ticks), level)
-            lines.append(f'<path d="M{left} {down:.1f}h{WIDTH}" stroke="#dddddd"/>')
-            lines.append(
-                f'<text x="{left - 6}" y="{down + 4:.1f}" text-anchor="end">{level}</text>'
-            )
-        for x, text in ticks.items():
-            across, down = place(x, 0)
-            lines.append(
-                f'<text x="{across:.1f}" y="{down + 18}" text-anchor="middle">{text}</text>'
-            )
+            down = TOP + HEIGHT * (1 - level / 100)
+            lines.append(f'<path d="M{left} {down:.0f}h{WIDTH}" stroke="#dddddd"/>')
+            lines.append(text(left - 6, down + 4, str(level), "end"))
+        for x, tick in ticks.items():
+            lines.append(text(int(place(x, 0).split()[0]), TOP + HEIGHT + 18, tick, "middle"))
         for name, points in curves.items():
-            path = "L".join("{:.1f} {:.1f}".format(*place(*point)) for point in points)
+            path = "L".join(place(*point) for point in points)
             thick = 3 if name.startswith("minloader") else 1.5
             lines.append(
                 f'<path d="M{path}" fill="none" stroke="{colors[name]}" stroke-width="{thick}"/>'
             )
     for at, (name, color) in enumerate(colors.items()):
         down = TOP + 20 + 20 * at
-        lines.append(
-            f'<rect x="{width - 188}" y="{down - 9}" width="12" height="4" fill="{color}"/>'
-        )
-        lines.append(f'<text x="{width - 170}" y="{down - 2}">{name}</text>')
+        lines.append(f'<rect x="{width - 188}" y="{down}" width="12" height="4" fill="{color}"/>')
+        lines.append(text(width - 170, down + 6, name))
     return "\n".join([*lines, "</svg>", ""])
+
+
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{words}</text>'
