@@ -111,7 +111,8 @@ def efficiency(figure: Figure, line: Line, measured: float) -> Values:
     The time of the work is measured in this process, just before.
     """
     found = {}
-    for name, cost in COSTS.items():
+    for name in [metric.key for metric in figure.metrics]:
+        cost = COSTS[name]
         dataset = peers.Work(1_000_000, cost)
         case = replace(figure.case_of(line), dataset=dataset, chunk=math.ceil(0.01 / cost))
         alone = map(dataset.__getitem__, count())
@@ -132,7 +133,7 @@ def small_curves(results: dict[str, list[Values]]) -> str:
         if runs and not any("failed" in run for run in runs):
             line, _, workers = label.rpartition(", ")
             panels.setdefault(workers, {})[line] = [
-                (cost, statistics.median(run[name] for run in runs)) for name, cost in COSTS.items()
+                (COSTS[name], statistics.median(run[name] for run in runs)) for name in runs[0]
             ]
     ticks = {cost: name for name, cost in COSTS.items()}
     return curves.draw("Small batches", panels, ticks, "efficiency, %, by the work of a batch")
@@ -270,7 +271,7 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
             "Efficiency, %: the time of the work / (the time that a batch takes * workers), for "
             "batches that take so much processor time",
             partial(efficiency, measured=0.02 if quick else 0.15),
-            [Metric(name, name, ".0f") for name in COSTS],
+            [Metric(name, name, ".0f") for name in list(COSTS)[: 2 if quick else None]],
             SMALL[len(STEADY) :] if quick else SMALL,
             lambda: Case(None),
             warm=10,
