@@ -1,0 +1,306 @@
+"""SPDL's own benchmarks of transport and start-up, and real work: photos and texts.
+
+figures.py has these cases among its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sysconfig
+import time
+from contextlib import suppress
+from ctypes import CDLL
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import peers
+import real_peers
+from harness import Figure, Line, Metric, Values, memory_of_workers, workers_of
+from peers import Case
+from real_peers import BUDGET, Payloads, Photos, Strings, Texts
+
+import minloader
+from minloader import SharedList, pad_collate
+
+if "BENCHMARK_FILES" not in os.environ:  # children find what is in there
+    _folder = TemporaryDirectory(prefix="benchmark")  # removed at exit
+    os.environ["BENCHMARK_FILES"] = _folder.name
+FILES = Path(os.environ["BENCHMARK_FILES"])
+FORK = ("start", "fork")
+PEERS = ("spdl-core", "spdl-io", "lhotse", "pillow")  # distributions
+
+
+# --- measuring, in the child
+
+
+def import_peers(line: Line) -> None:
+    """Import what a program has imported long before it loads anything."""
+    names = ["spdl.pipeline"] if line.needs == "spdl" else [line.needs.lower()]
+    names += ["spdl.dataloader", "torch"] * (SPDL_LOADER in line.label)
+    names += ["spdl.io"] * ("spdl.io" in line.label)
+    for name in names:
+        importlib.import_module(name)
+    _ = minloader.Loader  # imported when it is first asked for
+
+
+def look(batch: Any) -> int:
+    """Read one number of the batch, which is then let go."""
+    _ = batch[0].reshape(-1)[0]
+    return 1
+
+
+def cpu_of_all() -> float:
+    """Seconds of CPU that the main process and its workers have taken."""
+    times = [worker.cpu_times() for worker in workers_of(os.getpid())]
+    return time.process_time() + sum(spent.user + spent.system for spent in times)
+
+
+def peak(pid: int) -> float:
+    """Megabytes of memory that a process had at most, shared or not."""
+    with suppress(FileNotFoundError), open(f"/proc/{pid}/status") as status:
+        return next(int(line.split()[1]) / 1e3 for line in status if line.startswith("VmHWM"))
+    return 0.0
+
+
+def check(given: Any, expected: Any, within: int = 0) -> None:
+    """Raise if a batch is not the one that was to come."""
+    for one, other in zip(given, expected, strict=True):
+        if not np.allclose(one, other, rtol=0, atol=within):
+            raise ValueError("a batch is not the one that was to come")
+
+
+def passes(figure: Figure, line: Line) -> Values:
+    """Passes over all batches, for a second; CPU time and memory of main and worker."""
+    import_peers(line)
+    expected = list(figure.case().dataset)
+    check(expected[0], expected[0])  # takes memory too
+    before = peak(os.getpid())
+    loader = figure.make(line)
+    for index, batch in enumerate(loader):
+        check(batch, expected[index])
+        del batch
+    count, cpu, begin = 0, cpu_of_all(), time.perf_counter()
+    while (seconds := time.perf_counter() - begin) < 1:
+        count += sum(map(look, loader))
+    cpu = cpu_of_all() - cpu
+    memory = sum(peak(pid) for pid in (os.getpid(), *(w.pid for w in workers_of(os.getpid()))))
+    return {
+        "value": figure.value(seconds / count),
+        "cpu": cpu / count * figure.batches,
+        "memory": memory - before,
+    }
+
+
+def starts(figure: Figure, line: Line) -> Values:
+    """The first batch with a list of 16 MiB, and with one of 128 MiB."""
+    import_peers(line)
+    found: Values = {}
+    for key, size in (("value", figure.batches), ("again", 8 * figure.batches)):
+        strings = (f"/train/{index:057}" for index in range(size))
+        begin = time.perf_counter()
+        values = SharedList(strings) if line.label == SHARED else list(strings)
+        found["made"] = time.perf_counter() - begin
+        case = Case(Strings(values), 256, workers=1)
+        begin = time.perf_counter()
+        batches = iter(line.adapter(case))
+        batch = next(batches)
+        found[key] = time.perf_counter() - begin
+        found["memory"] = sum(memory_of_workers())
+        check([batch], [np.full(256, 64)])
+        del batches, batch
+    return found
+
+
+def decodes(figure: Figure, line: Line) -> Values:
+    """The first batch, then those that come once the workers are warm."""
+    import_peers(line)
+    case = replace(figure.case(), **dict(line.options))
+    size = case.batch_size or 1
+    begin = time.perf_counter()
+    batches = iter(line.adapter(case))
+    look(next(batches))
+    found = {"first": time.perf_counter() - begin}
+    sum(map(look, islice(batches, figure.warm)))
+    cpu, begin = cpu_of_all(), time.perf_counter()
+    count = size * sum(map(look, islice(batches, figure.batches)))
+    seconds, cpu = time.perf_counter() - begin, cpu_of_all() - cpu
+    for number in range(1 + figure.warm + figure.batches, len(case.dataset) // size)[:2]:
+        images, numbers = next(batches)
+        expected = list(zip(*(case.dataset[int(index)] for index in numbers), strict=True))
+        check((images, numbers), expected, 20 if "spdl.io" in line.label else 0)
+        check(numbers, range(number * size, (number + 1) * size))
+    return {**found, "value": count / seconds, "cpu": cpu / count * 1e3}
+
+
+def reads(figure: Figure, line: Line) -> Values:
+    """The first batch, and the rest of the epoch."""
+    import_peers(line)
+    case = replace(figure.case(), **dict(line.options))
+    begin = time.perf_counter()
+    batches = iter(line.adapter(case))
+    batch = next(batches)
+    found: Values = {"first": time.perf_counter() - begin}
+    check(batch[0], pad_collate()([case.dataset[number][0] for number in batch[1]]))
+    first = noted(batch)
+    del batch
+    cpu, begin = cpu_of_all(), time.perf_counter()
+    rest = list(map(noted, batches))
+    seconds, cpu = time.perf_counter() - begin, cpu_of_all() - cpu
+    sizes, tokens, numbers = zip(first, *rest, strict=True)
+    check([np.sort(np.concatenate(numbers))], [np.arange(len(case.dataset))])
+    return {
+        **found,
+        "value": sum(tokens[1:]) / seconds / 1e6,
+        "cpu": cpu / sum(tokens[1:]) * 1e6,
+        "padding": 100 * (1 - sum(tokens) / sum(sizes)),
+        "largest": max(sizes) / BUDGET,
+    }
+
+
+def noted(batch: Any) -> tuple[int, int, Any]:
+    """The tokens of a batch, with padding and without, and the numbers of its samples."""
+    (ids, lengths), numbers = batch
+    return math.prod(ids.shape), int(lengths.sum()), np.array(numbers)
+
+
+# --- what is measured
+
+
+def photos(size: int, count: int) -> Photos:
+    """So many samples of so many photos, which the first child makes."""
+    folder = FILES / "photos"
+    if not folder.exists():
+        folder.mkdir()
+        real_peers.make_photos(folder, count)
+    return Photos(size, sorted(map(str, folder.iterdir())))
+
+
+def texts(most: int | None) -> Texts:
+    """Files of the standard library, twice; the first child counts their tokens."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+    dataset = Texts(sorted(map(str, paths))[:most] * 2)
+    counted = FILES / "lengths.npy"
+    if not counted.exists():
+        np.save(counted, [len(dataset[index][0]) for index in range(len(dataset))])
+    dataset.lengths = np.load(counted)
+    return dataset
+
+
+def needing(name: str, found: bool, *lines: Line) -> list[Line]:
+    """The lines, which are not installed unless that is found."""
+    return [line if found else line._replace(needs=name) for line in lines]
+
+
+def has_ffmpeg() -> bool:
+    """Whether a library is there that spdl.io needs, of FFmpeg 4 to 9."""
+    for version in range(56, 62):
+        with suppress(OSError):
+            return bool(CDLL(f"libavutil.so.{version}"))
+    return False
+
+
+OURS = Line("minloader", peers.ours, "minloader")
+SHARED, SPDL_LOADER = "minloader, SharedList", "SPDL get_pytorch_dataloader"
+CPU = Metric("cpu", "CPU of all, ms per image", ".2f", -1)
+FIRST = Metric("first", "first batch, s", ".2f", -1)
+
+
+def make_figures(quick: bool) -> dict[str, Figure]:
+    """Cases by name."""
+    large, strings, warm, images, files = (
+        (1 << 20, 1 << 12, 2, 4, 50) if quick else (1 << 25, 1 << 18, 6, 24, None)
+    )
+    return {
+        "arena": Figure(
+            f"16 arrays of {large >> 20} MiB from a worker to the main process, spawned; CPU time "
+            "and peak memory (RSS) are those of both",
+            passes,
+            [
+                Metric("value", "GB/s", ".2f", 1),
+                Metric("cpu", "CPU, s", ".3f", -1),
+                Metric("memory", "memory, MB", ".0f", -1),
+            ],
+            [
+                OURS,
+                Line("SPDL, segment pool", real_peers.spdl_pool, "spdl"),
+                Line("SPDL, ring buffer", real_peers.spdl_ring, "spdl"),
+                Line("SPDL, without an arena", real_peers.spdl_queue, "spdl"),
+                Line("torch tensors", peers.torch_tensors, "torch"),
+                Line("torch numpy", peers.torch_numpy, "torch"),
+                Line("bare executor", real_peers.bare_passes),
+            ],
+            lambda: Case(Payloads(16, large), None, large, workers=1),
+            *(16, 16, large / 1e9),
+        ),
+        "startup": Figure(
+            f"The first batch of a list of {64 * strings / 2**20:.3g} MiB of strings of 64 "
+            "characters, and of 8 times that; 1 worker, spawned; its memory (PSS), and the time "
+            "to make the list, are those of the larger",
+            starts,
+            [
+                Metric("value", "first batch, s", ".2f", -1),
+                Metric("again", "8 times that, s", ".2f", -1),
+                Metric("memory", "memory, MB", ".0f", -1),
+                Metric("made", "list made, s", ".2f"),
+            ],
+            [
+                OURS,
+                Line(SHARED, peers.ours, "minloader"),
+                Line("torch numpy", peers.torch_numpy, "torch"),
+                Line(SPDL_LOADER, real_peers.spdl_loader, "spdl"),
+                Line("SPDL iterate_in_subprocess", real_peers.spdl_queue, "spdl"),
+            ],
+            lambda: Case(None),
+            strings,
+        ),
+        "jpeg": Figure(
+            "JPEG photos of 500 x 375, decoded by Pillow, cut to 224 x 224 and flipped at random, "
+            "in batches of 32; 2 workers",
+            decodes,
+            [Metric("value", "images/s", ".0f", 1), CPU, FIRST],
+            needing(
+                "pillow",
+                find_spec("PIL") is not None,
+                OURS,
+                Line("minloader, threads", real_peers.our_threads, "minloader"),
+                Line("torch tensors, fork", peers.torch_alone, "torch", (FORK,)),
+                Line(f"{SPDL_LOADER}, fork", real_peers.spdl_photos, "spdl", (FORK,)),
+                Line("SPDL pipeline, threads", real_peers.spdl_threads, "spdl"),
+                *needing(
+                    "ffmpeg",
+                    has_ffmpeg(),
+                    Line("SPDL pipeline, threads, spdl.io", real_peers.spdl_threads_io, "spdl"),
+                    Line("minloader, threads, spdl.io", real_peers.our_threads_io, "spdl"),
+                ),
+            ),
+            lambda: Case(photos(32 * (warm + images + 12), 10 if quick else 300), 32),
+            *(images, warm),
+        ),
+        "text": Figure(
+            f"Tokens of the standard library, in batches of {BUDGET:,} with padding, 16 buckets; "
+            "2 workers",
+            reads,
+            [
+                Metric("value", "million tokens/s", ".2f", 1),
+                Metric("cpu", "CPU of all, s per million", ".3f", -1),
+                FIRST,
+                Metric("padding", "padding, %", ".1f"),
+                Metric("largest", "largest / budget", ".2f"),
+            ],
+            [
+                Line("minloader", real_peers.our_texts, "minloader"),
+                Line("minloader, lhotse's sampler", real_peers.our_texts_lhotse, "lhotse"),
+                Line("torch, minloader's sampler", real_peers.torch_texts, "torch", (FORK,)),
+                Line("torch, lhotse's sampler", real_peers.torch_texts_lhotse, "lhotse", (FORK,)),
+            ],
+            lambda: Case(texts(files)),
+        ),
+    }
