@@ -1,6 +1,6 @@
 """Whether a run that was interrupted and resumed gives what an undisturbed run gives.
 
-    python tests/benchmarks/exact.py [--only minloader minloader.torch]
+    python tests/benchmarks/exact.py [--only minloader grain] [--quick]
 
 A run is three shuffled epochs with two workers. Its samples hold their index and what they drew
 from the generators of numpy, Python and torch, as an augmentation does. "Exact" means the same
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pickle
@@ -34,6 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import workers_of
 
+from minloader import __version__ as minloader_version
+
 SAMPLES, BATCH, EPOCHS, MIDDLE = 82, 4, 3, 7
 CHILD_SECONDS = 40  # a run that takes longer hangs
 CHILD = f"import sys; sys.path[:] = {sys.path!r}; import exact; exact.child()"
@@ -46,9 +49,12 @@ Epochs = list[list[Any]]  # of batches, each a list of samples, each an index an
 
 def draws() -> list[float]:
     """A number of each global generator."""
+    numbers = [np.random.random(), random.random()]
+    if QUICK in os.environ:
+        return [*numbers, 0.0]
     import torch
 
-    return [np.random.random(), random.random(), torch.rand(1, dtype=torch.float64).item()]
+    return [*numbers, torch.rand(1, dtype=torch.float64).item()]
 
 
 class Samples:
@@ -154,7 +160,7 @@ def litdata(workers: int, in_order: bool) -> Any:
     # A shuffled dataset of several chunks in local files, which optimize() wrote.
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
-    folder = os.environ["EXACT_FOLDER"]
+    folder = os.environ[FOLDER]
     if not os.path.exists(f"{folder}/samples"):
         options: Any = {"chunk_size": 5, "num_workers": 1, "verbose": False}
         optimize(int, list(range(SAMPLES)), f"{folder}/samples", **options)
@@ -178,15 +184,20 @@ class Loader(NamedTuple):
     needs: tuple[str, ...]
     judged: tuple[int, ...] = (0, 1, 2)
 
+    @property
+    def installed(self) -> bool:
+        return all(map(importlib.util.find_spec, self.needs))
+
 
 LOADERS = {
-    "minloader": Loader(minloader, ("minloader",)),
-    "minloader.torch": Loader(minloader_torch, ("minloader", "torch")),
+    "minloader": Loader(minloader, ()),
+    "minloader.torch": Loader(minloader_torch, ("torch",)),
     "torchdata": Loader(torchdata, ("torchdata", "torch")),
     "torchdata-stateful-dataset": Loader(torchdata_stateful, ("torchdata", "torch")),
     "grain": Loader(grain, ("grain",), (3,)),
     "litdata": Loader(litdata, ("litdata", "torch")),
 }
+QUICK, FOLDER = "EXACT_QUICK", "EXACT_FOLDER"  # in the environment, for the runs
 HANGS, NO_OPTION = "hangs", "no such option"
 GENERATORS = ["numpy's", "Python's", "torch's", "random_map's"]
 
@@ -230,26 +241,34 @@ def child() -> None:
 
 def go_through(run: Run, epochs: Epochs) -> None:
     """Adds the batches of each epoch."""
-    if LOADERS[run.loader].needs[-1] == "torch":
+    loader = LOADERS[run.loader].make(run.workers, run.in_order)
+    with_torch = "torch" in LOADERS[run.loader].needs
+    if with_torch:
         import torch
 
         torch.manual_seed(0)
-    loader = LOADERS[run.loader].make(run.workers, run.in_order)
     if run.resume is not None:
         file, epoch, batch = run.resume
-        loader.load_state_dict(pickle.loads(Path(file).read_bytes())[epoch, batch])
+        state, generator = pickle.loads(pickle.loads(Path(file).read_bytes())[epoch, batch])
+        loader.load_state_dict(state)
+        if with_torch:
+            torch.set_rng_state(generator)
+
+    def checkpoint() -> bytes:
+        # The global generator too, as training programs do: later epochs are shuffled by it.
+        generator = torch.get_rng_state() if with_torch else None
+        return pickle.dumps((loader.state_dict(), generator))
+
     states, empty = {}, 0
     while len(epochs) < run.epochs and empty < 2:
         if run.save and epochs:
-            states[len(epochs), 0] = pickle.loads(pickle.dumps(loader.state_dict()))
+            states[len(epochs), 0] = checkpoint()
         batches: list[Any] = []
         epochs.append(batches)
         for batch in loader:
             batches.append(np.asarray(batch).tolist())
             if run.save:
-                states[len(epochs) - 1, len(batches)] = pickle.loads(
-                    pickle.dumps(loader.state_dict())
-                )
+                states[len(epochs) - 1, len(batches)] = checkpoint()
             if run.kill and len(epochs) == 1 and len(batches) == MIDDLE:
                 os.kill(workers_of(os.getpid())[0].pid, signal.SIGKILL)
         if not batches:  # the rest of an epoch of which all was given
@@ -309,9 +328,8 @@ def judge(want: Epochs, found: dict[str, Any], loader: Loader) -> Cell:
     if indices(want) != indices(got):
         pairs = zip(chain(*want), chain(*got), strict=False)
         same = sum(indices([[a]]) == indices([[b]]) for a, b in pairs)
-        return Cell(
-            "other batches", f"{same} of {number} batches are of the samples they should be"
-        )
+        remark = f"none lost or doubled, but {same} of {number} batches are of the right samples"
+        return Cell("other batches", remark)
     ours, theirs = (
         np.concatenate([batch for epoch in each for batch in epoch]) for each in (want, got)
     )
@@ -388,11 +406,16 @@ def main() -> None:
     """Prints all; the exit status is 1 if minloader itself is not exact."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=list(LOADERS))
-    names = parser.parse_args().only
+    parser.add_argument("--quick", action="store_true", help="without torch's generator")
+    options = parser.parse_args()
+    names = [name for name in options.only if LOADERS[name].installed]
+    os.environ |= {QUICK: "1"} if options.quick else {}
+    for name in set(options.only) - set(names):
+        print(f"{name}: not installed")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        os.environ["EXACT_FOLDER"] = folder
+        os.environ[FOLDER] = folder
         columns = dict(zip(names, pool.map(partial(column, folder=folder), names), strict=True))
-    versions = []
+    versions = [f"minloader {minloader_version}"]
     for need in dict.fromkeys(chain(["numpy"], *(LOADERS[name].needs for name in names))):
         versions.append(f"{need} {importlib.metadata.version(need)}")
     print(
