@@ -412,7 +412,7 @@ def main() -> None:
     os.environ |= {QUICK: "1"} if options.quick else {}
     for name in set(options.only) - set(names):
         print(f"{name}: not installed")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as pool:
         os.environ[FOLDER] = folder
         columns = dict(zip(names, pool.map(partial(column, folder=folder), names), strict=True))
     versions = [f"minloader {minloader_version}"]
