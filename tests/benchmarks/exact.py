@@ -38,7 +38,7 @@ from harness import workers_of
 from minloader import __version__ as minloader_version
 
 SAMPLES, BATCH, EPOCHS, MIDDLE = 82, 4, 3, 7
-CHILD_SECONDS = 40  # a run that takes longer hangs
+CHILD_SECONDS = 60  # a run that takes longer hangs
 CHILD = f"import sys; sys.path[:] = {sys.path!r}; import exact; exact.child()"
 
 Epochs = list[list[Any]]  # of batches, each a list of samples, each an index and its draws
@@ -158,12 +158,14 @@ def grain(workers: int, in_order: bool) -> Any:
 
 def litdata(workers: int, in_order: bool) -> Any:
     # A shuffled dataset of several chunks in local files, which optimize() wrote.
+    import torch
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     folder = os.environ[FOLDER]
     if not os.path.exists(f"{folder}/samples"):
         options: Any = {"chunk_size": 5, "num_workers": 1, "verbose": False}
         optimize(int, list(range(SAMPLES)), f"{folder}/samples", **options)
+        torch.manual_seed(0)  # as when there is nothing left to do
 
     settings: Any = {"shuffle": True, "seed": 0, "transform": Samples().__getitem__}
     samples = StreamingDataset(f"{folder}/samples", f"{folder}/cache", **settings)
@@ -241,12 +243,12 @@ def child() -> None:
 
 def go_through(run: Run, epochs: Epochs) -> None:
     """Adds the batches of each epoch."""
-    loader = LOADERS[run.loader].make(run.workers, run.in_order)
     with_torch = "torch" in LOADERS[run.loader].needs
     if with_torch:
         import torch
 
         torch.manual_seed(0)
+    loader = LOADERS[run.loader].make(run.workers, run.in_order)
     if run.resume is not None:
         file, epoch, batch = run.resume
         state, generator = pickle.loads(pickle.loads(Path(file).read_bytes())[epoch, batch])
@@ -345,11 +347,6 @@ def indices(epochs: Epochs) -> list[int]:
     return [int(sample[0]) for epoch in epochs for batch in epoch for sample in batch]
 
 
-def sorted_epochs(found: dict[str, Any]) -> dict[str, Any]:
-    """Without the order of the batches in an epoch."""
-    return found | {"epochs": [sorted(epoch) for epoch in found["epochs"]]}
-
-
 def resume(run: Run, given: Epochs, length: int) -> dict[str, Any]:
     """What was given until a state was taken, and what a run gives that goes on from there."""
     ended = len(given[-1]) == length  # that epoch
@@ -361,7 +358,6 @@ def resume(run: Run, given: Epochs, length: int) -> dict[str, Any]:
 def column(name: str, folder: str) -> dict[str, Cell]:
     """All cells of a loader."""
     loader, run = LOADERS[name], Run(name)
-    states, again, loose = (f"{folder}/{name}, {number}" for number in range(3))
 
     def after(run: Run, saved: dict[str, Any], epoch: int = 0, batch: int = MIDDLE) -> Any:
         if "error" in saved:
@@ -369,37 +365,42 @@ def column(name: str, folder: str) -> dict[str, Cell]:
         *before, begun = saved["epochs"][: epoch + 1]
         return resume(run, [*before, begun[:batch]], length)
 
+    def resumed(run: Run, epoch: int, batch: int) -> Any:
+        return after(run._replace(resume=(states, epoch, batch)), saved, epoch, batch)
+
+    def twice() -> Any:
+        once = resumed(run._replace(save=again), 0, MIDDLE)
+        return after(run._replace(resume=(again, 0, MIDDLE)), once, 0, 2 * MIDDLE)
+
+    states, again = f"{folder}/{name}", f"{folder}/{name}, again"
     undisturbed = start(run)
+    saved = undisturbed if "error" in undisturbed else start(run._replace(save=states))
     want = undisturbed["epochs"]
     length = len(want[0]) if want else 0
-    saved = start(run._replace(save=states))
-    middle = run._replace(resume=(states, 0, MIDDLE))
-    once = after(middle._replace(save=again), saved)
-    twice = after(run._replace(resume=(again, 0, MIDDLE)), once, batch=2 * MIDDLE)
     runs = {
-        "not interrupted, once more": start(run),
-        "in the middle of an epoch": once,
-        "with the last batch of an epoch": after(
-            run._replace(resume=(states, 0, length)), saved, batch=length
-        ),
-        "between two epochs": after(run._replace(resume=(states, 1, 0)), saved, 1, 0),
-        "in a later epoch": after(run._replace(resume=(states, 2, MIDDLE)), saved, 2),
+        "not interrupted, once more": lambda: start(run),
+        "in the middle of an epoch": lambda: resumed(run, 0, MIDDLE),
+        "with the last batch of an epoch": lambda: resumed(run, 0, length),
+        "between two epochs": lambda: resumed(run, 1, 0),
+        "in a later epoch": lambda: resumed(run, 2, MIDDLE),
         "twice": twice,
-        "resumed with 1 worker": after(middle._replace(workers=1), saved),
-        "resumed with 3 workers": after(middle._replace(workers=3), saved),
-        "not, but a worker is killed": start(run._replace(kill=True)),
+        "resumed with 1 worker": lambda: resumed(run._replace(workers=1), 0, MIDDLE),
+        "resumed with 3 workers": lambda: resumed(run._replace(workers=3), 0, MIDDLE),
+        "not, but a worker is killed": lambda: start(run._replace(kill=True)),
     }
-    if "error" in undisturbed:
-        runs = dict.fromkeys(runs, undisturbed)
-    cells = {row: judge(want, found, loader) for row, found in runs.items()}
-    run = run._replace(in_order=False)
-    undisturbed = start(run)
+    failed = "error" in undisturbed
+    cells = {
+        row: judge(want, undisturbed if failed else make(), loader) for row, make in runs.items()
+    }
+    loose = run._replace(in_order=False)
+    undisturbed = start(loose)
+    want = [sorted(epoch) for epoch in undisturbed["epochs"]]
     found = undisturbed
     if "error" not in undisturbed:
-        saved = start(run._replace(save=loose))
-        found = after(run._replace(resume=(loose, 0, MIDDLE)), saved)
-    want = sorted_epochs(undisturbed)["epochs"]
-    return cells | {"with `in_order=False`": judge(want, sorted_epochs(found), loader)}
+        saved = start(loose._replace(save=states))
+        found = resumed(loose, 0, MIDDLE)
+        found["epochs"] = [sorted(epoch) for epoch in found["epochs"]]
+    return cells | {"with `in_order=False`": judge(want, found, loader)}
 
 
 def main() -> None:
