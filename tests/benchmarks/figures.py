@@ -1,6 +1,6 @@
 """The figures: minloader and its peers, side by side, in one run.
 
-    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew,import,...]
+    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew,import]
                                        [--quick] [--megabytes 100] [--json FILE]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
@@ -22,7 +22,6 @@ import time
 from dataclasses import replace
 from itertools import chain
 
-import many_workers
 import peers
 from harness import (
     Figure,
@@ -198,7 +197,6 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
             importing_lines(quick),
             lambda: Case(peers.tensors()),
         ),
-        **many_workers.make_figures(quick),
     }
 
 
@@ -225,7 +223,7 @@ def main() -> None:
     """Measures and prints; the exit status is 1 if minloader itself failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="5, or with --quick 1")
-    parser.add_argument("--only", default="tiny,ready,stack,first,skew,import,many,epochs")
+    parser.add_argument("--only", default="tiny,ready,stack,first,skew,import")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work at all?")
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
     parser.add_argument("--json", help="file to write all values to")
