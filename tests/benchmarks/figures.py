@@ -1,7 +1,7 @@
 """The figures: minloader and its peers, side by side, in one run.
 
-    python tests/benchmarks/figures.py [--runs 5] [--only tiny,ready,stack,first,skew,import]
-                                       [--quick] [--megabytes 100] [--json FILE]
+    python tests/benchmarks/figures.py [--runs 5] [--only ready,stack] [--quick]
+                                       [--megabytes 100] [--more] [--json FILE] [--svg FOLDER]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
 noise hits all alike. Shown are the median and (lowest to highest). A ratio says how many times
@@ -17,26 +17,39 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
 
+import curves
 import peers
 from harness import (
     Figure,
     Line,
     Metric,
     Values,
+    checker,
+    drain,
     memory_of_workers,
+    rate,
     run,
+    same,
     second_epoch,
     steady,
     table,
 )
 from peers import Case
 
+COSTS = {"20 µs": 2e-5, "50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms": 1e-3, "3 ms": 3e-3}
+DISTRIBUTIONS = ["numpy", "torch", "torchdata", "SeqTools", "grain", "joblib", "mpire"]
+DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "lhotse", "pillow"]
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
+MODULES: list[Any] = []  # with cases of their own: make_figures(quick)
 
 
 # --- measuring, in the child
@@ -44,16 +57,23 @@ FORK, SPAWN = ("start", "fork"), ("start", "spawn")
 
 def first_batch(figure: Figure, line: Line) -> Values:
     """The first batch; memory once all workers have worked; the second epoch's first batch."""
-    case = replace(figure.case(), **dict(line.options))
+    case = figure.case_of(line)
+    check = checker(line, case.dataset)
+
+    def who(batch: Any) -> tuple[int, int]:
+        """Which worker made which batch."""
+        check(batch[2])
+        return batch[:2]
+
     importlib.import_module(line.needs.lower())  # a program has done so long before
     begin = time.perf_counter()
     loader = line.adapter(case)
-    batches = iter(loader)
-    batch = next(batches)
+    batches = map(who, loader)
+    first = next(batches)
     found = {"value": time.perf_counter() - begin}
     stages: list[tuple[str, int, set[int]]]
     stages = [("some", 0, set()), ("all", case.dataset.at_once + case.dataset.slow, set())]
-    for pid, index, _ in chain([batch], batches):
+    for pid, index in chain([first], batches):
         for key, since, seen in stages:
             seen.update([pid] * (index >= since))
             if key not in found and len(seen) == case.workers:
@@ -74,11 +94,47 @@ def two_first_batches(figure: Figure, line: Line) -> Values:
     torch.set_num_threads(1)
     found = {}
     for key in ("value", "again"):
+        case = figure.case_of(line)
         begin = time.perf_counter()
-        batches = iter(figure.make(line))
-        next(batches)
+        batches = iter(line.adapter(case))
+        right = same(next(batches), case.dataset[0])
         found[key] = time.perf_counter() - begin
+        if not right:
+            raise ValueError("a wrong batch")
     return found
+
+
+def efficiency(figure: Figure, line: Line, measured: float) -> Values:
+    """The time of the work / (the time that a batch takes * workers), for each cost of a batch.
+
+    The time of the work is measured in this process, just before.
+    """
+    found = {}
+    for name, cost in COSTS.items():
+        dataset = peers.Work(1_000_000, cost)
+        case = replace(figure.case_of(line), dataset=dataset, chunk=math.ceil(0.01 / cost))
+        alone = map(dataset.__getitem__, count())
+        work = min(rate(alone, sys.maxsize, measured / 10)[1] for _ in range(3))
+        batches = iter(line.adapter(case))
+        drain(map(checker(line, dataset), islice(batches, figure.warm)))
+        rate(batches, sys.maxsize, measured / 2)
+        seconds, _ = rate(batches, sys.maxsize, measured)
+        found[name] = 100 * work / seconds / case.workers
+        del batches  # its workers end
+    return found
+
+
+def small_curves(results: dict[str, list[Values]]) -> str:
+    """The medians as an SVG image, a panel for each number of workers."""
+    panels: dict[str, dict[str, curves.Points]] = {}
+    for label, runs in results.items():
+        if runs and not any("failed" in run for run in runs):
+            line, _, workers = label.rpartition(", ")
+            panels.setdefault(workers, {})[line] = [
+                (cost, statistics.median(run[name] for run in runs)) for name, cost in COSTS.items()
+            ]
+    ticks = {cost: name for name, cost in COSTS.items()}
+    return curves.draw("Small batches", panels, ticks, "efficiency, %, by the work of a batch")
 
 
 # --- what is measured
@@ -91,14 +147,14 @@ def skewed_lines() -> list[Line]:
     return [
         Line(first, ours, "minloader", (deep,), first),
         Line("torch numpy, prefetch_factor=16", torch, "torch", (FORK, deep), first),
-        Line(second, ours, "minloader", (loose,), second),
+        Line(second, ours, "minloader", (loose,), second, "any order"),
         Line("minloader, defaults", ours, "minloader", (), second),
         Line("torch numpy, defaults", torch, "torch", (FORK,), second),
-        Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second),
+        Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second, "any order"),
     ]
 
 
-def importing_lines(quick: bool) -> list[Line]:
+def importing_lines(more: bool) -> list[Line]:
     """The ratios are to the line above them that is ours by fork server."""
     ours, torch = ("minloader.torch", peers.ours_as_torch), ("torch", peers.torch_alone)
     ways = [(*ours, "forkserver"), (*ours, "spawn"), (*torch, "spawn"), (*torch, "fork")]
@@ -108,33 +164,45 @@ def importing_lines(quick: bool) -> list[Line]:
             *(adapter, "torch", (("start", start), ("workers", workers))),
             f"minloader.torch, forkserver, {workers} workers",
         )
-        for workers in ((2,) if quick else (2, 8))
+        for workers in ((2, 8) if more else (2,))
         for name, adapter, start in ways
     ]
 
 
 OURS = Line("minloader", peers.ours, "minloader")
 TORCH = [
-    Line(f"torch {kind}, {start}", adapter, "torch", (("start", start),))
-    for kind, adapter in (("tensors", peers.torch_tensors), ("numpy", peers.torch_numpy))
-    for start in ("fork", "spawn")
+    Line("torch tensors, fork", peers.torch_tensors, "torch", (FORK,)),
+    Line("torch numpy, fork", peers.torch_numpy, "torch", (FORK,)),
 ]
 OTHERS = [
     Line("SeqTools, fork", peers.seqtools, "SeqTools", (FORK,)),
     Line("grain", peers.grain, "grain"),
     Line("joblib", peers.joblib, "joblib"),
     Line("mpire, fork", peers.mpire, "mpire", (FORK,)),
-    Line("webdataset MultiLoader, fork", peers.webdataset, "webdataset", (FORK,)),
+    Line(
+        "webdataset MultiLoader, fork",
+        *(peers.webdataset, "webdataset", (FORK,), "minloader", "any order"),
+    ),
     Line("bare executor", peers.bare_executor),
 ]
-LIMIT = Line("limit: memory copy, one thread", peers.memory_copy)
+LIMIT = Line("limit: memory copy, one thread", peers.memory_copy, expect="nothing")
 STEADY = [OURS, *TORCH, *OTHERS]
 FIRST = [
     OURS,
     Line("minloader, fork", peers.ours, "minloader", (FORK,)),
-    *TORCH[2:],
+    TORCH[1],
+    TORCH[1]._replace(label="torch numpy, spawn", options=(SPAWN,)),
     Line("torch, dataset of a tensor, spawn", peers.torch_table, "torch"),
     *(o._replace(label=o.label.replace("fork", "spawn"), options=(SPAWN,)) for o in OTHERS),
+]
+SMALL = [
+    line._replace(
+        label=f"{line.label}, {workers} worker{'s' * (workers > 1)}",
+        options=(*line.options, ("workers", workers)),
+        against="",
+    )
+    for workers in (1, 2)
+    for line in STEADY
 ]
 IN_PROCESS = Line("in process, no workers", peers.in_process)
 CPU = Metric("cpu", "CPU, ms per batch", ".3g")
@@ -146,10 +214,10 @@ MEMORY = [
 ]
 
 
-def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
+def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
     size, image = (16, (3, 64, 64)) if quick else (256, (3, 224, 224))
-    tiny, large, skewed, warm, workers = (300, 12, 48, 5, 2) if quick else (20_000, 100, 400, 12, 4)
-    more = warm + 20  # the end must not come in sight
+    tiny, large, skewed, warm, workers = (300, 12, 48, 3, 2) if quick else (100_000, 100, 200, 6, 4)
+    more = 1000  # the end must not come in sight
     batch = size * math.prod(image)
     title = "The dataset holds an array of {} MB, a batch is a row of it; {} workers; their memory "
     title += "(PSS) when each has made some batches, and when each has read the whole array"
@@ -157,7 +225,9 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
         "tiny": Figure(
             "A batch is 8 float32 and a label; 2 workers",
             *(steady, [Metric("value", "microseconds per batch", ".0f", -1), CPU], STEADY),
-            lambda: Case(peers.Tiny(tiny + 100 * more)),
+            lambda: Case(
+                peers.Tiny(1_000_000), chunk=1000
+            ),  # some make hundreds of thousands ahead
             *(tiny, 100 * warm, 1e6),
         ),
         "ready": Figure(
@@ -169,7 +239,7 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
         "stack": Figure(
             f"The loader stacks {size} images to a batch of {batch / 1e6:.1f} MB; 2 workers",
             *(steady, [Metric("value", "batches/s", ".1f", 1), CPU], [*STEADY, IN_PROCESS, LIMIT]),
-            lambda: Case(peers.Images((large + more) * size, 64, image), size, batch),
+            lambda: Case(peers.Images((large + more) * size, 61, image), size, batch),
             *(large, warm),
         ),
         "first": Figure(
@@ -194,8 +264,18 @@ def make_figures(quick: bool, megabytes: int) -> dict[str, Figure]:
                 Metric("value", "first batch, s", ".2f", -1),
                 Metric("again", "another loader's first, s", ".2f", -1),
             ],
-            importing_lines(quick),
+            importing_lines(more),
             lambda: Case(peers.tensors()),
+        ),
+        "small": Figure(
+            "Efficiency, %: the time of the work / (the time that a batch takes * workers), for "
+            "batches that take so much processor time",
+            partial(efficiency, measured=0.02 if quick else 0.15),
+            [Metric(name, name, ".0f") for name in COSTS],
+            SMALL,
+            lambda: Case(None),
+            warm=10,
+            picture=small_curves,
         ),
     }
 
@@ -208,7 +288,7 @@ def heading() -> str:
     import minloader
 
     versions = [f"minloader {minloader.__version__}"]
-    for name in ("numpy", "torch", *(o.needs for o in OTHERS[:-1])):
+    for name in DISTRIBUTIONS:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -223,15 +303,19 @@ def main() -> None:
     """Measures and prints; the exit status is 1 if minloader itself failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="5, or with --quick 1")
-    parser.add_argument("--only", default="tiny,ready,stack,first,skew,import")
+    parser.add_argument("--only", help="names of cases, with commas between; all of them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work at all?")
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
+    parser.add_argument("--more", action="store_true", help="the lines with 8 workers too")
     parser.add_argument("--json", help="file to write all values to")
+    parser.add_argument("--svg", type=Path, help="folder to draw the pictures in, such as docs")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     runs = options.runs or (1 if options.quick else 5)
     megabytes = options.megabytes or (4 if options.quick else 100)
-    figures = make_figures(options.quick, megabytes)
+    figures = make_figures(options.quick, megabytes, options.more)
+    for module in MODULES:
+        figures |= module.make_figures(options.quick)
     if options.child is not None:
         figure = figures[options.only]
         found = figure.measure(figure, figure.lines[options.child])
@@ -240,11 +324,15 @@ def main() -> None:
 
     print(heading(), flush=True)
     results = {}
-    for name in options.only.split(","):
-        arguments = [f"--only={name}", f"--megabytes={megabytes}", *["--quick"] * options.quick]
-        results[name] = run(figures[name], runs, arguments)
-        text = table(figures[name], results[name])
-        print(f"\n{name}: {figures[name].title}\n\n{text}", flush=True)
+    for name in options.only.split(",") if options.only else figures:
+        arguments = [f"--only={name}", f"--megabytes={megabytes}"]
+        arguments += ["--quick"] * options.quick + ["--more"] * options.more
+        figure, begin = figures[name], time.perf_counter()
+        results[name] = run(figure, runs, arguments)
+        title = f"{name}: {figure.title} ({time.perf_counter() - begin:.0f} s)"
+        print(f"\n{title}\n\n{table(figure, results[name])}", flush=True)
+        if options.svg and figure.picture:
+            (options.svg / f"{name}.svg").write_text(figure.picture(results[name]))
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"heading": heading(), "results": results}, file, indent=1)

@@ -11,16 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 from peers import Case
 
 CHILD_SECONDS = 120  # a measurement that takes longer has failed
-STEADY_SECONDS = 4  # slow peers make fewer batches
+STEADY_SECONDS = 1.5  # slow peers make fewer batches
+WARM_SECONDS = 0.3  # chunks grow meanwhile, and what was made ahead of the check is used up
 # Not the file itself: spawned workers would import it as their main module, and peers pay for it.
 CHILD = f"import sys; sys.path[:] = {sys.path!r}; import figures; figures.main()"
 
@@ -35,6 +38,7 @@ class Line(NamedTuple):
     needs: str = "numpy"  # a distribution
     options: tuple[tuple[str, Any], ...] = ()
     against: str = "minloader"  # label of the line that it is compared with
+    expect: str = "in order"  # the dataset's batches, or in "any order", or "nothing" of the kind
 
     @property
     def installed(self) -> bool:
@@ -62,9 +66,13 @@ class Figure:
     batches: int = 0  # counted
     warm: int = 0  # made before those
     work: float = 1  # what a batch stands for: value = work / seconds, or work * seconds
+    picture: Callable[[dict[str, list[Values]]], str] | None = None  # an SVG of the results
+
+    def case_of(self, line: Line) -> Case:
+        return replace(self.case(), **dict(line.options))
 
     def make(self, line: Line) -> Any:
-        return line.adapter(replace(self.case(), **dict(line.options)))
+        return line.adapter(self.case_of(line))
 
     def value(self, seconds: float) -> float:
         return self.work * seconds ** -self.metrics[0].better
@@ -75,36 +83,72 @@ class Figure:
 
 def steady(figure: Figure, line: Line) -> Values:
     """The batches to come once the workers are warm."""
-    batches = iter(figure.make(line))
-    for batch in islice(batches, figure.warm):
-        touch(batch)
+    case = figure.case_of(line)
+    batches = iter(line.adapter(case))
+    drain(map(checker(line, case.whole()), islice(batches, figure.warm)))
+    rate(batches, sys.maxsize, WARM_SECONDS)
     return timed(figure, batches)
 
 
 def second_epoch(figure: Figure, line: Line) -> Values:
     """A whole epoch, after another."""
-    loader = figure.make(line)
-    for batch in loader:
-        touch(batch)
+    case = figure.case_of(line)
+    loader = line.adapter(case)
+    drain(map(checker(line, case.whole()), loader))
     return timed(figure, iter(loader))
 
 
 def timed(figure: Figure, batches: Iterator[Any]) -> Values:
     """The value, and the milliseconds of CPU a batch."""
+    seconds, cpu = rate(batches, figure.batches, STEADY_SECONDS)
+    return {"value": figure.value(seconds), "cpu": cpu * 1000}
+
+
+def rate(batches: Iterator[Any], most: int, limit: float) -> tuple[float, float]:
+    """Seconds, and those of CPU, a batch: of so many of them, or those in so many seconds.
+
+    No variable ever has a batch here: a peer may have few buffers, and each that somebody holds
+    is missing. (SeqTools lost nine tenths of its speed to the last batch of the warm-up.)
+    """
     count, cpu, begin = 0, time.process_time(), time.perf_counter()
-    for batch in islice(batches, figure.batches):
-        touch(batch)
+    for _ in map(touch, islice(batches, most)):
         count += 1
-        if time.perf_counter() - begin > STEADY_SECONDS:
+        if time.perf_counter() - begin > limit:
             break
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    return {"value": figure.value(seconds / count), "cpu": cpu / count * 1000}
+    return seconds / count, cpu / count
 
 
 def touch(batch: Any) -> None:
     """All that a consumer does with a batch of images: looks at one number."""
     if getattr(batch, "ndim", 0) == 4:
         _ = batch[0, 0, 0, 0]
+
+
+def drain(iterator: Iterable[Any]) -> None:
+    """Goes through all of it and keeps nothing."""
+    deque(iterator, 0)
+
+
+def checker(line: Line, dataset: Any) -> Callable[[Any], None]:
+    """What raises unless each batch that it is given is the next of those that are expected."""
+    left = dict.fromkeys(range(min(len(dataset), 10_000)))
+
+    def check(batch: Any) -> None:
+        among = left if line.expect == "any order" else islice(left, 1)
+        index = next((i for i in among if same(batch, dataset.expected(i))), None)
+        if index is None:
+            raise ValueError(f"not the batch that is expected next, which is {min(left)}")
+        del left[index]
+
+    return touch if line.expect == "nothing" else check
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether arrays or tensors, or tuples of them, have the same numbers."""
+    if isinstance(expected, tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return np.array_equal(found, expected)
 
 
 def workers_of(pid: int) -> list[Any]:
@@ -190,7 +234,7 @@ def table(figure: Figure, results: dict[str, list[Values]]) -> str:
         elif failed:
             remarks.append(f"{line.label}: failed: {failed[0]} ({len(failed)} of {len(runs)} runs)")
         else:
-            base = results[line.against]
+            base = results.get(line.against, [])
             row = (text for metric in figure.metrics for text in cells(metric, runs, base))
             rows.append([line.label, *row])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

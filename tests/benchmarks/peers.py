@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from operator import getitem
@@ -33,12 +33,33 @@ class Tiny:
     def __getitem__(self, index: int) -> Any:
         return np.full(8, index, np.float32), index
 
+    expected = __getitem__  # that batch, without the time it takes
+
 
 class Skew(Tiny):
     """Every 16th batch takes 50 ms, the others 1 ms."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.001 if index % 16 else 0.05)
+        return super().__getitem__(index)
+
+
+class Work(Tiny):
+    """A batch takes so many seconds of processor time.
+
+    Of processor time: a clock would go on while a worker waits for a processor, as if the work did
+    itself, and the parent's share of the processors would cost nothing. Not a fixed number of
+    steps either: these take longer while the other processor is busy, if both are one core's.
+    """
+
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__(size)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> Any:
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
         return super().__getitem__(index)
 
 
@@ -52,6 +73,8 @@ class Images(Tiny):
     def __getitem__(self, index: int) -> Any:
         return self.images[index % len(self.images)]
 
+    expected = __getitem__
+
 
 class Rows(Tiny):
     """Rows of 1,000 float64, 125 rows a megabyte. A batch: who made it, which, and one row."""
@@ -59,14 +82,17 @@ class Rows(Tiny):
     def __init__(self, at_once: int, slow: int, whole: int, megabytes: int) -> None:
         super().__init__(at_once + slow + whole)
         self.at_once, self.slow = at_once, slow
-        self.array: Any = np.ones((megabytes * 125, 1000))
+        self.array: Any = np.arange(megabytes * 125_000.0).reshape(-1, 1000)
 
     def __getitem__(self, index: int) -> Any:
         if index >= self.at_once + self.slow:
             self.array.sum()  # touches all memory
         elif index >= self.at_once:
             time.sleep(0.01)  # leaves some for the other workers
-        return os.getpid(), index, self.array[index % len(self.array)] * 2
+        return os.getpid(), index, self.expected(index)
+
+    def expected(self, index: int) -> Any:
+        return self.array[index % len(self.array)] * 2
 
 
 def tensors() -> Any:
@@ -86,6 +112,21 @@ class Stacks(Tiny):
     def __getitem__(self, index: int) -> Any:
         begin = index * self.batch_size
         return np.stack([self.samples[i] for i in range(begin, begin + self.batch_size)])
+
+    expected = __getitem__
+
+
+class Dealt(Tiny):
+    """Samples in such an order that every n-th of them, from the k-th on, make batch k."""
+
+    def __init__(self, samples: Any, batch_size: int, n: int) -> None:
+        super().__init__(len(samples))
+        self.samples, self.batch_size, self.n = samples, batch_size, n
+
+    def __getitem__(self, index: int) -> Any:
+        turn, index = divmod(index, self.n * self.batch_size)
+        place, worker = divmod(index, self.n)
+        return self.samples[(turn * self.n + worker) * self.batch_size + place]
 
 
 class Tensors(Tiny):
@@ -127,10 +168,16 @@ class Case:
     dataset: Any
     batch_size: int | None = None  # None: dataset[i] is a batch
     large: int = 0  # bytes of a batch, where they matter
+    chunk: int = 1  # batches at a time, for peers that want to be told
     workers: int = 2
     start: str = "spawn"
     prefetch: int = 2  # per worker
     in_order: bool = True
+
+    @property
+    def ahead(self) -> int:
+        """Batches that a worker of a peer may have ready: more of the tiny ones, it is faster."""
+        return max(self.prefetch, self.chunk)
 
     def whole(self) -> Any:
         """A dataset of batches."""
@@ -152,7 +199,7 @@ def ours(case: Case) -> Iterable[Any]:
 
 
 def torch_tensors(case: Case) -> Iterable[Any]:
-    # Its own collate, which stacks tensors straight into shared memory; persistent workers.
+    # Its own collate, which stacks tensors straight into shared memory (default_collate's source).
     return _torch(case, Tensors(case.dataset), None)
 
 
@@ -164,17 +211,17 @@ def ours_as_torch(case: Case) -> Iterable[Any]:
 
 
 def torch_alone(case: Case) -> Iterable[Any]:
-    # Its own collate; persistent workers.
+    # Its own collate.
     return _torch(case, case.dataset, None)
 
 
 def torch_numpy(case: Case) -> Iterable[Any]:
-    # np.stack, or batches as they are, so that arrays arrive; persistent workers.
+    # np.stack, or batches as they are, so that arrays arrive.
     return _torch(case, case.dataset, np.stack if case.batch_size else as_is)
 
 
 def torch_table(case: Case) -> Iterable[Any]:
-    # The array of Rows is a tensor, which torch shares among workers; persistent workers.
+    # The array of Rows is a tensor, which torch shares among workers.
     from torch import from_numpy
 
     case.dataset.array = from_numpy(case.dataset.array)
@@ -186,6 +233,9 @@ def as_is(batch: Any) -> Any:
 
 
 def _torch(case: Case, dataset: Any, collate_fn: Any, loader_class: Any = None) -> Iterable[Any]:
+    # persistent_workers, so that a second epoch finds them; pin_memory is for a GPU, and would
+    # only copy; prefetch_factor is the default, 2, but for tiny batches. All these are in the
+    # docstring of DataLoader.
     from torch.utils.data import DataLoader
 
     loader: Iterable[Any] = (loader_class or DataLoader)(
@@ -193,7 +243,7 @@ def _torch(case: Case, dataset: Any, collate_fn: Any, loader_class: Any = None) 
         batch_size=case.batch_size,
         sampler=range(len(dataset)),
         num_workers=case.workers,
-        prefetch_factor=case.prefetch,
+        prefetch_factor=case.ahead,
         in_order=case.in_order,
         collate_fn=collate_fn,
         persistent_workers=True,
@@ -203,46 +253,57 @@ def _torch(case: Case, dataset: Any, collate_fn: Any, loader_class: Any = None) 
 
 
 def seqtools(case: Case) -> Iterable[Any]:
-    # As many buffers as others have, two more that it keeps in reserve; in shared memory if large.
+    # shm_size fits the buffers of max_buffered batches, and nobody keeps a batch: both as the
+    # docstring of prefetch() asks. max_buffered is its default, 10, of which it keeps two in
+    # reserve: with as few as others have it is slower. Shared memory is no faster for tiny batches.
     from seqtools import batch, prefetch
 
     multiprocessing.set_start_method(case.start, force=True)
-    size, slots = case.batch_size, case.prefetch * case.workers + 2
+    size, slots = case.batch_size, max(10, case.prefetch * case.workers + 2)
     batches = batch(case.dataset, size, collate_fn=np.stack) if size else case.dataset
     return prefetch(batches, case.workers, "process", slots, shm_size=slots * case.large)
 
 
 def grain(case: Case) -> Iterable[Any]:
-    # No reading threads, as advised for data in memory; its batch() stacks into shared memory.
+    # No reading threads, as the docstring of ReadOptions advises for data in memory. batch() comes
+    # after to_iter_dataset(), so that it stacks into shared memory; each worker then stacks every
+    # n-th sample, hence the order of the source.
+    from absl import flags
     from grain import MapDataset, MultiprocessingOptions, ReadOptions
 
+    flags.FLAGS.mark_as_parsed()  # or else it fails outside of an absl program
+    size, source = case.batch_size, case.dataset
+    source = Dealt(source, size, case.workers) if size else source
     options = ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    dataset = MapDataset.source(case.dataset).to_iter_dataset(options)
-    if case.batch_size:
-        dataset = dataset.batch(case.batch_size)
-    return dataset.mp_prefetch(MultiprocessingOptions(case.workers, case.prefetch))
+    dataset = MapDataset.source(source).to_iter_dataset(options)
+    dataset = dataset.batch(size) if size else dataset
+    return dataset.mp_prefetch(MultiprocessingOptions(case.workers, case.ahead))
 
 
 def joblib(case: Case) -> Iterable[Any]:
-    # loky, memory-maps the dataset's arrays; groups tasks as it sees fit, unless batches are large.
+    # loky, which maps the dataset's large arrays into memory. batch_size, since the docstring of
+    # Parallel wants quick tasks grouped; its "auto" is no faster, and makes groups of up to half
+    # a second, which come in bursts.
     from joblib import Parallel, delayed
 
-    dataset, group = case.whole(), 1 if case.large else "auto"
-    parallel = Parallel(case.workers, return_as="generator", batch_size=group)
+    dataset = case.whole()
+    parallel = Parallel(case.workers, return_as="generator", batch_size=case.chunk)
     return parallel(delayed(getitem)(dataset, index) for index in range(len(dataset)))
 
 
 def mpire(case: Case) -> Iterable[Any]:
-    # The dataset is its shared object; a task is a chunk of 1/128 of the epoch (for 2 workers).
+    # The dataset is its shared object, as the README advises. chunk_size, since the default of
+    # imap(), 1/64 of a worker's share, depends on how long the epoch is; it is no faster.
     from mpire import WorkerPool
 
     dataset = case.whole()
     with WorkerPool(case.workers, shared_objects=dataset, start_method=case.start) as pool:
-        yield from pool.imap(getitem, range(len(dataset)))
+        yield from pool.imap(getitem, range(len(dataset)), chunk_size=case.chunk)
 
 
 def webdataset(case: Case) -> Iterable[Any]:
-    # Unordered; each worker runs through its share, up to 2,000 batches ahead of the consumer.
+    # There is nothing to set. Unordered; each worker runs through its share, up to 2,000 batches
+    # ahead of the consumer.
     from webdataset.multi import MultiLoader
 
     multiprocessing.set_start_method(case.start, force=True)
@@ -260,12 +321,12 @@ def bare_executor(case: Case) -> Iterable[Any]:
     dataset, context = case.whole(), multiprocessing.get_context(case.start)
     indices = iter(range(len(dataset)))
     with ProcessPoolExecutor(case.workers, context, keep, (dataset,)) as pool:
-        ahead = islice(indices, case.prefetch * case.workers)
+        ahead = islice(indices, case.ahead * case.workers)
         pending = deque(pool.submit(fetch, index) for index in ahead)
         while pending:
-            batch = pending.popleft().result()
+            wait([pending[0]])
             pending.extend(pool.submit(fetch, index) for index in islice(indices, 1))
-            yield batch
+            yield pending.popleft().result()
 
 
 def in_process(case: Case) -> Iterable[Any]:
