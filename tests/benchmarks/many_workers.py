@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
+from operator import itemgetter
 from typing import Any
 
 import peers
-from harness import Figure, Line, Metric, Values, memory_of_workers, steady, timed
+from harness import Figure, Line, Metric, Values, checker, drain, memory_of_workers, timed
 from peers import Case, Tiny
 
 SECONDS = 0.02  # that a batch waits
@@ -29,20 +30,48 @@ class Waiting(Tiny):
 
 def many_workers(figure: Figure, line: Line) -> Values:
     """The share of the ideal rate, and what it takes to get there."""
-    case = replace(figure.case(), **dict(line.options))
+    case = figure.case_of(line)
     importlib.import_module(line.needs.lower())  # a program has done so long before
     seen: set[int] = set()
     begin = time.perf_counter()
     batches = iter(line.adapter(case))
-    while len(seen) < case.workers:
-        seen.add(next(batches)[0])
+    for index in count():
+        worker, found = next(batches)
+        assert found == index
+        seen.add(worker)
+        if len(seen) == case.workers:
+            break
     start = time.perf_counter() - begin
-    for _ in islice(batches, 2 * case.prefetch * case.workers):
-        pass  # what was made while the last worker started
-    ideal = SECONDS / case.workers
-    figure = replace(figure, batches=case.workers * figure.batches, work=ideal)
-    found = timed(figure, batches)
-    return found | {"start": start, "memory": sum(memory_of_workers()) / case.workers}
+    drain(islice(batches, 2 * case.prefetch * case.workers))  # made while the last one started
+    figure = replace(figure, batches=case.workers * figure.batches, work=SECONDS / case.workers)
+    return timed(figure, batches) | {
+        "start": start,
+        "memory": sum(memory_of_workers()) / case.workers,
+    }
+
+
+def short_epochs(figure: Figure, line: Line) -> Values:
+    """Epochs, once the workers are warm."""
+    case = figure.case_of(line)
+    epochs: Iterator[Any] = iter(line.adapter(case))
+    drain(map(checker(line, case.whole()), next(epochs)))
+    drain(map(drain, islice(epochs, figure.warm)))
+    return timed(figure, map(drain, epochs))
+
+
+def one_by_one(adapter: Callable[[Case], Iterable[Any]], case: Case) -> Iterator[Any]:
+    """Yields a loader for each epoch."""
+    loader = adapter(case)
+    while True:
+        yield loader
+
+
+def without_gap(case: Case) -> Iterator[Any]:
+    """Yields an iterator for each epoch."""
+    loader: Any = peers.ours(case)
+    batches = map(itemgetter(1), loader.epochs())
+    while True:
+        yield islice(batches, LENGTH)
 
 
 def waiting_lines(quick: bool) -> list[Line]:
@@ -59,24 +88,6 @@ def waiting_lines(quick: bool) -> list[Line]:
         for name, adapter, start in ways
         if start == "fork" or name == "minloader" or workers == 4  # torch takes minutes to spawn 64
     ]
-
-
-def one_by_one(adapter: Callable[[Case], Iterable[Any]], case: Case) -> Iterator[None]:
-    """Yields after each epoch."""
-    loader = adapter(case)
-    while True:
-        for _ in loader:
-            pass
-        yield
-
-
-def without_gap(case: Case) -> Iterator[None]:
-    loader: Any = peers.ours(case)
-    batches = loader.epochs()
-    while True:
-        for _ in islice(batches, LENGTH):
-            pass
-        yield
 
 
 def make_figures(quick: bool) -> dict[str, Figure]:
@@ -97,10 +108,8 @@ def make_figures(quick: bool) -> dict[str, Figure]:
         ),
         "epochs": Figure(
             f"{epochs} epochs of {LENGTH} batches of 8 float32 and a label; 2 workers",
-            *(
-                steady,
-                [Metric("value", "ms per epoch", ".2f", -1), Metric("cpu", "CPU, ms", ".3g")],
-            ),
+            short_epochs,
+            [Metric("value", "ms per epoch", ".2f", -1), Metric("cpu", "CPU, ms", ".3g")],
             [
                 Line("minloader", partial(one_by_one, peers.ours), "minloader"),
                 Line("minloader, epochs(n)", without_gap, "minloader"),
