@@ -158,14 +158,12 @@ def grain(workers: int, in_order: bool) -> Any:
 
 def litdata(workers: int, in_order: bool) -> Any:
     # A shuffled dataset of several chunks in local files, which optimize() wrote.
-    import torch
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     folder = os.environ[FOLDER]
     if not os.path.exists(f"{folder}/samples"):
         options: Any = {"chunk_size": 5, "num_workers": 1, "verbose": False}
         optimize(int, list(range(SAMPLES)), f"{folder}/samples", **options)
-        torch.manual_seed(0)  # as when there is nothing left to do
 
     settings: Any = {"shuffle": True, "seed": 0, "transform": Samples().__getitem__}
     samples = StreamingDataset(f"{folder}/samples", f"{folder}/cache", **settings)
@@ -179,11 +177,13 @@ class Loader(NamedTuple):
     Attributes:
         make: gives the loader, for a number of workers and ``in_order``.
         needs: distributions.
+        generator: whether its documentation says to save torch's global generator too.
         judged: the generators that count, by their index; the others are told of.
     """
 
     make: Callable[[int, bool], Any]
     needs: tuple[str, ...]
+    generator: bool = False
     judged: tuple[int, ...] = (0, 1, 2)
 
     @property
@@ -193,10 +193,10 @@ class Loader(NamedTuple):
 
 LOADERS = {
     "minloader": Loader(minloader, ()),
-    "minloader.torch": Loader(minloader_torch, ("torch",)),
+    "minloader.torch": Loader(minloader_torch, ("torch",), generator=True),
     "torchdata": Loader(torchdata, ("torchdata", "torch")),
     "torchdata-stateful-dataset": Loader(torchdata_stateful, ("torchdata", "torch")),
-    "grain": Loader(grain, ("grain",), (3,)),
+    "grain": Loader(grain, ("grain",), judged=(3,)),
     "litdata": Loader(litdata, ("litdata", "torch")),
 }
 QUICK, FOLDER = "EXACT_QUICK", "EXACT_FOLDER"  # in the environment, for the runs
@@ -243,22 +243,21 @@ def child() -> None:
 
 def go_through(run: Run, epochs: Epochs) -> None:
     """Adds the batches of each epoch."""
-    with_torch = "torch" in LOADERS[run.loader].needs
-    if with_torch:
+    kind = LOADERS[run.loader]
+    if "torch" in kind.needs:
         import torch
 
         torch.manual_seed(0)
-    loader = LOADERS[run.loader].make(run.workers, run.in_order)
+    loader = kind.make(run.workers, run.in_order)
     if run.resume is not None:
         file, epoch, batch = run.resume
         state, generator = pickle.loads(pickle.loads(Path(file).read_bytes())[epoch, batch])
         loader.load_state_dict(state)
-        if with_torch:
+        if kind.generator:
             torch.set_rng_state(generator)
 
     def checkpoint() -> bytes:
-        # The global generator too, as training programs do: later epochs are shuffled by it.
-        generator = torch.get_rng_state() if with_torch else None
+        generator = torch.get_rng_state() if kind.generator else None
         return pickle.dumps((loader.state_dict(), generator))
 
     states, empty = {}, 0
@@ -373,6 +372,7 @@ def column(name: str, folder: str) -> dict[str, Cell]:
         return after(run._replace(resume=(again, 0, MIDDLE)), once, 0, 2 * MIDDLE)
 
     states, again = f"{folder}/{name}", f"{folder}/{name}, again"
+    start(run._replace(epochs=0))  # writes the dataset, if that is to be done
     undisturbed = start(run)
     saved = undisturbed if "error" in undisturbed else start(run._replace(save=states))
     want = undisturbed["epochs"]
