@@ -232,14 +232,14 @@ class CopyingDict(dict[int, Any]):
 # workers, and builds a new poll object of them each time: twice a task, 3 µs for each worker.
 # Versions: all.
 # Without this piece: the manager thread of 64 workers is busy with no more than that, and they make
-# two thirds of the batches that they could.
+# less than two thirds of the batches that they could.
 
 
 class _ManagerThread(_ExecutorManagerThread):
     """A manager thread that looks at the workers one by one only when one of them has ended."""
 
     watch: Any = None
-    watched = 0
+    watched = -1
 
     def wait_result_broken_or_wakeup(self) -> Any:
         workers = self.processes
@@ -255,7 +255,7 @@ class _ManagerThread(_ExecutorManagerThread):
         readers: list[Any] = [self.result_queue, self.thread_wakeup]
         pipes = [each._reader.fileno() for each in readers]
         try:
-            # Another worker comes with a task, which wakes this thread up.
+            # A worker that starts meanwhile is seen with the next message, as in the base class.
             if len(self.processes) != self.watched:
                 self.watch = select.epoll()
                 for file in [*pipes, *(worker.sentinel for worker in self.processes.values())]:
