@@ -162,6 +162,9 @@ def litdata(workers: int, in_order: bool) -> Any:
 
     folder = os.environ[FOLDER]
     if not os.path.exists(f"{folder}/samples"):
+        os.environ |= {
+            f"DATA_OPTIMIZER_{name}": folder for name in ("CACHE_FOLDER", "DATA_CACHE_FOLDER")
+        }
         options: Any = {"chunk_size": 5, "num_workers": 1, "verbose": False}
         optimize(int, list(range(SAMPLES)), f"{folder}/samples", **options)
 
