@@ -104,9 +104,15 @@ def test_tiny_batches_travel_together(make):
         assert 1 < max(size for _, size in sent) <= CHUNK_MOST
         assert loader.stats.chunk_size > 1
         assert len(sent) < 1500
-    sent.clear()
-    iter(loader)
-    assert [size for _, size in sent] == [1] * (2 * loader.num_workers)  # each epoch anew
+
+
+def test_an_epoch_begins_with_what_the_last_one_found_out(chunks):
+    loader = chunks(Squares(), range(N))
+    assert len(list(epoch_of(loader))) == N
+    before = len(chunks.sent)
+    assert next(iter(loader)) == 0
+    share = CHUNK_MOST // (2 * loader.num_workers) if loader.num_workers else 1
+    assert chunks.sent[before] == (0, min(N, share))
 
 
 @pytest.mark.slow

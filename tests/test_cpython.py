@@ -478,6 +478,30 @@ def test_8_an_unfinished_message_is_waited_for(tmp_path):
     executor.shutdown()
 
 
+def manager_waits_for(executor: ProcessPoolExecutor, patch: pytest.MonkeyPatch) -> int:
+    """Of how many files the manager thread makes a list for its last wait; with two workers."""
+    lengths = []
+
+    def wait(files: list[Any], timeout: float | None = None) -> list[Any]:
+        lengths.append(len(files))
+        return real(files, timeout)
+
+    real = multiprocessing.connection.wait
+    with executor, patch.context() as patched:
+        patched.setattr(multiprocessing.connection, "wait", wait)
+        both = [executor.submit(os.getpid) for _ in range(2)]
+        assert [executor.submit(abs, n).result() for n in range(3)] == [0, 1, 2]
+        assert len(executor._processes) == len([each.result() for each in both])
+        return next(length for length in reversed(lengths) if length > 1)
+
+
+def test_9_a_wait_is_for_each_worker(monkeypatch):
+    context = get_context("spawn")
+    assert manager_waits_for(ProcessPoolExecutor(2, mp_context=context), monkeypatch) == 4
+    if sys.platform == "linux":
+        assert manager_waits_for(cpython.Executor(2, context), monkeypatch) == 2
+
+
 def test_no_public_name_tells_that_an_executor_is_broken():
     assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
     assert "broken" in dir(cpython.Executor)

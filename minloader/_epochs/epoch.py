@@ -92,7 +92,9 @@ class Epoch(TimedIterator):
     def __post_init__(self) -> None:
         self._ledgers = self.progress.ledgers  # the consumer's, those begun ahead of it
         self._in_order = self.settings.in_order
-        self._chunk = 1  # items a task
+        # Items a task. Those sent at first share what one may hold, so that all workers get some.
+        depth = self.settings.depth
+        self._chunk = max(1, self.settings.chunk // depth) if depth else 1
         self._pending: deque[Pending] = deque()
         self._unsent = False  # whether there may be tasks among them that are not sent yet
         self._opened: _Opened | None = None
@@ -448,7 +450,8 @@ class Epoch(TimedIterator):
             small = CHUNK_BYTES * made / (reply.size or 1)
             # What was cut short was slow. Otherwise it may just have had no processor for a while.
             least = self._chunk // 2 if made == len(task.items) else 1
-            self._chunk = min(self._chunk, max(1, least, int(min(quick, small))))
+            fits = self.settings.chunk = int(min(quick, small, CHUNK_MOST))
+            self._chunk = min(self._chunk, max(1, least, fits))
         counters, slots = self.settings.counters, self._pool.slots
         counters.chunk_size = self._chunk
         if made and reply.pid >= 0:

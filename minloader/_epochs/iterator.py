@@ -39,6 +39,7 @@ class Settings:
         memory_limit: bytes that a worker may have for itself; None for any.
         on_error: what to do with a batch that failed.
         counters: what is counted.
+        chunk: how many batches like those made last fit into a task.
         closed: whether the loader is.
         told_empty: whether the log has said that shards of a stream gave no batch.
         compared: whether the first batches of two shards of a stream were compared.
@@ -51,6 +52,7 @@ class Settings:
     memory_limit: int | None
     on_error: OnError
     counters: Counters
+    chunk: int = 1
     closed: bool = False
     told_empty: bool = False
     compared: bool = False

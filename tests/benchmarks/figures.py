@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import curves
+import many_workers
 import peers
 import real_work
 from harness import (
@@ -51,7 +52,7 @@ COSTS = {"20 µs": 2e-5, "50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms
 DISTRIBUTIONS = ["numpy", "torch", "torchdata", "SeqTools", "grain", "joblib", "mpire"]
 DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "lhotse", "pillow"]
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
-MODULES: list[Any] = [real_work]  # with cases of their own: make_figures(quick)
+MODULES: list[Any] = [many_workers, real_work]  # with cases of their own: make_figures(quick)
 
 
 # --- measuring, in the child
