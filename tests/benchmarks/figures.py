@@ -228,7 +228,7 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
     return {
         "tiny": Figure(
             "A batch is 8 float32 and a label; 2 workers",
-            *(steady, [Metric("value", "microseconds per batch", ".0f", -1), CPU], STEADY),
+            *(steady, [Metric("value", "microseconds per batch", ".1f", -1), CPU], STEADY),
             lambda: Case(peers.Tiny(1_000_000), chunk=1000),
             *(tiny, 100 * warm, 1e6),
         ),
@@ -272,7 +272,7 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
         "small": Figure(
             "Efficiency, %: the time of the work / (the time that a batch takes * workers), for "
             "batches that take so much processor time",
-            partial(efficiency, measured=0.02 if quick else 0.15),
+            partial(efficiency, measured=0.02 if quick else 0.1),
             [Metric(name, name, ".0f") for name in list(COSTS)[: 2 if quick else None]],
             SMALL[len(STEADY) :] if quick else SMALL,
             lambda: Case(None),
