@@ -490,8 +490,9 @@ def most_waited_for(executor: ProcessPoolExecutor, patch: pytest.MonkeyPatch) ->
     with executor, patch.context() as patched:
         patched.setattr(multiprocessing.connection, "wait", wait)
         both = [executor.submit(os.getpid) for _ in range(2)]
-        assert [executor.submit(abs, n).result() for n in range(3)] == [0, 1, 2]
         assert len(executor._processes) == len([each.result() for each in both])
+        lengths[1:] = []  # the thread may wait before it is given another class
+        assert [executor.submit(abs, n).result() for n in range(3)] == [0, 1, 2]
         return max(lengths)
 
 
