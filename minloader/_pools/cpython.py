@@ -338,7 +338,7 @@ class Executor(ProcessPoolExecutor):
             cast(Any, self)._executor_manager_thread = None
             raise
         self.manager = cast(Any, self._executor_manager_thread)
-        self.manager.__class__ = _ManagerThread  # piece 9
+        self.manager.__class__ = _ManagerThread  # piece 9; it may wait once as CPython does
 
     # CPython: the manager thread waits for the call queue's feeder thread, with the lock that
     # shutdown() needs, and so does the end of the executor: weakref_cb() (until 3.13.0).
