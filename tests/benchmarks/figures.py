@@ -221,7 +221,7 @@ MEMORY = [
 def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
     size, image = (16, (3, 64, 64)) if quick else (256, (3, 224, 224))
     tiny, large, skewed, warm, workers = (300, 12, 48, 3, 2) if quick else (100_000, 100, 200, 6, 4)
-    beyond = 1000  # the end must not come in sight
+    beyond = 100_000 if quick else 1000  # the end must not come in sight
     batch = size * math.prod(image)
     title = "The dataset holds an array of {} MB, a batch is a row of it; {} workers; their memory "
     title += "(PSS) when each has made some batches, and when each has read the whole array"
