@@ -254,12 +254,13 @@ class BatchPacker:
         """
         dtype, flags = array.dtype, array.flags
         is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative
-        if is_small and (flags.c_contiguous or order_in_memory(array) is None):
+        axes = None if flags.c_contiguous else order_in_memory(array)
+        if is_small and axes is None:
             return self._ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
         whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
         if dtype.hasobject or (whole and not is_small):
             return array.__reduce_ex__(5)
-        if not flags.c_contiguous and (axes := order_in_memory(array)) is not None:
+        if axes is not None:
             return transpose_back, (array.transpose(axes), axes)
         block = self._writer.empty(array.shape, dtype)
         block[...] = array

@@ -19,21 +19,19 @@ import pickle
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import workers_of
+from harness import run_child, workers_of
 
 from minloader import __version__ as minloader_version
 
@@ -287,23 +285,14 @@ def go_through(run: Run, epochs: Epochs) -> None:
 
 def start(run: Run) -> dict[str, Any]:
     """Does a run in a process of its own."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, "-c", CHILD, json.dumps(run)]
-        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
-        try:
-            process.wait(CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            for left in [*workers_of(process.pid), process]:
-                with suppress(ProcessLookupError):
-                    os.kill(left.pid, signal.SIGKILL)
-            process.wait()
-            return {"epochs": [], "error": HANGS}
-        out.seek(0)
-        err.seek(0)
-        last = (out.read().splitlines() or [""])[-1]
-        if last.startswith("{"):
-            return dict(json.loads(last))
-        return {"epochs": [], "error": "".join(err.read().splitlines()[-1:]) or "dies"}
+    command = [sys.executable, "-c", CHILD, json.dumps(run)]
+    status, out, err = run_child(command, CHILD_SECONDS)
+    if status is None:
+        return {"epochs": [], "error": HANGS}
+    last = (out.splitlines() or [""])[-1]
+    if last.startswith("{"):
+        return dict(json.loads(last))
+    return {"epochs": [], "error": "".join(err.splitlines()[-1:]) or "dies"}
 
 
 class Cell(NamedTuple):

@@ -170,26 +170,34 @@ def memory_of_workers() -> list[float]:
 # --- running and printing
 
 
-def measure(arguments: list[str]) -> Values:
-    """Runs one child; its values, or why it failed."""
+def run_child(command: list[str], seconds: float) -> tuple[int | None, str, str]:
+    """Runs a program with a deadline; its exit status, None if it was killed, and what it wrote."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # Files, since a worker left behind would keep pipes open.
-        command = [sys.executable, "-c", CHILD, *arguments]
         child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        status = None
         try:
-            status = child.wait(CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {CHILD_SECONDS} s"}
+            with suppress(subprocess.TimeoutExpired):
+                status = child.wait(seconds)
         finally:
             if child.poll() is None:
                 for process in [*workers_of(child.pid), child]:
                     with suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
+                child.wait()
         out.seek(0)
         err.seek(0)
-        if status == 0:
-            return dict(json.loads(out.read().splitlines()[-1]))
-        return {"failed": "".join(err.read().splitlines()[-1:])[:80] or f"exit status {status}"}
+        return status, out.read(), err.read()
+
+
+def measure(arguments: list[str]) -> Values:
+    """Runs one child; its values, or why it failed."""
+    status, out, err = run_child([sys.executable, "-c", CHILD, *arguments], CHILD_SECONDS)
+    if status is None:
+        return {"failed": f"not done after {CHILD_SECONDS} s"}
+    if status == 0:
+        return dict(json.loads(out.splitlines()[-1]))
+    return {"failed": "".join(err.splitlines()[-1:])[:80] or f"exit status {status}"}
 
 
 def run(figure: Figure, runs: int, arguments: list[str]) -> dict[str, list[Values]]:

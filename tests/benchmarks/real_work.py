@@ -12,7 +12,6 @@ import sysconfig
 import time
 from contextlib import suppress
 from ctypes import CDLL
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -34,7 +33,6 @@ if "BENCHMARK_FILES" not in os.environ:  # children find what is in there
     os.environ["BENCHMARK_FILES"] = _folder.name
 FILES = Path(os.environ["BENCHMARK_FILES"])
 FORK = ("start", "fork")
-PEERS = ("spdl-core", "spdl-io", "lhotse", "pillow")  # distributions
 
 
 # --- measuring, in the child
@@ -121,7 +119,7 @@ def starts(figure: Figure, line: Line) -> Values:
 def decodes(figure: Figure, line: Line) -> Values:
     """The first batch, then those that come once the workers are warm."""
     import_peers(line)
-    case = replace(figure.case(), **dict(line.options))
+    case = figure.case_of(line)
     size = case.batch_size or 1
     begin = time.perf_counter()
     batches = iter(line.adapter(case))
@@ -142,7 +140,7 @@ def decodes(figure: Figure, line: Line) -> Values:
 def reads(figure: Figure, line: Line) -> Values:
     """The first batch, and the rest of the epoch."""
     import_peers(line)
-    case = replace(figure.case(), **dict(line.options))
+    case = figure.case_of(line)
     begin = time.perf_counter()
     batches = iter(line.adapter(case))
     batch = next(batches)
