@@ -551,6 +551,7 @@ def test_batches_of_a_task_know_nothing_of_each_other():
     part = np.arange(3)
     whole = {"part": part, "name": "x" * 30}
     first = packer.pack(whole)
+    assert packer.pack(whole) == first
     with pytest.raises(TypeError, match="cannot pickle"):
         packer.pack([whole, "half a batch", threading.Lock()])
     assert packer.pack(whole) == first
