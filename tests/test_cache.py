@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 import signal
@@ -396,20 +397,35 @@ def test_a_file_of_another_machine_is_let_alone():
     assert shared.kept[0] == 0
 
 
-class OwnMemory(Noted):
-    """Tells, with each sample, how much memory the process has to itself."""
+def test_keeping_a_sample_leaves_nothing_to_the_garbage_collector():
+    shared = cached([np.zeros(100_000), np.ones(100_000)], bytes=10 * MEGABYTE)
+    assert shared[0][0] == 0  # imports what it needs
+    gc.collect()
+    gc.disable()
+    try:
+        assert shared[1][0] == 1
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert shared.kept[0] == 2
+
+
+class LargeSamples(Noted):
+    """Samples of a megabyte."""
 
     def __getitem__(self, index: int) -> Any:
         return np.full(250_000, index, "i4")
 
 
 def own_memory(sample: Any) -> Any:
-    return sample[0], psutil.Process().memory_full_info().uss
+    """Tells how much memory the process has that no other could share."""
+    memory = psutil.Process().memory_info()
+    return sample[0], memory.rss - memory.shared
 
 
 @pytest.mark.slow
 def test_workers_share_it():
-    shared = cached(OwnMemory("", 150), bytes=200 * MEGABYTE)
+    shared = cached(LargeSamples("", 150), bytes=200 * MEGABYTE)
     with Loader(shared, range(150), num_workers=2, transform=own_memory) as loader:
         for _ in range(2):
             numbers, memory = zip(*loader, strict=True)

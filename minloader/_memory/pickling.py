@@ -183,7 +183,7 @@ class BatchPacker:
         self._writer = without_slot  # of the present task
         self._reducers: dict[type, Any] = {}
         self._basis: Any = None  # what the reducers were made from
-        self._ndarray: Any = None
+        self._arrays: list[type] = []  # numpy's types, if it is imported
         self._pack_batch: _PackOne | None = None  # for the next batch of the present task
 
     def open(self, address: SlotAddress | None) -> NoSlot:
@@ -209,22 +209,29 @@ class BatchPacker:
         self._pack_batch = None  # an error may leave it in the middle of a batch
         try:
             if pack_batch is None:
-                pack_batch = _batch_packer(pickle.Pickler, reducers, self._writer)
+                pack_batch = _batch_packer(pickle.Pickler, self._table(), self._writer)
             packed = pack_batch(batch)
             self._pack_batch = pack_batch
             return packed
         except Exception as plain_error:
             shorten_notes(plain_error)
             # Buffers that were put into the slot already are lost room, until the task ends.
-            table = ChainMap(reducers, cloudpickle.Pickler.dispatch_table)
+            table = ChainMap(self._table(), cloudpickle.Pickler.dispatch_table)
             make_pickler = partial(Pickler, down=False, table=table)
             try:
                 return _batch_packer(make_pickler, table, self._writer)(batch)
             except Exception as error:
                 raise error from plain_error
 
+    def _table(self) -> dict[type, Any]:
+        """Return the reducers, those of arrays for the present task.
+
+        Kept here, they would make a cycle: its buffers would wait for the garbage collector.
+        """
+        return self._reducers | dict.fromkeys(self._arrays, partial(_reduce_array, self._writer))
+
     def _current_reducers(self) -> dict[type, Any]:
-        """Return how objects are reduced: as registered, but arrays as is best for slots.
+        """Return how objects are reduced: as registered, but tensors as is best for slots.
 
         Made anew when somebody registers more, or imports more. A plain dict is what the pickler
         looks up fastest.
@@ -235,8 +242,7 @@ class BatchPacker:
         if self._basis != basis:
             table = {**copyreg.dispatch_table, Connection: _refuse_connection}
             if hasattr(numpy, "ndarray"):
-                self._ndarray = numpy.ndarray
-                table[numpy.ndarray] = table[numpy.memmap] = self._reduce_array
+                self._arrays = [numpy.ndarray, numpy.memmap]
             if hasattr(torch, "UntypedStorage"):  # which it gets after its Tensor
                 table[torch.Tensor] = reduce_tensor
                 table[torch.UntypedStorage] = reduce_storage
@@ -246,25 +252,26 @@ class BatchPacker:
             self._basis, self._reducers = basis, table
         return self._reducers
 
-    def _reduce_array(self, array: Any) -> Any:
-        """Reduce an array such that its data is one writable buffer, for the user to change.
 
-        numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
-        it writes of a type takes longer than small arrays do. The axes keep their order in memory.
-        """
-        dtype, flags = array.dtype, array.flags
-        is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative
-        axes = None if flags.c_contiguous else order_in_memory(array)
-        if is_small and axes is None:
-            return self._ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
-        whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
-        if dtype.hasobject or (whole and not is_small):
-            return array.__reduce_ex__(5)
-        if axes is not None:
-            return transpose_back, (array.transpose(axes), axes)
-        block = self._writer.empty(array.shape, dtype)
-        block[...] = array
-        return block.__reduce_ex__(5)
+def _reduce_array(writer: NoSlot, array: Any) -> Any:
+    """Reduce an array such that its data is one writable buffer, for the user to change.
+
+    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
+    it writes of a type takes longer than small arrays do. The axes keep their order in memory.
+    """
+    dtype, flags = array.dtype, array.flags
+    is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isnative
+    axes = None if flags.c_contiguous else order_in_memory(array)
+    if is_small and axes is None:
+        return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
+    whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
+    if dtype.hasobject or (whole and not is_small):
+        return array.__reduce_ex__(5)
+    if axes is not None:
+        return transpose_back, (array.transpose(axes), axes)
+    block = writer.empty(array.shape, dtype)
+    block[...] = array
+    return block.__reduce_ex__(5)
 
 
 def _batch_packer(make_pickler: Any, table: Any, writer: NoSlot) -> _PackOne:
