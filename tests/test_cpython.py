@@ -503,6 +503,21 @@ def test_9_each_wait_makes_a_poll_object(monkeypatch):
         assert most_waited_for(cpython.Executor(2, context), monkeypatch) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' pipes cannot be told")
+def test_10_a_pipe_for_replies_holds_less_than_one():
+    reply = bytes(300_000)
+
+    def held(executor):
+        with executor:
+            queue = executor._result_queue  # of which nobody reads before the first task
+            os.set_blocking(queue._writer.fileno(), False)
+            return os.write(queue._writer.fileno(), reply)
+
+    context = get_context("spawn")
+    assert held(ProcessPoolExecutor(2, mp_context=context)) < len(reply)
+    assert held(cpython.Executor(2, context)) == len(reply)
+
+
 def test_no_public_name_tells_that_an_executor_is_broken():
     assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
     assert "broken" in dir(cpython.Executor)

@@ -45,8 +45,8 @@ from minloader._worker.stream_reader import ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
 
-CHUNK_SECONDS = 4e-3
-"""Longest that a chunk of quick batches should take. An executor needs 0.15 to 0.3 ms for a task,
+CHUNK_SECONDS = 8e-3
+"""Longest that a chunk of quick batches should take. An executor needs 0.4 to 0.8 ms for a task,
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
