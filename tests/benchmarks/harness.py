@@ -22,7 +22,7 @@ import numpy as np
 from peers import Case
 
 CHILD_SECONDS = 120  # a measurement that takes longer has failed
-STEADY_SECONDS = 1.0  # slow peers make fewer batches
+STEADY_SECONDS = 0.8  # slow peers make fewer batches
 WARM_SECONDS = 0.3  # chunks grow meanwhile, and what was made ahead of the check is used up
 # Not the file itself: spawned workers would import it as their main module, and peers pay for it.
 CHILD = f"import sys; sys.path[:] = {sys.path!r}; import figures; figures.main()"

@@ -232,7 +232,6 @@ def make_figures(quick: bool) -> dict[str, Figure]:
                 Line("SPDL, ring buffer", real_peers.spdl_ring, "spdl"),
                 Line("SPDL, without an arena", real_peers.spdl_queue, "spdl"),
                 Line("torch tensors", peers.torch_tensors, "torch"),
-                Line("torch numpy", peers.torch_numpy, "torch"),
                 Line("bare executor", real_peers.bare_passes),
             ],
             lambda: Case(Payloads(16, large), None, large, workers=1),
