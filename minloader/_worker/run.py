@@ -40,7 +40,7 @@ from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
-from minloader._worker.seeds import Seed, batch_seed
+from minloader._worker.seeds import Place, Seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -100,7 +100,7 @@ class Worker:
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None:
             try:
-                self._call(batch_seed(info.seed, -1, info.id), job.worker_init_fn, info)
+                self._call((info.seed, -1, info.id), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
@@ -161,14 +161,14 @@ class Worker:
         reader = None
         try:
             if task.shard is not None:
-                place = task.epoch, task.ordinal + n, self.info.pid
-                reader = self._readers.find(task.shard, *place)
+                where = task.epoch, task.ordinal + n, self.info.pid
+                reader = self._readers.find(task.shard, *where)
                 batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed and type(item) is bytes else item
-                seed = batch_seed(self.info.seed, task.epoch, task.ordinal + n)
-                batch = self._call(seed, self._maker.fetch, item)
+                place = self.info.seed, task.epoch, task.ordinal + n
+                batch = self._call(place, self._maker.fetch, item)
         except BaseException as error:
             stage = READING if reader is not None and reader.reading else ""
             whole = type(item) is list and reader is None and self._job.collate_fn is None
@@ -191,7 +191,7 @@ class Worker:
             return packed
         return PackedBatch(packed.stream, writer.end(packed.buffers))
 
-    def _call(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, place: Place, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
 
         No context managers: contextlib sets attributes of an exception that passes, which a
@@ -202,7 +202,7 @@ class Worker:
         give_back = None
         try:
             if self._seed is not None:
-                give_back = self._seed(seed)
+                give_back = self._seed(place)
             return function(*args)
         finally:
             current_info.set(before)

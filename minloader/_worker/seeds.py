@@ -2,7 +2,9 @@
 
 Before each batch the global generators of ``random``, ``numpy.random`` and ``torch`` are
 seeded from (loader's seed, epoch, ordinal), so every worker count, executor and restart gives
-the same batches. Torch only where something else imported it.
+the same batches. None is seeded for nobody: numpy's and torch's from when something has imported
+them, and in a worker process that of ``random``, which the standard library imports, from when
+something has asked that module for any of its functions.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from minloader._worker.import_hook import forget, when_imported
 
 logger = logging.getLogger("minloader")
 
-Seed = Callable[[int], Callable[[], None] | None]
+Place = tuple[int, int, int]
+"""Of a batch: the loader's seed, the epoch and the ordinal."""
+
+Seed = Callable[[Place], Callable[[], None] | None]
 """Seeds the global generators for one batch; may return what is to be called after the batch."""
 
 
@@ -56,31 +61,64 @@ def _seed_torch(module: Any, value: int) -> None:
 
 SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
 
-_value: int | None = None  # the seed of the present batch; None if we are not to seed anything
+_place: Place | None = None  # of the present batch; None if we are not to seed anything
 
 
-def seed_globals(value: int) -> None:
+def seed_globals(place: Place) -> None:
     """Seed the global generators of this process, for one batch.
 
     A batch may be the first to import numpy.random or torch (numpy imports the former when it is
     first used). They are seeded on arrival then: otherwise the first batch of each worker would
     differ.
     """
-    global _value
-    if _value is None:
+    global _place
+    if _place is None:
         for name in SEEDERS:
             when_imported(name, seed_arrival)
-    _value = value
+    _place, value = place, None
     for name, seed in SEEDERS.items():
         module = sys.modules.get(name)
-        if module is not None:
+        if module is not None and type(module) is not _Unasked:
+            value = batch_seed(*place) if value is None else value
             seed(module, value)
 
 
 def seed_arrival(module: ModuleType) -> None:
-    value = _value  # once: any thread may import, and the batch may end meanwhile
-    if value is not None:
-        SEEDERS[module.__name__](module, value)
+    place = _place  # once: any thread may import, and the batch may end meanwhile
+    if place is not None:
+        SEEDERS[module.__name__](module, batch_seed(*place))
+
+
+class _Unasked(ModuleType):
+    """The type of the module ``random`` while nobody in this process has asked it for anything.
+
+    Seeding it would take a third of a worker's time for a tiny batch.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "__spec__":  # which every import of it asks for
+            place = _place
+            if place is not None:
+                _seed_random(self, batch_seed(*place))
+            self.__class__ = ModuleType  # type: ignore[assignment]
+        return ModuleType.__getattribute__(self, name)
+
+
+def wait_until_asked() -> None:
+    """Seed ``random`` in this process only from when somebody has asked it for something.
+
+    Unless somebody already has: then more than the module itself refers to one of its functions,
+    which are methods of its generator.
+    """
+    values, alone = vars(random), {"": object()}
+    methods = [name for name in values if getattr(values[name], "__self__", None) is _generator]
+    references = sys.getrefcount(alone[""])
+    # Besides the module and its methods: this module, and what seeds the generator of a fork.
+    of_generator = references + len(methods) + 1 + hasattr(os, "fork")
+    if sys.getrefcount(globals()["_generator"]) == of_generator and all(
+        sys.getrefcount(values[name]) == references for name in methods
+    ):
+        random.__class__ = _Unasked
 
 
 patience = 5.0
@@ -90,13 +128,15 @@ longer; and if one waits for a thread that makes such batches, the program stand
 _lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
 
 
-def _renew_lock() -> None:
+def _begin_fork() -> None:
     global _lock
-    _lock = threading.RLock()
+    _lock = threading.RLock()  # a thread that is not here may have held it
+    if type(random) is _Unasked:  # Python has just seeded its generator, for the fork alone
+        random.__class__ = ModuleType  # type: ignore[assignment]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)  # a thread that is not here may have held it
+    os.register_at_fork(after_in_child=_begin_fork)
 
 
 def reserve_globals() -> Callable[[], object]:
@@ -121,20 +161,20 @@ def reserve_globals() -> Callable[[], object]:
     return lambda: None
 
 
-def borrow_globals(value: int) -> Callable[[], None]:
+def borrow_globals(place: Place) -> Callable[[], None]:
     """Seed the global generators of the caller's own process; return what gives them back."""
     import numpy.random  # the one generator that every batch may use without importing it
 
-    former = _value
+    former = _place
     # It has none yet if another thread is just importing it.
     torch = getattr(sys.modules.get("torch"), "default_generator", None)
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     torch_state = torch and torch.get_state()
-    seed_globals(value)
+    seed_globals(place)
 
     def give_back() -> None:
-        global _value
-        _value = former  # that of an outer batch, whose dataset reads a loader of its own
+        global _place
+        _place = former  # that of an outer batch, whose dataset reads a loader of its own
         if former is None:
             for name in SEEDERS:
                 forget(name, seed_arrival)

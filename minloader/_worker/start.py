@@ -33,7 +33,7 @@ from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker, current_info
-from minloader._worker.seeds import seed_globals
+from minloader._worker.seeds import seed_globals, wait_until_asked
 
 logger = logging.getLogger("minloader")
 
@@ -120,6 +120,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
+        wait_until_asked()
         packer, reload = BatchPacker(), partial(setup.load_dataset, inherited)
         _process_worker = Worker(
             job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload

@@ -27,7 +27,7 @@ from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.messages import END, Shard, WorkerInfo
-from minloader._worker.seeds import batch_seed
+from minloader._worker.seeds import Place
 
 logger = logging.getLogger("minloader")
 
@@ -65,8 +65,8 @@ class ShardReader:
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
 
-    def begin(self, index: int | None = None) -> int:
-        """Prepare for a batch of the shard, by default the next, and return its seed.
+    def begin(self, index: int | None = None) -> Place:
+        """Prepare for a batch of the shard, by default the next, and return its place.
 
         At the end the next one is the first of the epoch to come.
         """
@@ -74,7 +74,7 @@ class ShardReader:
             index = 0 if self.ended else self.position
         epoch, ordinal = self.epoch + self.ended, self.shard.ordinal(index)
         self.info._begin(epoch, ordinal)
-        return batch_seed(self.info.seed, epoch, ordinal)
+        return self.info.seed, epoch, ordinal
 
     def restore(self) -> None:
         """Put the stream's state back."""

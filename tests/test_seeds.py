@@ -1,0 +1,114 @@
+"""However a worker's code gets at the generator of ``random``, it is seeded for each batch."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from minloader import Loader
+from minloader._worker.seeds import batch_seed
+
+WAYS = {
+    "by the module": "import random\ndef draw(item):\n    return random.random()",
+    "by the instance": "import random\ndef draw(item):\n    return vars(random)['_inst'].random()",
+    "in the batch": "def draw(item):\n    from random import random\n    return random()",
+    "from the fifth batch on": """
+def draw(item):
+    if item >= 4:
+        import random
+        return random.random()""",
+    "in a thread": """
+import random
+from concurrent.futures import ThreadPoolExecutor
+def draw(item):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: random.random()).result()""",
+    "function held": "from random import random\ndef draw(item):\n    return random()",
+    "all held": "from random import *\ndef draw(item):\n    return random()",
+    "generator held": """
+import random
+generator = random.seed.__self__
+def draw(item):
+    return generator.random()""",
+    "method held in a default": """
+import random
+def draw(item, uniform=random.uniform):
+    return uniform(0, 1)""",
+}
+
+METHODS = ["spawn", pytest.param("fork", marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def draw(request, tmp_path, monkeypatch) -> Iterator[Callable[[int], Any]]:
+    """A function of a module that workers import."""
+    (tmp_path / "drawing.py").write_text(WAYS[request.param])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("drawing").draw
+    del sys.modules["drawing"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("draw", WAYS, indirect=True)
+def test_the_generator_of_random_is_seeded(draw, method):
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} here")
+    expected = [random.Random(batch_seed(0, 0, n)).random() for n in range(8)]
+    with Loader(draw, range(8), num_workers=2, mp_context=method) as loader:
+        drawn = list(loader)
+    assert [number for number in drawn if number is not None] == expected[drawn.count(None) :]
+
+
+def is_plain(item: int) -> bool:
+    """Whether something in this worker has asked the module for anything."""
+    if item == 4:
+        getattr(random, "random")  # noqa: B009
+    return type(random) is types.ModuleType
+
+
+def test_it_is_not_seeded_before_anything_has_asked_for_it():
+    with Loader(is_plain, range(8), num_workers=1) as loader:
+        assert list(loader) == [False] * 4 + [True] * 4
+    assert type(random) is types.ModuleType  # here
+
+
+def draw_in_fork(item: int) -> float:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, repr(random.random()).encode())
+        os._exit(0)
+    os.wait()
+    os.close(writer)
+    with open(reader) as file:
+        return float(file.read())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_draws_numbers_of_its_own():
+    """As ever: Python seeds its generator."""
+    with Loader(draw_in_fork, [0] * 4, num_workers=1) as loader:
+        numbers = list(loader)
+    assert len(set(numbers)) == 4
+    assert not {*numbers} & {random.Random(batch_seed(0, 0, n)).random() for n in range(4)}
+
+
+def test_two_threads_may_ask_at_once():
+    def draw(item: int) -> list[float]:
+        with ThreadPoolExecutor(4) as threads:
+            return sorted(threads.map(lambda _: random.random(), range(4)))
+
+    with Loader(draw, range(4), num_workers=1) as loader:
+        drawn = list(loader)
+    for n, numbers in enumerate(drawn[1:], 1):
+        generator = random.Random(batch_seed(0, 0, n))
+        assert numbers == sorted(generator.random() for _ in range(4))
