@@ -179,6 +179,7 @@ def test_1_children_are_told_of_the_main_module():
     assert not told & process.told
 
 
+@pytest.mark.slow
 def test_2_an_exit_waits_for_what_is_queued(tmp_path):
     """Both ways end; but without the piece all that was queued is done before."""
     code = """

@@ -667,6 +667,7 @@ def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
     assert not alive(report.pid)
 
 
+@pytest.mark.slow
 def test_each_replacement_is_logged(caplog, tmp_path):
     dataset = Noisy({3: trouble.die, 6: trouble.Exit(9)}, tmp_path)
     with caplog.at_level(logging.INFO, "minloader"), Loader(dataset, range(9)) as loader:
@@ -953,6 +954,7 @@ def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
 
 
+@pytest.mark.slow
 def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
     init = trouble.DiesSending(tmp_path / "did")
     options = {"worker_init_fn": init, "shared_memory": False}

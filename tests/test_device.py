@@ -355,6 +355,7 @@ def test_closing_wakes_the_consumer(monkeypatch):
     assert eventually(lambda: not threads())
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_left_alone(tmp_path):
     """Its workers end with the loader; the thread, which sees that, ends without a word."""
     dataset = Gate(str(tmp_path / "never"))

@@ -346,6 +346,7 @@ def test_it_takes_as_long_as_was_said(start: float, batch: float, monkeypatch: p
         assert 0.75 < (now[0] - said[0]) / said[1] < 1.25
 
 
+@pytest.mark.slow
 def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Schedule, "is_over", lambda schedule, workers: True)
     report = quick(lambda: Loader(patients.Healthy()), workers=[0], seconds=0.1)
@@ -488,6 +489,7 @@ def test_wrong_arguments(make: Any, options: dict[str, Any], message: str):
         quick(make, **options)
 
 
+@pytest.mark.slow
 def test_a_loader_must_be_new():
     with (
         Loader(list(range(9))) as loader,

@@ -55,6 +55,7 @@ def test_batches_arrive_in_order(name):
         assert batch["name"] == [f"image {index}" for index in range(4 * n, 4 * n + 4)]
 
 
+@pytest.mark.slow
 def test_what_goes_and_what_stays():
     day = np.array(["2026-11-21"], "M8[D]")
     words = np.array(["a", "b"])

@@ -507,6 +507,7 @@ def test_batches_of_what_a_sampler_gives():
         Loader(Squares(), range(10), batch_size=4)
 
 
+@pytest.mark.slow
 def test_a_data_frame_is_told_from_a_dataset():
     frame = require("pandas").DataFrame({"x": [1, 2]})
     text = r"dataset is a DataFrame of pandas, .* function of row numbers, such as lambda rows"

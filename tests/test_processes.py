@@ -374,6 +374,7 @@ loader.close()"""
     assert errors.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start():
     """They are hit by the terminal's signal before they have a process group of their own."""
     code = """

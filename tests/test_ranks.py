@@ -448,6 +448,7 @@ def size_of(sampler: Any) -> int | None:
         return None
 
 
+@pytest.mark.slow
 @invariant
 @given(kind=st.one_of(batch_samplers(), dynamic_samplers()), epoch=st.integers(0, 3))
 def test_a_state_restores_every_position(kind, epoch):

@@ -258,6 +258,7 @@ def test_slots_are_used_again_when_nothing_is_kept():
         assert loader.stats.slot_bytes <= 6 * 3 * slot_writer.GRAIN
 
 
+@pytest.mark.slow
 def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     """Garbage is collected when it likes; here it is whenever a slot is closed."""
     retire = slots.Slot.retire
@@ -516,6 +517,7 @@ def test_collated_batches_are_born_in_the_slot(bench, collate_fn):
     assert writer.used == used
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_worker_has_no_share_in_its_slot():
     with Loader(fork_and_fill, range(1, 5)) as loader:
         for n, (ours, theirs) in enumerate(loader, 1):

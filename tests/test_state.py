@@ -197,6 +197,7 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
         assert sorted(first + [batch[0] for batch in loader]) == list(range(N))
 
 
+@pytest.mark.slow
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
     monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)

@@ -456,6 +456,7 @@ def test_a_death_loses_nothing(stream, where, tmp_path):
         assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
 
 
+@pytest.mark.slow
 def test_a_transform_that_always_kills_costs_one_batch():
     deadly = Deadly({13}, None)
     expected = [batch for batch in in_turns(40, 2, 3) if 13 not in batch]

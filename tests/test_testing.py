@@ -365,6 +365,7 @@ class Forgetful(Stateful):
         self.start += self.start > 0
 
 
+@pytest.mark.slow
 def test_a_sampler_with_a_wrong_state():
     error = failure(lambda: Loader(Squares(40), Forgetful(range(40))))
     assert error.run.startswith("a resume after")

@@ -494,6 +494,7 @@ def test_nothing_is_left():
     assert eventually(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.slow
 def test_a_loader_that_goes_takes_its_workers_along():
     loader = DataLoader(Scaled(4), num_workers=2)
     pids = {int(pid) for _, pid in loader}
@@ -1092,6 +1093,7 @@ def test_to_a_device():
     assert batch["list"][0].device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_to_a_device_with_state():
     def make() -> DataLoader[Any]:
         return DataLoader(Numbers(), 4, True, num_workers=1)
