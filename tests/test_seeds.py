@@ -68,6 +68,35 @@ def test_the_generator_of_random_is_seeded(draw, method):
     assert [number for number in drawn if number is not None] == expected[drawn.count(None) :]
 
 
+class Holder:
+    """Has a function of a module as an attribute, as the globals of a script's functions have."""
+
+    def __init__(self, function: Callable[[], float]) -> None:
+        self.function = function
+
+    def __call__(self, item: Any) -> float:
+        return item() if callable(item) else self.function()
+
+
+@pytest.mark.parametrize("module", ["random", "numpy.random"])
+@pytest.mark.parametrize("in_items", [False, True])
+def test_a_function_that_is_sent_draws_from_the_workers_generator(module, in_items):
+    function = importlib.import_module(module).random
+    items = [function] * 8 if in_items else range(8)
+    drawn = []
+    for num_workers in (0, 2):
+        with Loader(Holder(function), items, num_workers=num_workers) as loader:
+            drawn.append(list(loader))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 8
+
+
+def test_a_generator_of_the_datasets_own_is_copied():
+    own = random.Random(5)
+    with Loader(Holder(own.random), range(1), num_workers=1) as loader:
+        assert list(loader) == [random.Random(5).random()]
+
+
 def is_plain(item: int) -> bool:
     """Whether something in this worker has asked the module for anything."""
     if item == 4:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import random
 import sys
 import types
 from collections import ChainMap
@@ -55,6 +56,20 @@ def _refuse_connection(connection: Connection) -> Any:
     raise TypeError("cannot pickle a connection: only a process that is started can be given it")
 
 
+def _refer_to_generator(generator: Any) -> Any:
+    """Refer to the generator of a module's functions by name; copy any other.
+
+    ``from random import shuffle`` binds a method of it. A copy would not be seeded for each batch,
+    and each worker would have the same one.
+    """
+    module = sys.modules[type(generator).__module__]
+    names = [name for name, value in vars(module).items() if value is generator]
+    return names[0] if names else NotImplemented
+
+
+OTHER_REDUCERS[random.Random] = _refer_to_generator
+
+
 def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)
@@ -78,6 +93,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if table is not None:
             self.dispatch_table = table  # now: it is read once, in the next line
         super().__init__(file, protocol, **options)
+        numpy_random: Any = sys.modules.get("numpy.random")
+        if hasattr(numpy_random, "RandomState"):  # else it is just being imported
+            OTHER_REDUCERS[numpy_random.RandomState] = _refer_to_generator
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
@@ -129,9 +147,11 @@ def pack(obj: Any, *, down: bool) -> bytes:
     plain_error: Exception | None = None
     try:
         payload = pickle.dumps(obj, 5)
-        # Plain pickle refers to __main__ by name, which only the way back may do, and refuses no
-        # connection. A mere string of such a name costs the slower pickler, nothing else.
-        if b"multiprocessing.connection" not in payload and not (down and b"__main__" in payload):
+        # Plain pickle refers to __main__ by name, which only the way back may do, copies the
+        # generators of modules, and refuses no connection. A mere string of such a name costs the
+        # slower pickler, nothing else.
+        special = [b"multiprocessing.connection", *([b"__main__", b"random"] if down else [])]
+        if not any(name in payload for name in special):
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
         shorten_notes(error)
