@@ -7,14 +7,15 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from minloader import Loader
+from minloader._worker import seeds
 from minloader._worker.seeds import batch_seed
 
 WAYS = {
@@ -131,13 +132,21 @@ def test_a_fork_draws_numbers_of_its_own():
     assert not {*numbers} & {random.Random(batch_seed(0, 0, n)).random() for n in range(4)}
 
 
-def test_two_threads_may_ask_at_once():
-    def draw(item: int) -> list[float]:
-        with ThreadPoolExecutor(4) as threads:
-            return sorted(threads.map(lambda _: random.random(), range(4)))
+def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
+    """Else one of them could begin the numbers anew that the other has drawn."""
+    module: Any = seeds._Unasked("random")
+    module.something = 1
+    other = threading.Thread(target=lambda: module.something)
+    seeded: list[int] = []
 
-    with Loader(draw, range(4), num_workers=1) as loader:
-        drawn = list(loader)
-    for n, numbers in enumerate(drawn[1:], 1):
-        generator = random.Random(batch_seed(0, 0, n))
-        assert numbers == sorted(generator.random() for _ in range(4))
+    def seed(module: Any, value: int) -> None:
+        seeded.append(value)
+        if len(seeded) == 1:
+            other.start()
+            other.join(0.1)  # as long as it waits for this thread
+
+    monkeypatch.setattr(seeds, "_place", (0, 0, 0))
+    monkeypatch.setattr(seeds, "_seed_random", seed)
+    assert module.something == 1
+    other.join()
+    assert seeded == [batch_seed(0, 0, 0)]

@@ -136,7 +136,7 @@ class TimedIterator(ABC):
         return self._lock
 
     def __next__(self) -> Any:
-        # Counted here rather than by calls: a tiny batch takes 10 to 15 µs in all.
+        # Counted here rather than by calls: a tiny batch takes some 10 µs in all.
         counters = self.settings.counters
         with self._lock if self._process is lifetimes.process else self.exclusive():
             begin = perf_counter()

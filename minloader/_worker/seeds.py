@@ -89,6 +89,9 @@ def seed_arrival(module: ModuleType) -> None:
         SEEDERS[module.__name__](module, batch_seed(*place))
 
 
+_asking = threading.RLock()  # reentrant: the handler of a signal may ask, too
+
+
 class _Unasked(ModuleType):
     """The type of the module ``random`` while nobody in this process has asked it for anything.
 
@@ -97,10 +100,11 @@ class _Unasked(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         if name != "__spec__":  # which every import of it asks for
-            place = _place
-            if place is not None:
-                _seed_random(self, batch_seed(*place))
-            self.__class__ = ModuleType  # type: ignore[assignment]
+            with _asking:  # or a thread might seed it again when another has drawn from it
+                place = _place
+                if type(self) is _Unasked and place is not None:
+                    _seed_random(self, batch_seed(*place))
+                self.__class__ = ModuleType  # type: ignore[assignment]
         return ModuleType.__getattribute__(self, name)
 
 
@@ -129,8 +133,8 @@ _lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
 
 
 def _begin_fork() -> None:
-    global _lock
-    _lock = threading.RLock()  # a thread that is not here may have held it
+    global _lock, _asking
+    _lock, _asking = threading.RLock(), threading.RLock()  # a thread not here may have held them
     if type(random) is _Unasked:  # Python has just seeded its generator, for the fork alone
         random.__class__ = ModuleType  # type: ignore[assignment]
 
