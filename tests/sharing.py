@@ -82,6 +82,10 @@ class Sharing:
                 assert it[0] == number + 1
             elif kind in QUEUES:
                 assert it.get() == number + 1
+                # That this comes back shows that the worker no longer holds the queue's lock, and
+                # may be killed: its thread lets go of it a moment after what it put can be had.
+                it.put(None)
+                assert it.get() is None
         assert self.shared["Pipe"][0].recv() == number + 1
 
     def close(self) -> None:
