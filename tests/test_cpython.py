@@ -519,6 +519,29 @@ def test_10_a_pipe_for_replies_holds_less_than_one():
     assert held(cpython.Executor(2, context)) == len(reply)
 
 
+def test_12_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch):
+    process, worker = (get_context("forkserver").Process(target=os.abort) for _ in range(2))
+    cpython.start_worker(worker)
+    process.start()
+    wait, codes = multiprocessing.connection.wait, []
+    for each in (process, worker):
+        wait([each.sentinel])
+
+        def look_in_between(files: Any, timeout: Any) -> Any:
+            ready = wait(files, timeout)
+            with monkeypatch.context() as patch:
+                patch.setattr(multiprocessing.connection, "wait", wait)
+                codes.append(each.exitcode)  # noqa: B023  # as another thread does
+            return ready
+
+        with monkeypatch.context() as patch:
+            patch.setattr(multiprocessing.connection, "wait", look_in_between)
+            codes.append(each.exitcode)
+        each.join()
+    multiprocessing.forkserver._forkserver._stop()
+    assert codes[:4] == [-signal.SIGABRT, 255, -signal.SIGABRT, -signal.SIGABRT]
+
+
 def test_no_public_name_tells_that_an_executor_is_broken():
     assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
     assert "broken" in dir(cpython.Executor)

@@ -83,6 +83,7 @@ def start_worker(process: BaseProcess) -> None:
         _starting.pid = None
     if sys.platform != "win32":
         _keep_pid(process)
+        _read_code_once(process)
 
 
 # --- 2. The end of the interpreter -------------------------------------------------------------
@@ -118,7 +119,13 @@ def _before_joins(function: Callable[[], None]) -> None:
 # Without this piece: a worker that is killed while it starts ends the epoch, and stays a zombie.
 
 if sys.platform != "win32":
-    from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
+    from multiprocessing import (
+        connection,
+        forkserver,
+        popen_fork,
+        popen_forkserver,
+        popen_spawn_posix,
+    )
 
     def _start_though_dead(launch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def _launch(popen: Any, process: Any) -> None:
@@ -186,6 +193,33 @@ def reap(process: Any) -> None:
         if popen.returncode is not None:
             with suppress(ChildProcessError):
                 os.waitpid(popen.pid, 0)
+
+
+# --- 12. The exit code of a child of the fork server --------------------------------------------
+#
+# CPython: Popen.poll() of "forkserver" reads the exit code from a pipe. Of two threads that look at
+# a dead child at once, the second finds the pipe's end, and sets the code to 255.
+# Versions: all.
+# Without this piece: a worker that was killed is said to have ended with exit code 255.
+
+if sys.platform != "win32":
+
+    class _ServedPopen(popen_forkserver.Popen):
+        """A child of "forkserver" whose exit code is read once."""
+
+        reading: threading.Lock
+
+        def poll(self, flag: int = os.WNOHANG) -> int | None:
+            timeout = 0 if flag == os.WNOHANG else None
+            if self.returncode is None and connection.wait([self.sentinel], timeout):
+                with self.reading:
+                    super().poll()
+            return self.returncode
+
+    def _read_code_once(process: Any) -> None:
+        if type(process._popen) is popen_forkserver.Popen:
+            vars(process._popen)["reading"] = threading.Lock()
+            process._popen.__class__ = _ServedPopen
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
