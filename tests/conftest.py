@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -78,6 +80,11 @@ def is_slow(module: str, name: str) -> bool:
         return True
     parameters = name.partition("[")[2].rstrip("]")
     return module != "streams" and any(way in parameters for way in SLOW_WAYS)
+
+
+def pytest_unconfigure() -> None:
+    """A test that failed may have left a thread that the interpreter waits for at its end."""
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
