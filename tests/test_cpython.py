@@ -520,11 +520,10 @@ def test_10_a_pipe_for_replies_holds_less_than_one():
 
 
 def test_12_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch):
-    process, worker = (get_context("forkserver").Process(target=os.abort) for _ in range(2))
-    cpython.start_worker(worker)
-    process.start()
     wait, codes = multiprocessing.connection.wait, []
-    for each in (process, worker):
+    for start in (lambda process: process.start(), cpython.start_worker):
+        each = get_context("forkserver").Process(target=os.abort)
+        start(each)
         wait([each.sentinel])
 
         def look_in_between(files: Any, timeout: Any) -> Any:
