@@ -19,12 +19,13 @@ Who does what:
 * The *sampler* is read in the consumer's thread, as batches are taken, so that
   ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a
   chunk of several while batches are so quick that handing them over takes longer than making them.
-* The *epoch* (``_epochs/epoch.py``, what ``iter(loader)`` returns) owns the deque of pending
-  tasks. It waits for the first (or, with ``in_order=False``, for any), refills, and turns the reply
-  into batches or errors. Several may be under way at once: they share nothing but the workers.
-* The *ledger* (``_epochs/state.py``) knows what of an epoch was delivered: a state follows from it.
-* A *stream* has an epoch for each of its shards, taken in turns (``_epochs/streams.py``), and a
-  pool for each worker, so that a shard stays where it is being read (``_worker/stream_reader.py``).
+* The *iterator* (``_epochs/iterator.py``, what ``iter(loader)`` returns) takes batches from its
+  *lanes* and hands them over. Several may be under way at once: they share nothing but the workers.
+* A *lane* (``_epochs/lane.py``) owns the deque of pending tasks, which is the account of what was
+  drawn and not handed over: a state follows from it. It refills, sends again what was lost, and
+  turns replies into batches or errors. A sampler has one lane (``_epochs/sampled.py``), a stream
+  one for each of its shards, with a pool for each worker, so that a shard stays where it is being
+  read (``_epochs/streams.py``, ``_worker/stream_reader.py``).
 * The *slots* (``_memory/slots.py``) are shared memory that travels with the tasks, so that the
   parent never copies a batch.
 * The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 import random
 import threading
@@ -51,29 +53,30 @@ from typing import Any, Literal
 
 from minloader import _checks as checks
 from minloader._checks import check_int, shown
-from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import CLOSED, Settings
+from minloader._epochs.iterator import Account, Batches
+from minloader._epochs.pending import Bell, SamplerState
+from minloader._epochs.sampled import SamplerLane, Source, Told
+from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import (
     VERSION,
-    Ledger,
     Note,
-    Progress,
-    beginning,
     check_sampler,
     check_state,
     has_begun,
     in_one_shape,
-    latest_note,
+    sampler_place,
 )
-from minloader._epochs.streams import StreamEpoch, StreamLedger
+from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Repeatable, Sampler
+from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
+
+logger = logging.getLogger("minloader")
 
 PATIENCE = 0.5
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
@@ -136,7 +139,6 @@ class Loader:
         trace: file to write a timeline to while the loader lives, see :meth:`trace`.
 
     Attributes:
-        epoch: number that the next ``iter(loader)`` will have.
         seed: the seed in use.
 
     Raises:
@@ -202,7 +204,7 @@ class Loader:
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
             self.sampler = made
         self._own_sampler = self.sampler is not sampler
-        self._items = Repeatable("sampler", self.sampler)
+        self._told = Told(self.sampler)
         if batch_size is not None and collate_fn is None:
             collate_fn = collate
         job = Job(
@@ -210,11 +212,11 @@ class Loader:
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
             skip_samples=on_error == "skip_sample",
+            is_stream=self._shards is not None,
         )
-        self.epoch = 0
-        self._told: int | None = None  # epoch that the sampler was told last
+        self._epoch = 0
         self._runs = itertools.count()
-        self._progress: Progress | None = None  # of the consumer
+        self._account: Account | None = None  # of the iterator begun last
         self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
         streams = self._shards is not None
         checks.check_executor(executor, streams=streams)
@@ -245,8 +247,6 @@ class Loader:
         own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
         if is_made and public and own and name not in ("epoch", "num_workers"):
             checks.check_attribute(self, name)
-        if name == "epoch":
-            value = check_int(name, value, 0)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -334,19 +334,21 @@ class Loader:
         """
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        ledger, told = self._ledger, self._told
-        epoch = ledger.epoch if ledger is not None and ledger.under_way else self.epoch
+        told, account = self._told, self._account
+        former = told.epoch
+        under_way = account is not None and not account.is_left and not account.is_over
+        epoch = account.epoch if account is not None and under_way else self.epoch
         try:
-            if not hasattr(type(self.sampler), "__len__") or epoch == told:
+            if not hasattr(type(self.sampler), "__len__") or epoch == former:
                 return len(self.sampler)  # type: ignore[arg-type]
-            self._tell_epoch(epoch)
+            told.tell(epoch)
             length = len(self.sampler)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
             ) from error
-        if told is not None:
-            self._tell_epoch(told)
+        if former is not None:
+            told.tell(former)
         return length
 
     # --- epochs
@@ -360,7 +362,7 @@ class Loader:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        return self._begin(1, Progress())
+        return self._begin(1)
 
     def epochs(
         self, n: int | None = None, *, until: int | None = None
@@ -390,99 +392,142 @@ class Loader:
                 check_int(name, value, 0)
         return Epochs(self, n, until)
 
-    def _begin(self, n: int | None, progress: Progress) -> Epoch | StreamEpoch:
+    def _begin(self, n: int | None, *, numbered: bool = False) -> Batches:
         """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
         self._check_open()
         begin = time.perf_counter()
-        common = self._settings, self._group.pool, self._next_ledgers(n), progress, self
-        run: Epoch | StreamEpoch
+        self._group.tidy()
+        bell, resume = Bell(), self._resume
+        lanes: list[Any]
         if self._shards is None:
-            run = Epoch(*common, endless=n is None)
+            lanes = [SamplerLane(self._settings, self._group.pool, bell, self._source(resume))]
         else:
-            run = StreamEpoch(*common, self._shards, self._oldest_run, endless=n is None)
-        self._group.users.add(run)
-        run.begin()
+            lanes = self._shard_lanes(bell, resume)
+        account = Account(lanes, fruitful=resume is not None and has_begun(resume))
+        batches = Batches(self, self._settings, account, bell, n, numbered=numbered)
+        self._group.users.add(batches)
         self._resume = None  # not before: a state that was refused is not forgotten
-        self._progress = progress
-        self.epoch += 1
+        self._account = account
+        self._epoch += 1
         self._settings.counters.began_epoch(begin)
-        return run
+        return batches
 
-    def _next_ledgers(self, n: int | None) -> Iterator[Any]:
-        """Yield a ledger for each of the next epochs, when it begins."""
-        resume, numbers = self._resume, itertools.count(self.epoch)
-        before: Any = self._ledger
-        for epoch in numbers if n is None else itertools.islice(numbers, n):
-            self._group.tidy()
-            if self._shards is None:
-                yield Ledger(epoch, self.sampler, self._items, self._tell_epoch, resume)
-            else:
-                state = resume["stream"] if resume else None
-                checks.tell_rereading(state["shards"] if state else [])
-                before = StreamLedger(epoch, next(self._runs), self._shards, state, before)
-                yield before
-            resume = None
+    def _source(self, resume: dict[str, Any] | None) -> Source:
+        """Return what the sampler's items are drawn from in the next epoch."""
+        if resume is None:
+            return Source(self._told, 0, self.epoch, self._between(), put_back=False)
+        known = resume["sampler"] and SamplerState(**resume["sampler"])
+        return Source(self._told, 0, resume["epoch"], known, put_back=True, place=resume)
 
-    def _oldest_run(self) -> int:
-        """Return the oldest pass over a stream that somebody still makes."""
-        streams = (
-            user for user in checks.copied(self._group.users) if isinstance(user, StreamEpoch)
-        )
-        return min(stream.run for stream in streams if stream.progress.ledgers)
+    def _between(self) -> SamplerState | None:
+        """Return where the sampler is between two epochs; None where that is not known."""
+        sampler, account = self.sampler, self._account
+        if account is None:
+            if isinstance(sampler, Sampler) or checks.is_stateful(sampler):
+                try:
+                    return SamplerState(0, copy.deepcopy(sampler.state_dict()))
+                except Exception as error:  # of a foreign one before its first epoch
+                    logger.debug("the sampler has no state before its first epoch: %r", error)
+            return None
+        source = account.lanes[0].sources[0]
+        if not account.is_over or source.state is None:
+            return None  # an epoch was left early, and who knows how far it was read ahead
+        return SamplerState(0, source.state.state)
 
-    def _tell_epoch(self, epoch: int) -> None:
-        self._told = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+    def _shard_lanes(self, bell: Bell, resume: dict[str, Any] | None) -> list[StreamLane]:
+        """Return a lane for each shard of the stream, for the next epoch."""
+        assert self._shards is not None
+        run, group, former = self._new_run(), self._group, self._account
+        if resume is not None:
+            places = resume["stream"]["shards"]
+            checks.tell_rereading(places)
+            firsts = [ShardPass.of(self.epoch, run, place) for place in places]
+        elif former is not None:
+            firsts = [lane.next_pass(self.epoch, run) for lane in former.lanes]
+        else:
+            firsts = [ShardPass.of(self.epoch, run, BEGINNING) for _ in range(self._shards)]
+        oldest = partial(_oldest_run, group, run)
+        return [
+            StreamLane(
+                self._settings, partial(group.pool, n), bell, n, self._shards, oldest, first
+            )
+            for n, first in enumerate(firsts)
+        ]
+
+    def _new_run(self) -> int:
+        """Return the number of another pass over the stream, and let go of pools that are done."""
+        self._group.tidy()
+        return next(self._runs)
+
+    def _entered(self, epoch: int) -> None:
+        """Note that the consumer has gone on to another epoch of the same iterator."""
+        self._epoch = epoch + 1
+
+    @property
+    def epoch(self) -> int:
+        """Number that the next ``iter(loader)`` will have. To set it is to call
+        :meth:`set_epoch`."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which decides its order and its seeds.
 
         After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
         """
-        self.epoch = check_int("epoch", epoch, 0)
-        if self._resume is not None and self._resume["epoch"] != self.epoch:
+        self._epoch = check_int("epoch", epoch, 0)
+        if self._resume is not None and self._resume["epoch"] != self._epoch:
             self._resume = None
+        account = self._account
+        if account is not None and not account.is_over and not account.is_left:
+            account.next_epoch = self._epoch
 
     # --- state
-
-    @property
-    def _ledger(self) -> Ledger | None:
-        """The ledger of the epoch that the consumer is in, also when its iterator is gone."""
-        return self._progress.ledgers[0] if self._progress is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the consumer is: what was delivered, whatever was read ahead.
 
         The state is of the epoch that was begun last, also when its iterator is gone. Between
         epochs it is the beginning of the next one. It is small, and fits into JSON if the state of
-        the sampler, or of the stream, does.
+        the sampler, or of the stream, does. While another thread waits for a batch, this waits too.
 
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return latest_note(self._progress, self._note_state)()
+        return self._note_state()()
 
     def _note_state(self) -> Note:
-        """Note the state as of what the iterator begun last has handed over, to whomever."""
-        resume = self._resume
+        """Note the state as of what the consumer was given."""
+        resume, account = self._resume, self._account
         if resume is not None:
             return lambda: in_one_shape(copy.deepcopy(resume))
-        ledger = self._ledger
-        if ledger is not None and not ledger.over:
-            epoch, note = ledger.epoch, ledger.note()
-        elif self._shards is not None:
-            before: Any = ledger
-            epoch = self.epoch
-            note = StreamLedger(epoch, 0, self._shards, None, before).note()
-        else:
-            epoch = self.epoch
-            if isinstance(self.sampler, Sampler):
-                self._tell_epoch(epoch)
-            note = beginning(self.sampler)
+        if account is None:
+            return self._note(self.epoch, self._note_between(None))
+        with account.lock:
+            if account.behind is not None:
+                return account.behind
+            return self._note_handed_over(account)
+
+    def _note_handed_over(self, account: Account) -> Note:
+        """Note the state as of what an iterator has handed over, to whomever."""
+        if account.is_over:
+            return self._note(self.epoch, self._note_between(account))
+        return self._note(account.epoch, [lane.note() for lane in account.lanes])
+
+    def _note_between(self, account: Account | None) -> list[Note]:
+        if self._shards is None:
+            return [partial(sampler_place, [], 0, [], False, self._between(), None)]
+        if account is None:
+            return [lambda: dict(BEGINNING) for _ in range(self._shards)]
+        return [lane.next_pass(0, 0).note() for lane in account.lanes]
+
+    def _note(self, epoch: int, notes: list[Note]) -> Note:
         if self._shards is not None:
-            return partial(_state, self.seed, epoch, note, "batch_size", self._batch_size)
-        return partial(_state, self.seed, epoch, note, "length", self._length(epoch))
+            return partial(_stream_state, self.seed, epoch, notes, self._batch_size)
+        return partial(_sampler_state, self.seed, epoch, notes[0], self._length(epoch))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` go on where :meth:`state_dict` was called.
@@ -517,15 +562,16 @@ class Loader:
             self._shards = len(known["stream"]["shards"])
             checks.tell_idle_workers(self.num_workers, self._shards)
         else:
-            self._tell_epoch(known["epoch"])
+            self._told.tell(known["epoch"])
             check_sampler(known, self.sampler, self._length(known["epoch"]))
-        self.epoch = known["epoch"]
-        self._resume = known
-        self._progress = None
+        for batches in checks.copied(self._group.users):
+            batches.account.is_superseded = True
+        self._epoch = known["epoch"]
+        self._resume, self._account = known, None
 
     def _length(self, epoch: int) -> int | None:
         """Return the number of batches of an epoch; None where it is not known now."""
-        if self._told != epoch and hasattr(self.sampler, "set_epoch"):
+        if self._told.epoch != epoch and hasattr(self.sampler, "set_epoch"):
             return None  # to tell the sampler might disturb the epoch that it is in
         try:
             return len(self.sampler)  # type: ignore[arg-type]
@@ -577,43 +623,69 @@ class Epochs:
         self._loader = loader
         self._n = n
         self._until = until
-        self._run: Epoch | StreamEpoch | None = None
-        self._begins = threading.Lock()  # several threads may take batches
-        self.progress = Progress()
+        self._batches: Iterator[tuple[int, Any]] | None = None
+        self._begins = threading.RLock()  # several threads may take batches
 
     __reduce__ = checks.refuse_copies
 
     def __iter__(self) -> Epochs:
         return self
 
-    def __next__(self) -> tuple[int, Any]:
+    def _begin(self) -> Iterator[tuple[int, Any]]:
         with self._begins:
-            if self._run is None:
+            if self._batches is None:
+                n = self._n
                 if self._until is not None:
-                    self._n = max(0, self._until - self._loader.epoch)
-                self._run = self._loader._begin(self._n, self.progress)
-        with self._run.exclusive():
-            batch = next(self._run)
-            return self._run.epoch, batch
+                    n = max(0, self._until - self._loader.epoch)
+                begun = self._loader._begin(n, numbered=True) if n != 0 else iter(())
+                self._batches = begun
+            return self._batches
+
+    def __next__(self) -> tuple[int, Any]:
+        return next(self._batches or self._begin())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's, see :meth:`Loader.state_dict`."""
         return self._loader.state_dict()
 
-    def _note_state(self) -> Note:
+    def note_handed_over(self) -> Note:
+        """Note the state as of what was handed over, to whomever."""
+        batches = self._batches
+        if isinstance(batches, Batches):
+            return batches.note_handed_over()
         return self._loader._note_state()
 
+    def set_behind(self, note: Note | None) -> None:
+        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
+        if isinstance(self._batches, Batches):
+            self._batches.set_behind(note)
+
     def __del__(self) -> None:
-        # What a thread has read ahead nobody has seen: the next iteration begins there.
-        if self.progress.nearest is not None and self._loader._progress is self.progress:
-            state = self._loader.state_dict()
-            self._loader.epoch = state["epoch"] + has_begun(state)
+        # What was taken ahead nobody has seen: the next iteration begins there.
+        batches, loader = self._batches, self._loader
+        if isinstance(batches, Batches) and batches.account is loader._account:
+            behind = batches.account.behind
+            if behind is not None:
+                state = check_state(behind(), None, stream=loader._shards is not None)
+                loader._epoch = state["epoch"] + has_begun(state)
 
 
-def _state(seed: int, epoch: int, note: Note, name: str, value: int | None) -> dict[str, Any]:
-    place = note()
-    place.get("stream", place)[name] = value
-    return in_one_shape({"version": VERSION, "seed": seed, "epoch": epoch} | place)
+def _sampler_state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
+    known = {"version": VERSION, "seed": seed, "epoch": epoch, "length": length}
+    return in_one_shape(known | note())
+
+
+def _stream_state(
+    seed: int, epoch: int, notes: list[Note], batch_size: int | None
+) -> dict[str, Any]:
+    stream = {"shards": [note() for note in notes], "batch_size": batch_size}
+    return in_one_shape({"version": VERSION, "seed": seed, "epoch": epoch, "stream": stream})
+
+
+def _oldest_run(group: PoolGroup, run: int) -> int:
+    """Return the oldest pass over a stream that somebody still makes; at most ``run``."""
+    runs = [batches.account.lanes[0].sources[0].run for batches in checks.copied(group.users)]
+    return min([run, *runs])
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

@@ -2,37 +2,42 @@
 
 ::
 
-      |======= the thread =======|                      |===== the consumer =====|
-                  .-----------------  room (depth)  <----- took one: room for another
-                  v
-       next(batches) --> fn ------->  ready (depth)  ----> batch, or its error
-                  `-- note of the state ------------------> state_dict()
+      |=========== the consumer ===========|           |=== the thread ===|
+       next(batches) --> entry --> submit -----------------> fn(batch)
+                           | note of the state                  |
+                           v                                    v
+                    [ entry ][ entry ][ entry ] <--------- its future is done
+                        | popleft, wait
+                        v
+                      batch, or its error
 
-The two queues are ``queue.SimpleQueue``, whose ``put`` is safe in finalizers and whose ``get`` can
-be interrupted by Ctrl-C, with nothing lost. The thread knows the queues, not the iterator, which
-can therefore be collected. It is a daemon: nobody waits for longer than a moment for a source that
-does not answer.
+The consumer takes batches from the source, in ``next``. The thread only runs ``fn``: it knows the
+queue, not the iterator, which can therefore be collected. It is a daemon: nobody waits for longer
+than a moment for a function that does not return. The deque of entries is the account, as in
+``_epochs/lane.py``: an entry is in it before its batch is taken from the source, until its result
+is in the consumer's hands.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import repeat
+from typing import Any, Generic, TypeVar
 
 from minloader._checks import check_int, shown
-from minloader._epochs.state import Note, Progress
+from minloader._epochs.state import Note
 
 GRACE = 0.5
-"""Seconds that closing waits for the thread, which may be waiting for a batch, or be inside ``fn``.
-An idle thread needs none. One that takes longer is left to end by itself: what it still makes is
-dropped."""
+"""Seconds that closing waits for the thread, which may be inside ``fn``. An idle thread needs none.
+One that takes longer is left to end by itself: what it still makes is dropped."""
 
 CLOSED = "this prefetch is closed; make a new one"
 
@@ -45,22 +50,18 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
     """Call ``fn`` on each batch, ahead of the consumer, in a thread of this process.
 
     It is meant for work that is left to do when a batch has arrived here, and that waits more than
-    it computes: copying the batch to a device, pinning its memory. ::
+    it computes: copying the batch to a device, pinning its memory. The batches themselves are
+    taken from ``batches`` in the consumer's thread. ::
 
         for batch in prefetch(loader, to_gpu):
             train(batch)
 
-    The thread also does the waiting for ``batches``. With a :class:`Loader`, ``state_dict()``, the
-    loader's own as well as that of the iterator, counts what the consumer was given, not what
-    the thread has read ahead.
-
-    With ``num_workers=0`` it is the thread that makes the batches, and for each it seeds
-    ``random``, ``numpy.random`` and torch, which are the consumer's too. If both draw from them,
-    use a worker, or ``get_worker_info().rng`` in the dataset.
+    With a :class:`Loader`, ``state_dict()``, the loader's own as well as that of the iterator,
+    counts what the consumer was given, not what was taken ahead.
 
     Args:
         batches: iterated once, here; for several epochs call ``prefetch`` for each, or give
-            ``loader.epochs(n)``. Meanwhile it is the thread's: ask for ``len(loader)`` before.
+            ``loader.epochs(n)``.
         fn: called in the thread with each batch.
         depth: most batches that are ready, or being made ready, beyond the one that the
             consumer has. So many more are held in memory.
@@ -84,24 +85,28 @@ class Prefetch(Generic[B]):
     """
 
     def __init__(self, batches: Iterable[Any], fn: Callable[[Any], B], depth: int = 1) -> None:
-        check_int("depth", depth, 1)
+        self._depth = check_int("depth", depth, 1)
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {shown(fn)}")
         if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
             raise TypeError(f"batches must be iterable, got {shown(batches)}")
-        source = iter(batches)
-        take = _note_taker(batches)
-        self._note = take()  # as of the batch that was given last
-        self.progress = Progress(self._note)
-        if hasattr(batches, "_note_state"):
-            source.progress.nearest = self.progress  # type: ignore[attr-defined]
-        self._over = False
+        self._source: Iterator[Any] | None = iter(batches)
+        self._take = _note_taker(batches, self._source)
+        self._given = self._take()  # the state as of the batch that was given last
+        self._entries: deque[_Entry] = deque()
+        self._is_drawn = False  # whether the source has no more
+        self._is_over = False  # whether the consumer was told so
+        self._is_read = False  # whether another prefetch takes batches ahead of its consumer
         self._pid = os.getpid()
         self._lock = threading.RLock()  # several threads may take batches
-        self._exchange = _Exchange(source, fn, take, depth)
+        self._tell(self._given)
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run, args=(fn, self._tasks), name="minloader-prefetch", daemon=True
+        )
         # At exit it runs before the loader's, which was made earlier.
-        self._end = weakref.finalize(self, self._exchange.close)
-        self._exchange.thread.start()
+        self._end = weakref.finalize(self, _end, self._tasks, self._thread)
+        self._thread.start()
 
     def __iter__(self) -> Prefetch[B]:
         return self
@@ -109,30 +114,95 @@ class Prefetch(Generic[B]):
     def __next__(self) -> B:
         if self._pid != os.getpid():
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        with self._lock:
-            return self._take()
+        taken: list[Any] = []  # what is on its way to the consumer
+        try:
+            with self._lock:
+                try:
+                    return self._next(taken)
+                except Exception:
+                    taken.clear()  # the error's traceback leads here
+                    raise
+                except BaseException:
+                    self._put_back(taken)
+                    raise
+        except Exception:
+            raise
+        except BaseException:
+            with self._lock:
+                self._put_back(taken)
+            raise
 
-    def _take(self) -> B:
-        exchange = self._exchange
-        if self._over:
+    def _next(self, taken: list[Any]) -> B:
+        if self._is_over:
             raise StopIteration
-        entry = None if exchange.closed else exchange.ready.get()
-        if entry is None or exchange.closed:  # by another thread, meanwhile
-            raise RuntimeError(CLOSED)
-        self._note = entry.note
-        self.progress.note = None if entry.end else entry.note
-        if entry.end:
-            self._over = True
+        while not self._is_drawn and (
+            len(self._entries) <= self._depth or not self._entries[-1].is_ready
+        ):
+            self._draw()
+        if not self._entries:
+            self._is_over = True
+            self._given = self._take()
+            self._tell(None)
             self.close()
             raise StopIteration
-        exchange.room.put(None)
-        if entry.error is None:
-            value: B = entry.value
-            return value
+        entry = self._entries[0]
+        error = entry.wait()
+        value = None if error is not None else self._received(entry.value)
+        taken.extend((entry, self._given))
+        del entry
+        self._entries.popleft()
+        self._given = taken[0].note
+        self._tell(self._given)
+        if error is None:
+            return value  # type: ignore[return-value]
         try:
-            raise entry.error
+            raise error
         finally:
-            del entry  # the error's traceback holds this frame
+            del error  # its traceback holds this frame
+
+    def _put_back(self, taken: list[Any]) -> None:
+        """Keep what an interrupt has kept from the consumer."""
+        if taken:
+            entry, self._given = taken
+            if entry not in self._entries:
+                self._entries.appendleft(entry)
+            self._tell(self._given)
+            taken.clear()
+
+    def _draw(self) -> None:
+        """Take another batch from the source, or go on with that where an interrupt came."""
+        if self._source is None or not self._end.alive:
+            raise RuntimeError(CLOSED)
+        entries = self._entries
+        if not entries or entries[-1].is_ready:
+            entries.append(_Entry())
+        entry = entries[-1]
+        if not entry.batch and entry.error is None:
+            try:
+                # It goes into the entry in one step, which no interrupt can come between.
+                entry.batch.extend(map(next, repeat(self._source, 1)))
+            except Exception as error:
+                entry.error = error
+            if not entry.batch and entry.error is None:
+                self._is_drawn = True
+                entries.pop()
+                return
+        entry.note = self._note_drawn()
+        if entry.error is None:
+            future: Future[Any] = Future()
+            self._tasks.put((future, entry.batch))
+            entry.future = future
+        entry.is_ready = True
+
+    def _note_drawn(self) -> Note:
+        try:
+            return self._take()
+        except Exception as error:
+            return partial(_fail, error)
+
+    def _received(self, value: Any) -> Any:
+        """Make the last of a batch, in the consumer's thread."""
+        return value
 
     def state_dict(self) -> Any:
         """Return the state of ``batches`` as of the batch that the consumer was given last.
@@ -141,7 +211,7 @@ class Prefetch(Generic[B]):
             TypeError: ``batches`` has no ``state_dict``.
             Exception: what that raised.
         """
-        return self._note()
+        return self._given()
 
     def close(self) -> None:
         """End the thread, waiting for it for a moment, and drop what is ready.
@@ -149,6 +219,10 @@ class Prefetch(Generic[B]):
         Harmless when repeated.
         """
         self._end()
+        with self._lock:
+            self._source = None
+            self._entries.clear()
+            self._is_drawn = self._is_over
 
     def __enter__(self) -> Prefetch[B]:
         return self
@@ -156,114 +230,80 @@ class Prefetch(Generic[B]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _note_state(self) -> Note:
-        return self._note
+    # --- what the loader, and another prefetch, see of it
+
+    def note_handed_over(self) -> Note:
+        """Note the state as of the batch that was given last."""
+        return self._given
+
+    def set_behind(self, note: Note | None) -> None:
+        """Have the loader's state be that of a consumer that another prefetch serves."""
+        self._is_read = True
+        if self._source is not None and hasattr(self._source, "set_behind"):
+            self._source.set_behind(note)
+
+    def _tell(self, note: Note | None) -> None:
+        source = self._source
+        if source is not None and hasattr(source, "set_behind") and not self._is_read:
+            source.set_behind(note)
 
 
-class _Entry(NamedTuple):
-    """A batch, or the error in its place, or the end, from the thread to the consumer."""
-
-    value: Any
-    error: BaseException | None
-    note: Note
-    end: bool = False
-
-
-class _Exchange:
-    """The queues between the consumer and the thread, and what the thread works on.
+class _Entry:
+    """A batch on its way through the thread.
 
     Attributes:
-        ready: entries for the consumer; None wakes it up.
-        room: one for each entry that the thread may make, and one to wake it up.
-        closed: whether the consumer wants no more.
-        thread: not started yet.
+        batch: as the source gave it, in a list that is empty before; the thread empties it.
+        error: what the source raised in its place.
+        note: the state as of this batch.
+        future: of what ``fn`` makes of it.
+        is_ready: whether all of this is there.
     """
 
-    def __init__(
-        self,
-        source: Iterator[Any],
-        fn: Callable[[Any], Any],
-        take: Callable[[], Note],
-        depth: int,
-    ) -> None:
-        self._source: Iterator[Any] | None = source
-        self._fn = fn
-        self._take = take
-        self.ready: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(depth):
-            self.room.put(None)
-        self.closed = False
-        self.thread = threading.Thread(target=self._run, name="minloader-prefetch", daemon=True)
+    def __init__(self) -> None:
+        self.batch: list[Any] = []
+        self.error: Exception | None = None
+        self.note: Note = _no_state
+        self.future: Future[Any] | None = None
+        self.is_ready = False
 
-    def close(self) -> None:
-        """End the thread. Called from any thread."""
-        self.closed = True
-        self.room.put(None)
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(GRACE)
-        # Normally the last reference: the epoch ends here rather than in the thread.
-        self._source = None
-        self._drop()
+    def wait(self) -> BaseException | None:
+        """Wait until ``fn`` is done; return its error, or that of the source."""
+        if self.future is None:
+            return self.error
+        return self.future.exception()
 
-    def _drop(self) -> None:
-        """Let go of what was ready when it was closed, or became so since."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.ready.get_nowait()
-        self.ready.put(None)
+    @property
+    def value(self) -> Any:
+        assert self.future is not None
+        return self.future.result()
 
-    # --- in the thread, which has no batch in a variable while it waits
 
-    def _run(self) -> None:
-        self.room.get()
-        while not self.closed and self._hand_over():
-            self.room.get()
-
-    def _hand_over(self) -> bool:
-        """Make one entry ready. Return whether there may be more."""
-        entry = self._make()
+def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
+    """Call the function on each batch. Runs in the thread, which has none while it waits."""
+    while (task := tasks.get()) is not None:
+        future, batch = task
         try:
-            self.ready.put(entry)
-            if self.closed:
-                self._drop()
-            return not entry.end
-        finally:
-            del entry  # a traceback in it holds this frame
-
-    def _make(self) -> _Entry:
-        value, error = _attempt(next, self._source)
-        note, failure = _attempt(self._take)
-        try:
-            if failure is not None:
-                note = partial(_fail, failure)
-            if isinstance(error, StopIteration):
-                return _Entry(None, None, note, end=True)
-            if error is None and not self.closed:
-                value, error = _attempt(_apply, self._fn, value)
-            return _Entry(value, error, note)
-        finally:
-            del value, error, failure  # as above
+            future.set_result(fn(batch.pop()))
+        except StopIteration as error:  # it would end the consumer's loop
+            stop = RuntimeError("fn raised StopIteration")
+            stop.__cause__ = error
+            future.set_exception(stop)
+        except BaseException as error:  # SystemExit too: the consumer's to see
+            future.set_exception(error)
+        del task, future, batch
 
 
-def _attempt(step: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
-    try:
-        return step(*args), None
-    except BaseException as error:  # SystemExit too: the consumer's to see
-        return None, error
+def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End the thread. Called from any thread."""
+    tasks.put(None)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(GRACE)
 
 
-def _apply(fn: Callable[[Any], Any], batch: Any) -> Any:
-    try:
-        return fn(batch)
-    except StopIteration as error:  # it would end the consumer's loop
-        raise RuntimeError("fn raised StopIteration") from error
-
-
-def _note_taker(batches: Any) -> Callable[[], Note]:
-    """Return a function that notes the state of the batches, in the thread that draws them."""
-    if hasattr(batches, "_note_state"):  # a Loader's, or what stands for one
-        take: Callable[[], Note] = batches._note_state
+def _note_taker(batches: Any, source: Any) -> Callable[[], Note]:
+    """Return a function that notes the state as of what the source has handed over."""
+    if hasattr(source, "note_handed_over"):  # of a Loader, or what stands for one
+        take: Callable[[], Note] = source.note_handed_over
         return take
     if hasattr(batches, "state_dict"):
         return partial(_keep_state, batches.state_dict)

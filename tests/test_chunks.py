@@ -26,7 +26,7 @@ from helpers import (
 )
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
-from minloader._epochs.epoch import CHUNK_BYTES, CHUNK_MOST
+from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
 from minloader._inspect import inspect
 from minloader._memory.pickling import BatchPacker, pack
 from minloader._worker import run as worker
@@ -46,7 +46,8 @@ def chunks(make, monkeypatch):
 
     ``chunks.sent`` are the first ordinals and the sizes of their tasks.
     """
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
 
     def factory(*args: Any, **options: Any) -> Loader:
         loader = make(*args, **options)

@@ -24,7 +24,6 @@ import pytest
 
 import minloader
 from minloader import Loader, get_worker_info, prefetch
-from minloader._epochs.state import Progress, latest_note
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
 from minloader._inspect import inspect
@@ -501,21 +500,3 @@ def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
     call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
     assert at_each_step(where, call, counted.end_trace, begin) > 20
     counted.end_trace()
-
-
-def test_a_state_is_asked_for_while_the_consumer_comes_to_its_end():
-    """From another thread, of what a third one has read ahead."""
-    progress = Progress(lambda: {"ahead": True})
-    states = []
-
-    def end() -> None:
-        progress.note = None
-
-    def begin() -> None:
-        progress.note = lambda: {"ahead": True}
-
-    def call() -> None:
-        states.append(latest_note(progress, lambda: lambda: {"ahead": False})())
-
-    assert at_each_step(latest_note, call, end, begin) > 10
-    assert {"ahead": False} in states

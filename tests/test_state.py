@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minloader import SKIP, BatchSampler, DynamicBatchSampler, Loader
-from minloader._epochs.state import STATE_COST, Ledger
+from minloader._epochs.sampled import STATE_COST, Source
 
 N = 40  # batches of an epoch of each of SAMPLERS
 
@@ -200,7 +200,8 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
 @pytest.mark.slow
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
     with Loader(Guarded(), range(400), executor="thread", num_workers=2) as loader:
         expected = list(loader)
         loader.set_epoch(0)
@@ -368,7 +369,7 @@ def test_rollover_goes_on_over_epochs():
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 def test_a_sampler_with_a_state_is_put_back(make, kind, monkeypatch):
     """It is not read from its beginning, unless the batch was drawn by the first task."""
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_MOST", 16)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 16)
     loader = make(Guarded(), kind(range(100)))
     batches = iter(loader)
     expected = [next(batches) for _ in range(100)][60:]
@@ -389,7 +390,7 @@ def test_a_sampler_with_a_state_is_put_back(make, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.state.STATE_COST", 0)  # the mark is where the state is
+    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)  # the mark is where the state is
     loader, again = make(Guarded(), kind(range(20))), make(Guarded(), kind(range(20)))
     for taken in (0, 5, 20):
         loader.set_epoch(0)
@@ -666,7 +667,7 @@ def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
     """All within the tasks that may be under way."""
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_MOST", 1)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 1)
     drawn: list[int] = []
 
     class Counted:
@@ -691,8 +692,8 @@ def test_epochs_that_are_over_are_let_go():
             for epoch, _ in loader.epochs(30):
                 assert loader.epoch <= epoch + 2
                 gc.collect()
-                ledgers = sum(type(thing) is Ledger for thing in gc.get_objects())
-                assert 1 <= ledgers <= 1 + 2 * 2  # the consumer's, and one for each task at most
+                sources = sum(type(thing) is Source for thing in gc.get_objects())
+                assert 1 <= sources <= 1 + 2 * 2  # the consumer's, and one for each task at most
     finally:
         gc.unfreeze()
 

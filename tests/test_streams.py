@@ -287,7 +287,7 @@ def test_after_every_batch(make, stream):
 
 @own
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_MOST", 2)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 2)
     loader = make(StatefulNumbers(60), batch_size=2)
     batches = iter(loader)
     for _ in range(20):

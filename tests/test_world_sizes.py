@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader
-from minloader._epochs import state as loader_state
+from minloader._epochs import sampled
 
 Make = Callable[[int, int], Any]  # makes the sampler of a rank, in a world of some size
 Step = tuple[list[Any], ...]  # a batch of each rank
@@ -364,7 +364,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "way", "before", "after"), CASES)
 def test_loaders_of_other_ranks(kind, way, before, after, asked, monkeypatch):
     """With batches under way, and with a state that the sampler gave long before."""
-    monkeypatch.setattr(loader_state, "STATE_COST", 0 if asked == "often" else 1e9)
+    monkeypatch.setattr(sampled, "STATE_COST", 0 if asked == "often" else 1e9)
     make, k = KINDS[kind], 7
     delivered, states = [], []
     for rank in range(before):

@@ -7,52 +7,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, shown
 from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
 from minloader._memory import pickling
 from minloader._pools.base import Death
-from minloader._worker.messages import Failure, Reply
+from minloader._worker.messages import Failure
 
 logger = logging.getLogger("minloader")
 
 OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
 
 
+class Raised(NamedTuple):
+    """An error that is to be raised in the place of a batch.
+
+    It is raised elsewhere: the frames of an error's traceback must not hold the error, or the
+    loader would live until the garbage collector finds the cycle.
+    """
+
+    error: BaseException
+
+
 def handle(
-    failure: Failure, reply: Reply, ordinal: int, epoch: int, item: Any, on_error: OnError
+    failure: Failure, ordinal: int, epoch: int, item: Any, worker: int, pid: int, on_error: OnError
 ) -> Any:
     """Do with a failed batch what ``on_error`` says.
 
     Args:
         failure: what happened.
-        reply: of which task.
         ordinal: what the user is told for the place of the batch in its epoch.
         epoch: number of the epoch.
         item: that the sampler yielded for the batch.
+        worker: id of the worker; below 0 if there was none of ours.
+        pid: its process; -1 if there was none.
         on_error: as the user gave it.
 
     Returns:
-        What takes the batch's place, or SKIP.
-
-    Raises:
-        BaseException: the original error, with a note that names the batch; or a BatchError in
-            place of what would end the loop or the program (StopIteration, SystemExit).
+        What takes the batch's place: SKIP, another batch, or what to raise. That is the original
+        error, with a note that names the batch; or a BatchError in place of what would end the loop
+        or the program (StopIteration, SystemExit, KeyboardInterrupt).
     """
-    pid = reply.pid if reply.pid >= 0 else None
-    worker = reply.worker if reply.worker >= 0 else None
-    who = "a worker" if worker is None else f"worker {worker}"
-    where = "in the parent" if pid is None else f"{who} (pid {pid})"
-    sample = failure.sample and _load(failure.sample, packed=reply.packed)
+    known_worker, known_pid = (value if value >= 0 else None for value in (worker, pid))
+    who = "a worker" if known_worker is None else f"worker {known_worker}"
+    where = "in the parent" if known_pid is None else f"{who} (pid {known_pid})"
+    sample = _load(failure.sample)
     which = f", sample {shown(sample[0])}" if sample else ""
     what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}, {where}"
     what += failure.stage and f", {failure.stage}"
-    place = {"ordinal": ordinal, "epoch": epoch, "item": item, "worker": worker, "pid": pid}
-    place["sample"] = sample[0] if sample else None
+    place = {"ordinal": ordinal, "epoch": epoch, "item": item}
+    place |= {"worker": known_worker, "pid": known_pid, "sample": sample[0] if sample else None}
     remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
-    error = _load(failure.error, packed=reply.packed)
+    error = _load(failure.error)
     if error is not None and remote is not None:
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     advice = ADVICE.get(type(error).__name__, "")
@@ -66,26 +74,25 @@ def handle(
 
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
     if on_error in ("raise", "skip_sample") or not skippable:
-        try:
-            # It cannot be carried; or it would end the loop as if the epoch were over, or the
-            # program without a word.
-            if error is None or isinstance(error, StopIteration | SystemExit):
-                raise report
-            add_note(error, f"minloader: {what}{advice}")
-            raise error
-        finally:
-            # The error's traceback holds this frame. If the frame held the error, the loader
-            # would live until the garbage collector finds the cycle.
-            del error, report
+        # One that cannot be carried; or that would end the loop as if the epoch were over, or the
+        # program without a word.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            return Raised(report)
+        add_note(error, f"minloader: {what}{advice}")
+        return Raised(error)
     if on_error == "skip":
         logger.warning("skipped %s: %s", what, failure.summary)
         return SKIP
     assert callable(on_error)
-    return on_error(report)
+    try:
+        return on_error(report)
+    except StopIteration as stop:  # it would end the loop as if the epoch were over
+        raise RuntimeError("on_error raised StopIteration") from stop
 
 
-def _load(part: Any, *, packed: bool) -> Any:
-    if not packed or part is None:
+def _load(part: Any) -> Any:
+    """Return an error, or the index of a sample, as it was before it was packed; None if lost."""
+    if type(part) is not bytes:
         return part
     try:
         return pickling.unpack(part)

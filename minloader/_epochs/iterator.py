@@ -1,173 +1,424 @@
-"""What all iterators of a loader do: count the consumer's time, and serve one thread at a time.
+"""The thin iterator: tasks go down the lanes, and batches are handed to the consumer.
 
 ::
 
-    threads --- next() ---> lock ---> _take(): a batch of this epoch
-                              |            | no more
-                              |            v
-                              `-----> _next_epoch(), or the end
+    threads --- next() ---> lock ---> lane whose turn it is ---> its first batch ---> consumer
+                              |            | none has any more                  |
+                              |            v                                    `-- interrupted on
+                              `-----> the next epoch, or the end                    its way: it is
+                                                                                    put back
+An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns: next
+is the one that has given the fewest batches.
+
+Guarantees:
+
+* Batches come in the order of the sampler, or with ``in_order=False`` as they get ready; those of
+  an epoch come before any of the next one.
+* At most ``prefetch_factor x num_workers`` tasks are under way, across the end of an epoch too.
+* What the sampler or a batch raises is raised in its place, and the next ``next()`` goes on.
+* Ctrl-C, at whatever instruction of ``next()`` it comes, loses nothing: the next ``next()`` gives
+  what this one would have given.
+* Several threads may take batches: each batch goes to one of them.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
 from time import perf_counter
 from typing import Any
 
 from minloader._checks import refuse_copies
-from minloader._epochs.failures import OnError
-from minloader._epochs.state import Progress
-from minloader._insight.counters import Counters
+from minloader._epochs import failures
+from minloader._epochs.failures import Raised
+from minloader._epochs.lane import Lane, track
+from minloader._epochs.pending import Bell, Pending, SamplerError
+from minloader._epochs.settings import CLOSED, Settings
+from minloader._epochs.state import Note
+from minloader._epochs.streams import ShardWatch
+from minloader._errors import SKIP, BatchError
 from minloader._pools.base import Pool
 from minloader._worker import lifetimes
+from minloader._worker.messages import Failure
 
-CLOSED = "this Loader is closed; make a new one"
 
-
-@dataclass(eq=False, repr=False)
-class Settings:
-    """Settings that all epochs of a loader share.
+class Account:
+    """What of an iterator's epochs was handed over. It outlives the iterator.
 
     Attributes:
-        depth: most tasks under way; 0 if submitting one runs it.
-        in_order: whether batches come in the sampler's order.
-        retries: how often a batch is tried again whose worker died.
-        patience: seconds to wait before looking whether a worker is stuck.
-        memory_limit: bytes that a worker may have for itself; None for any.
-        on_error: what to do with a batch that failed.
-        counters: what is counted.
-        chunk: how many batches like those made last fit into a task.
-        closed: whether the loader is.
-        told_empty: whether the log has said that shards of a stream gave no batch.
-        compared: whether the first batches of two shards of a stream were compared.
+        lanes: of the iterator.
+        lock: held while a batch is taken. Reentrant: ``on_error`` may take another batch.
+        fruitful: index of the last epoch of which a batch was handed over.
+        is_over: whether the consumer was told that there are no more batches.
+        is_left: whether the iterator is gone.
+        is_superseded: whether a state was loaded since.
+        next_epoch: the number that the user has set for the next epoch; None: the one that follows.
+        behind: notes the state as of what the consumer was given, where
+            :func:`minloader.prefetch` takes batches ahead of the consumer.
     """
 
-    depth: int
-    in_order: bool
-    retries: int
-    patience: float
-    memory_limit: int | None
-    on_error: OnError
-    counters: Counters
-    chunk: int = 1
-    closed: bool = False
-    told_empty: bool = False
-    compared: bool = False
+    def __init__(self, lanes: list[Lane], *, fruitful: bool) -> None:
+        self.lanes = lanes
+        self.lock = threading.RLock()
+        self.fruitful = 0 if fruitful else -1
+        self.is_over = False
+        self.is_left = False
+        self.is_superseded = False
+        self.next_epoch: int | None = None
+        self.behind: Note | None = None
 
-
-@dataclass(eq=False, repr=False)
-class TimedIterator(ABC):
-    """Iterator over batches that counts the consumer's time.
-
-    Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool that makes the batches, which may become another one.
-        coming: a ledger for each epoch, made when the epoch begins.
-        progress: how far the consumer has come.
-        owner: the loader, which must live as long as this.
-        endless: whether epochs never cease to come.
-    """
-
-    settings: Settings
-    where: Callable[..., Pool]
-    coming: Iterator[Any]
-    progress: Progress
-    owner: Any
-    endless: bool = field(default=False, kw_only=True)
-    # Reentrant: on_error may take another batch.
-    _lock: Any = field(default_factory=threading.RLock, init=False)
-    _process: object = field(default_factory=lambda: lifetimes.process, init=False)
+    @property
+    def index(self) -> int:
+        """Index of the epoch that the consumer is in, of those of the iterator."""
+        return min(lane.sources[0].index for lane in self.lanes)
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that the consumer is in."""
-        return self.progress.ledgers[0].epoch
+        return min(((lane.sources[0].index, lane.sources[0].epoch) for lane in self.lanes))[1]
 
-    @property
-    @abstractmethod
-    def in_flight(self) -> int:
-        """Tasks under way."""
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin the first epoch, and have as many tasks under way as may be.
+class Batches:
+    """Iterator over the batches of one epoch, or of several without a gap.
 
-        Raises:
-            Exception: what beginning to read the sampler raised.
-        """
+    It goes on after an error.
 
-    @abstractmethod
-    def _take(self) -> Any:
-        """Return the next batch of the epoch that the consumer is in.
+    Args:
+        owner: the loader, which must live as long as this.
+        settings: what the loader's epochs have in common.
+        account: of this iterator; its lanes have begun the first epoch.
+        bell: rung when a task has arrived.
+        count: how many epochs; None: endlessly many.
+        numbered: whether the number of the epoch comes with each batch.
+    """
 
-        Raises:
-            StopIteration: there is none.
-        """
-
-    @abstractmethod
-    def _next_epoch(self) -> None:
-        """Let the consumer go on to the next epoch.
-
-        Raises:
-            StopIteration: there is none.
-        """
+    def __init__(
+        self,
+        owner: Any,
+        settings: Settings,
+        account: Account,
+        bell: Bell,
+        count: int | None,
+        *,
+        numbered: bool,
+    ) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.account = account
+        self._lanes = account.lanes
+        self._bell = bell
+        self._count = count
+        self._numbered = numbered
+        self._watch = ShardWatch(settings, len(self._lanes))
+        self._coming: dict[int, tuple[int, int]] = {}  # of epochs that began ahead, by index
+        self._current: tuple[Lane, Pending] | None = None
+        self._left_out: tuple[int, int, str] = -1, 0, ""  # index of an epoch, batches, the last
+        self._look = 0.0  # when to look after the workers next
+        self._process = lifetimes.process
+        self.fill()
 
     __reduce__ = refuse_copies
 
-    def __iter__(self) -> TimedIterator:
+    @property
+    def pools(self) -> list[Pool]:
+        """Where batches are made now."""
+        return [lane.pool for lane in self._lanes]
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks under way."""
+        return sum(lane.under_way for lane in self._lanes)
+
+    def __iter__(self) -> Batches:
         return self
 
-    def exclusive(self) -> Any:
-        """Return a context manager that keeps other threads from taking batches meanwhile.
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):  # else it was not made
+            self.account.is_left = True
+            for lane in self._lanes:
+                lane.leave()
 
-        Raises:
-            RuntimeError: this process is a fork of the one that began the epoch.
-        """
-        if self._process is not lifetimes.process and (self.settings.depth or self.in_flight):
+    def note_handed_over(self) -> Note:
+        """Note the state as of what was handed over, to whomever."""
+        with self.account.lock:
+            note: Note = self.owner._note_handed_over(self.account)
+            return note
+
+    def set_behind(self, note: Note | None) -> None:
+        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
+        self.account.behind = note
+
+    # --- batches
+
+    def __next__(self) -> Any:
+        taken: list[Any] = []  # what is on its way to the consumer, and where it is from
+        try:
+            if self._process is not lifetimes.process:
+                self._check_process()
+            with self.account.lock:
+                try:
+                    return self._next(taken)
+                except Exception:
+                    taken.clear()  # the error's traceback leads here
+                    raise
+                except BaseException:
+                    self._put_back(taken)
+                    raise
+        except Exception:
+            raise
+        except BaseException:
+            with self.account.lock:
+                self._put_back(taken)
+            raise
+
+    def _check_process(self) -> None:
+        """Refuse to go on in a fork of the process that began the epoch."""
+        if self.settings.depth or self.in_flight:
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
                 "this iterator was begun in the process of which this one is a fork, and its "
                 "batches arrive there; call iter(loader) in this process, which starts workers "
                 "of its own, or fork before you iterate"
             )
-        return self._lock
 
-    def __next__(self) -> Any:
+    def _next(self, taken: list[Any]) -> Any:
         # Counted here rather than by calls: a tiny batch takes some 10 µs in all.
         counters = self.settings.counters
-        with self._lock if self._process is lifetimes.process else self.exclusive():
-            begin = perf_counter()
-            if counters.left:
-                counters.consumer += begin - counters.left
-            try:
-                while True:
-                    try:
-                        batch = self._take()
-                        break
-                    except StopIteration:
-                        self._next_epoch()
-            except BaseException as error:
-                counters.leave(begin, working=not isinstance(error, StopIteration))
-                raise
-            counters.left = now = perf_counter()
-            counters.wait += now - begin
-            return batch
+        begin = perf_counter()
+        if counters.left:
+            counters.consumer += begin - counters.left
+        try:
+            while True:
+                lane, pending = self._find()
+                n = pending.given
+                epoch, outcome = pending.source.epoch, pending.unpack(n)
+                taken.extend((lane, pending, n, outcome))
+                pending.given = n + 1
+                if type(outcome) in NO_BATCH:
+                    if type(outcome) is Failure:
+                        taken[3:] = outcome, self._handle(lane, pending, n, outcome)
+                        outcome = None if type(taken[4]) is Raised else taken[4]
+                    pending.lets_go(n)
+                    if type(taken[-1]) in (Raised, SamplerError):
+                        outcome = None
+                        raise taken[-1].error
+                    if outcome is SKIP:
+                        self._leave_out(pending.source.index)
+                        taken.clear()
+                        continue
+                else:
+                    pending.lets_go(n)
+                self.account.fruitful = pending.source.index
+                if len(self._lanes) > 1:
+                    self._watch.compare(lane, outcome)
+                counters.batches += 1
+                counters.left = now = perf_counter()
+                counters.wait += now - begin
+                return (epoch, outcome) if self._numbered else outcome
+        except BaseException as error:
+            counters.leave(begin, working=not isinstance(error, StopIteration))
+            raise
 
-    def _check_end(self) -> None:
-        """Refuse to go through endless epochs if the one that has just ended gave no batch.
+    def _put_back(self, taken: list[Any]) -> None:
+        """Give the account what an interrupt has kept from the consumer."""
+        if taken:
+            lane, pending, n, outcome, *_ = taken
+            if pending.given > n:
+                lane.put_back(pending, n, outcome)
+            taken.clear()
+
+    def _handle(self, lane: Lane, pending: Pending, n: int, failure: Failure) -> Any:
+        """Do with a failed batch what ``on_error`` says; return what takes its place."""
+        ordinal, reply = lane.ordinal(pending.ordinal + n), pending.reply
+        worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
+        where = track(worker, pid) if pid >= 0 else "consumer"
+        told = {"batch": ordinal, "epoch": pending.source.epoch, "error": failure.summary}
+        self.settings.counters.record(where, "failed", perf_counter(), 0.0, told)
+        place = ordinal, pending.source.epoch, pending.item(n), worker, pid
+        return failures.handle(failure, *place, self.settings.on_error)
+
+    def _leave_out(self, index: int) -> None:
+        """Count a batch that is left out of an epoch."""
+        self.settings.counters.skipped += 1
+        before, count, _ = self._left_out
+        self._left_out = index, count * (before == index) + 1, ""
+
+    # --- which is next
+
+    def _find(self) -> tuple[Lane, Pending]:
+        """Return the lane whose turn it is, and the task of which it gives a batch, or an error.
 
         Raises:
-            StopIteration: the last epoch is over, and the consumer was told so.
+            StopIteration: there are no more batches.
+            RuntimeError: the loader is closed, or another state was loaded.
         """
-        ledger = self.progress.ledgers[0]
-        if ledger.over:
+        self._check()
+        current = self._current
+        if current is not None and current[1].is_open and len(self._lanes) == 1:
+            return current
+        begin = perf_counter()
+        try:
+            return self._wait()
+        finally:
+            self.settings.counters.opened(begin)
+
+    def _check(self) -> None:
+        if self.settings.closed:
+            raise RuntimeError(CLOSED)
+        if self.account.is_superseded and not self.account.is_over:
+            raise RuntimeError(
+                "load_state_dict was called after this iterator was begun; call iter(loader) to "
+                "go on from that state"
+            )
+
+    def _wait(self) -> tuple[Lane, Pending]:
+        has_grown = False
+        while True:
+            self._check()
+            if self.account.is_over:
+                raise StopIteration
+            any_order = not self.settings.in_order
+            # Only a sampler's tasks may overtake each other: the reader of a shard cannot.
+            overtaking = any_order and len(self._lanes) == 1 and self._lanes[0].may_overtake
+            lanes = self._in_turn()
+            if not lanes:
+                self._next_epoch()
+                continue
+            for lane in lanes if any_order else lanes[:1]:
+                pending = lane.look(any_order=overtaking)
+                if pending is not None and pending.is_open:
+                    if not pending.begun:
+                        pending.begun = True
+                        self.fill()  # before the consumer gets to work
+                    self._current = lane, pending
+                    return self._current
+            if self._in_turn() != lanes or self._send(lanes):
+                continue
+            if not has_grown:
+                for lane in lanes if any_order else lanes[:1]:
+                    lane.grow()
+                has_grown = True
+            self._bell.wait(self.settings.patience)
+            if time.monotonic() > self._look:
+                for lane in self._lanes:
+                    lane.pool.watch()
+                self._look = time.monotonic() + self.settings.patience
+
+    def _in_turn(self) -> list[Lane]:
+        """Return the lanes that have more of the consumer's epoch, the next one first."""
+        index = self.account.index
+        lanes = [
+            lane for lane in self._lanes if lane.sources[0].index == index and not lane.is_over
+        ]
+        if len(lanes) > 1:
+            lanes.sort(key=_position)  # stable: of equals the one with the lowest number
+        return lanes
+
+    def _send(self, lanes: list[Lane]) -> bool:
+        """Have the first lane's next batch under way, and others. Return whether any was sent."""
+        head = lanes[0].head
+        sent = (head is None or not head.is_sent) and self._send_more(lanes[0])
+        return self._fill(self.settings.depth) or sent
+
+    # --- down
+
+    def fill(self) -> None:
+        """Have as many tasks under way as may be."""
+        self._fill(self.settings.depth)
+
+    def _fill(self, depth: int) -> bool:
+        """Send tasks until ``depth`` are under way. Return whether any was sent."""
+        sent = False
+        lanes = list(self._lanes)
+        while lanes and self.in_flight < depth:
+            lane = min(lanes, key=_need) if len(lanes) > 1 else lanes[0]
+            if self._send_more(lane):
+                sent = True
+            else:
+                lanes.remove(lane)
+        return sent
+
+    def _send_more(self, lane: Lane) -> bool:
+        """Have a lane send a task, of the next epoch if the one that it is in has no more."""
+        lane.open_arrived()
+        while not lane.send_more():
+            if not lane.is_drawn or not self._begin_ahead(lane):
+                return False
+        return True
+
+    # --- epochs
+
+    def _begin_ahead(self, lane: Lane) -> bool:
+        """Begin the next epoch in a lane. Return False if there is none, or not yet."""
+        before = lane.sources[-1]
+        index = before.index + 1
+        if index not in self._coming:
+            endless = self._count is None
+            if not endless and index >= (self._count or 0):
+                return False
+            if endless and all(each.drew_nothing for each in self._lanes):
+                return False  # there could be endlessly many without an item: the consumer first
+            self._coming[index] = before.epoch + 1, self.owner._new_run()
+        lane.begin_after(index, *self._coming[index])
+        return True
+
+    def _next_epoch(self) -> None:
+        """Let the consumer go on to the next epoch.
+
+        Raises:
+            StopIteration: there is none.
+            BatchError, ValueError: nothing is left of the one that has ended.
+        """
+        account = self.account
+        index = account.index
+        self._check_fruit(index)
+        self._watch.count_empty(self._lanes)
+        if self._count is not None and index + 1 >= self._count:
+            account.is_over = True
             raise StopIteration
-        if self.endless and not ledger.fruitful:
-            ledger.over = True
+        if account.next_epoch is not None:
+            for lane in self._lanes:
+                lane.drop_ahead()
+            self._coming = {index + 1: (account.next_epoch, self.owner._new_run())}
+            account.next_epoch = None
+        for lane in self._lanes:
+            if lane.sources[0].index == index:
+                if len(lane.sources) == 1:
+                    self._begin_ahead(lane)
+                lane.begin_next()
+        self._coming.pop(index, None)
+        self.owner._entered(account.epoch)
+
+    def _check_fruit(self, index: int) -> None:
+        """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
+        account = self.account
+        if account.fruitful == index:
+            return
+        left_out, count, _ = self._left_out
+        if left_out == index and count:
+            account.fruitful = index
+            raise BatchError(
+                f"nothing is left of epoch {account.epoch}: all of its {count} batches failed or "
+                "were skipped; look at the errors in the log, and at the storage that the dataset "
+                "reads from",
+                epoch=account.epoch,
+            )
+        if self._count is None:
+            account.is_over = True
             raise ValueError(
-                f"epoch {ledger.epoch} has no batches, and epochs() without a number would go "
+                f"epoch {account.epoch} has no batches, and epochs() without a number would go "
                 "through such for ever; look at the sampler, or give a number"
             )
+
+
+NO_BATCH = frozenset({Failure, SamplerError, type(SKIP)})
+"""Types of outcomes that are no batch."""
+
+
+def _position(lane: Lane) -> int:
+    return lane.position
+
+
+def _need(lane: Lane) -> tuple[int, int]:
+    """Order lanes by how soon they need another task."""
+    return lane.under_way, lane.position

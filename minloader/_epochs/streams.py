@@ -1,16 +1,18 @@
-"""One epoch of a stream, or several: an iterator for each of its shards, taken in turns.
+"""The lane of a shard of a stream, which one worker reads.
 
 ::
 
-    round:  shard 0, shard 1, shard 2, shard 0, ...     a shard that has ended leaves the round
-               |        |        |                      the epoch ends when the round is empty
-             Epoch    Epoch    Epoch                    each with the pool of one worker
+    reading 1: [ how many at most | start ] [ how many ] [ how many ] ...   one worker reads on
+                                                  |
+                                                  `-- its worker is gone, or another one got it
+    reading 2: [ how many at most | start ] [ how many ] ...                it is read again
 
-A shard's iterator is an ordinary :class:`Epoch` whose ledger counts the batches of the shard, and
-whose pool is always the same worker, which reads on where it is. The state of the stream comes
-back with every task, so that another worker, or another run, can go on from there; that of its end
-is where the next pass begins. A stream without a state is read again past the batches that were
-delivered. Shards are numbered when the loader is made, not by its workers, whose number may change.
+A task says how many batches at most, never which: the worker goes on where it stands, and the reply
+says how many it has made. So the place of a batch is known when the reply is opened, and each reply
+begins where the one before has ended. The first task of a *reading* says where to begin: at the
+last state of the stream that came back, past the batches that came after it. Another reading begins
+only where the worker is gone, after a resize, or in another process. A worker that is given a later
+task of a reading that it does not know says so, and makes nothing.
 """
 
 from __future__ import annotations
@@ -20,403 +22,379 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from concurrent.futures import BrokenExecutor, CancelledError
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from minloader._epochs.epoch import Epoch, Pending
-from minloader._epochs.iterator import TimedIterator
-from minloader._epochs.state import Ledger, Note, Progress, State
-from minloader._errors import BatchTimeout, WorkerDied
+from minloader._epochs import failures
+from minloader._epochs.lane import Lane, track
+from minloader._epochs.pending import Bell, Pending, replied
+from minloader._epochs.settings import CLOSED, Settings
+from minloader._epochs.state import Note, State
 from minloader._insight.leaves import Leaves, first_leaves
 from minloader._memory import pickling
-from minloader._pools.base import Pool
-from minloader._worker.messages import END, Failure, Reply, Shard, Task
+from minloader._pools.base import Death, Pool
+from minloader._worker.messages import END, LEFT_OUT, Failure, Reply, Shard, Start, Task
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
 
-BEGINNING: State = {"batches": 0, "ended": False, "at": 0, "state": None, "next": None}
-"""The part of a state that says where in a shard it is, at its beginning."""
 
-
-class ShardLedger(Ledger):
-    """Counts the batches of one shard, for one epoch.
-
-    Args:
-        epoch: number of the epoch.
-        run: number of the pass over the stream, counted by the loader.
-        shard: number of the shard.
-        state: where to begin, if not at the beginning.
+class Reached(NamedTuple):
+    """How far a shard was read.
 
     Attributes:
-        end: how many batches there are, once the shard has ended.
-        ahead: the state of the stream that came back last, packed, and how many batches had been
-            read by then.
-        behind: the same, before the task that is being delivered.
-        first: the state that the stream had at the end of the pass before, packed.
-        last: the one that it has at the end of this pass.
-        follows_left: whether the pass before was left early.
-        failed_reading: whether the stream's own code raised the last error.
-        lethal: the last batch that no worker survived.
+        batches: how many batches.
+        at: how many of them had been read when ``state`` was taken.
+        state: of the stream, packed; None if it has none to give.
+        failed: which of the batches the stream's own code has failed to give.
+        last: what the samples of the last batch are recognized by; None if there is none.
     """
 
-    def __init__(self, epoch: int, run: int, shard: int, state: State | None) -> None:
-        state = state or BEGINNING
-        indices = itertools.count(state["batches"])
-        super().__init__(epoch, None, zip(itertools.repeat(shard), indices))
-        self.run = run
-        self.follows_left = False
-        self.position = self.end = state["batches"]
-        self.ended = state["ended"]
-        self.last: bytes | None = None
-        self.ahead: tuple[int, bytes | None]
-        self.begin_from(_packed(state.get("next")))
-        if state["state"] is not None:
-            self.ahead = self.behind = state["at"], _packed(state["state"])
-        self.failed_reading = False
-        self.lethal = -2
+    batches: int
+    at: int
+    state: bytes | None
+    failed: tuple[int, ...]
+    last: int | None
 
-    def begin_from(self, state: bytes | None) -> None:
-        """Begin with what the stream was at the end of the pass before, packed."""
-        self.first = state
-        self.ahead = self.behind = 0, state
-
-    @property
-    def delivered(self) -> bool:
-        """Whether all batches were delivered."""
-        return self.ended and not self.undelivered
-
-    @property
-    def next(self) -> bytes | None:
-        """The state that the next pass begins from: one that is left early leaves nothing."""
-        return (self.delivered and self.last) or self.first
-
-    def finish(self, end: int) -> None:
-        """Note that the shard has only so many batches."""
-        self.ended, self.end = True, end
-        for index in [index for index in self.undelivered if index >= end]:
-            del self.undelivered[index]
-
-    def note(self) -> Note:
-        undelivered = self.undelivered.copy()
-        batches = min(undelivered, default=self.end if self.ended else self.position)
-        at, state = self.ahead if self.ahead[0] <= batches else self.behind
-        ended = self.ended and not undelivered
-        return partial(_shard_state, batches, ended, at, state if at else None, self.next)
+    def after(self, n: int, lasts: list[int | None], failed: list[int]) -> Reached:
+        """Return how far it was read with ``n`` more batches, without their state."""
+        known = self.failed + tuple(self.batches + each for each in failed if each < n)
+        last = lasts[n - 1] if 0 < n <= len(lasts) else self.last
+        return Reached(self.batches + n, self.at, self.state, known, last)
 
 
-def _shard_state(
-    batches: int, ended: bool, at: int, state: bytes | None, coming: bytes | None
-) -> State:
-    known = {"state": state and pickling.unpack(state), "next": coming and pickling.unpack(coming)}
-    return {"batches": batches, "ended": ended, "at": at, **known}
+BEGINNING: State = {
+    **{"batches": 0, "at": 0, "ended": False, "state": None},
+    **{"next": None, "failed": [], "last": None},
+}
+"""The part of a state that says where in a shard it is, at its beginning."""
+
+FIRST = Reached(0, 0, None, (), None)
+"""The beginning of a shard."""
 
 
 def _packed(state: Any) -> bytes | None:
     return None if state is None else pickling.pack(state, down=True)
 
 
-class StreamLedger(Ledger):
-    """The ledgers of all shards of a stream, for one epoch.
+def _unpacked(state: bytes | None) -> Any:
+    return None if state is None else pickling.unpack(state)
 
-    Args:
-        epoch: number of the epoch.
-        run: number of the pass over the stream.
-        total: number of shards.
-        state: where to begin; None: at the beginning.
-        before: the ledger of the pass before, if there was one.
+
+@dataclass(eq=False)
+class ShardPass:
+    """One pass over a shard.
 
     Attributes:
-        turn: number of the shard whose batch comes next.
+        index: place of the epoch among those of the iterator.
+        epoch: number of the epoch.
+        run: number of the pass over the stream, counted by the loader.
+        reached: up to where replies were opened.
+        first: the state that the stream had at the end of the pass before, packed.
+        follows: number of the pass before, if it was read to its end.
+        last: the state that the stream has at the end of this pass, packed.
+        is_ended: whether the end was seen.
+        lethal: what to say of batches that no worker survived, by their place.
+        unreadable: the place of one that cannot be passed over either: the shard ends with it.
+        suspect: the place of the batch with which a worker died last, and how often.
     """
 
-    def __init__(
-        self, epoch: int, run: int, total: int, state: State | None, before: StreamLedger | None
-    ) -> None:
-        super().__init__(epoch, None, ())
-        shards = state["shards"] if state else [None] * total
-        self.fruitful = state is not None
-        self.run = run
-        self.shards = [ShardLedger(epoch, run, n, shard) for n, shard in enumerate(shards)]
-        self.turn = state["turn"] if state else 0
-        if before is not None:
-            for own, theirs in zip(self.shards, before.shards, strict=True):
-                own.begin_from(theirs.next)
-                own.follows_left = not theirs.delivered
+    index: int
+    epoch: int
+    run: int
+    reached: Reached
+    first: bytes | None = None
+    follows: int | None = None
+    last: bytes | None = None
+    is_ended: bool = False
+    lethal: dict[int, Reply] = field(default_factory=dict)
+    unreadable: int | None = None
+    suspect: tuple[int, int] = -1, 0
+
+    @classmethod
+    def of(cls, epoch: int, run: int, place: State) -> ShardPass:
+        """Return the pass that goes on from a part of a state."""
+        state, first = _packed(place["state"]), _packed(place["next"])
+        known = place["batches"], place["at"], state, tuple(place["failed"]), place["last"]
+        each = cls(0, epoch, run, Reached(*known), first)
+        if place["ended"]:
+            each.is_ended, each.last = True, first
+        return each
 
     def note(self) -> Note:
-        return partial(_stream_state, self.turn, [shard.note() for shard in self.shards])
+        """Note the beginning of this pass."""
+        return partial(_place, self.reached, False, self.first)
+
+    @property
+    def next(self) -> bytes | None:
+        """The state that the next pass begins from: one that is left early leaves nothing."""
+        return self.last if self.is_ended and self.last is not None else self.first
 
 
-def _stream_state(turn: int, shards: list[Note]) -> State:
-    return {"stream": {"turn": turn, "shards": [note() for note in shards]}}
-
-
-def _shard_ledger(shard: int, ledger: StreamLedger) -> ShardLedger:
-    return ledger.shards[shard]
-
-
-@dataclass(eq=False, repr=False)
-class ShardEpoch(Epoch):
-    """Iterator over the batches of one shard, with the pool of one worker that reads the shard.
+class StreamLane(Lane):
+    """The tasks of a shard of a stream.
 
     Args:
         shard: number of the shard.
         total: number of shards.
         oldest: gives the oldest pass over the stream that somebody still makes.
+        first: the first pass over the shard.
     """
 
-    shard: int
-    total: int
-    oldest: Callable[[], int]
+    def __init__(
+        self,
+        settings: Settings,
+        where: Callable[[], Pool],
+        bell: Bell,
+        shard: int,
+        total: int,
+        oldest: Callable[[], int],
+        first: ShardPass,
+    ) -> None:
+        self.shard, self.total = shard, total
+        self._oldest = oldest
+        self._readings = itertools.count(1)
+        self._reading = 0
+        self._is_begun = False  # whether a task of the reading was sent
+        super().__init__(settings, where, bell, total)
+        self._begin(first)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._ledgers: deque[ShardLedger]  # type: ignore[assignment]
-        self._in_order = True
+    def adopt(self) -> None:
+        super().adopt()
+        self._restart()
+
+    def _restart(self) -> None:
+        """Have the shard read again from where the last reply that was opened has ended."""
+        former = self.pending
+        again = [each for each in former if each.outcomes is None and not each.ends]
+        new = {id(each): each.part(0, len(each.items)) for each in again}
+        self._reading, self._is_begun = next(self._readings), False
+        self.pending = deque(new.get(id(each), each) for each in former)
+        for each in again:
+            each.forget()
+
+    def _begin(self, each: ShardPass) -> None:
+        if each.is_ended:
+            self.pending.append(self._end_of(each))
+        self._reading, self._is_begun = next(self._readings), False
+        self.sources.append(each)
+
+    def begin_after(self, index: int, epoch: int, run: int) -> None:
+        before = self.sources[-1]
+        self._begin(ShardPass(index, epoch, run, FIRST, before.next, before.run))
+
+    def drop_ahead(self) -> None:
+        super().drop_ahead()
+        self._restart()
+
+    def _end_of(self, each: ShardPass) -> Pending:
+        return Pending(each, each.reached.batches, [], each.reached, ends=True)
 
     @property
-    def _depth(self) -> int:
-        return -(-self.settings.depth // self.total)
+    def is_drawn(self) -> bool:
+        return bool(self.sources[-1].is_ended)
 
-    def _address(self, task: Task) -> Task:
-        ledger = next(each for each in self._ledgers if each.epoch == task.epoch)
-        place = ledger.run, self.oldest(), self.shard, self.total
-        shard = Shard(*place, *ledger.ahead, ledger.follows_left)
-        return super()._address(task)._replace(shard=shard)
+    @property
+    def drew_nothing(self) -> bool:
+        return not self.sources[-1].reached.batches and self.is_drawn
 
-    def _ordinal(self, ordinal: int) -> int:
+    @property
+    def position(self) -> int:
+        head = self.head
+        if head is not None and (head.outcomes is not None or head.ends):
+            return head.ordinal + head.given
+        batches: int = self.sources[0].reached.batches
+        return batches
+
+    def ordinal(self, ordinal: int) -> int:
         return ordinal * self.total + self.shard
 
-    @property
-    def _is_drawn(self) -> bool:
-        ledger = self._ledgers[-1]
-        for each in self._pending:
-            if each.task.epoch == ledger.epoch and each.future and _has_end(each.future):
-                ledger.last = each.future.result().state  # the next epoch's tasks may go ahead
-                return True
-        return ledger.ended
+    # --- down
 
-    def _begin_ahead(self) -> bool:
-        before = self._ledgers[-1]
-        begun = super()._begin_ahead()
-        if begun:
-            self._ledgers[-1].begin_from(before.last or before.first)
-        return begun
+    def _draw(self) -> None:
+        items = [self.shard] * self._chunk
+        self.pending.append(Pending(self.sources[-1], -1, items, None))
 
-    def enter_next(self) -> None:
-        """Let the consumer go on to the next epoch, if there is one."""
-        if len(self._ledgers) > 1 or self._begin_ahead():
-            self._ledgers.popleft()
-        self._pool.failed_starts.clear()
+    def _renewed(self, pending: Pending) -> Pending:
+        place = self.pending.index(pending)
+        self._restart()  # if it is under way, the shard is read on without us
+        return self.pending[place]
+
+    def _send(self, pending: Pending) -> None:
+        super()._send(pending)
+        self._is_begun = True
+
+    def _address(self, pending: Pending) -> Task:
+        each, start = pending.source, None
+        if not self._is_begun:
+            reached = each.reached
+            state, follows = (reached.state, None) if reached.at else (each.first, each.follows)
+            known = reached.failed, reached.last, follows, tuple(each.lethal), each.unreadable
+            start = Start(reached.batches, reached.at, state, *known)
+        place = each.run, self._oldest(), self.shard, self.total, self._reading
+        return Task(-1, each.epoch, pending.items, shard=Shard(*place, start))
+
+    # --- up
 
     def _open(self, pending: Pending) -> None:
-        ledger = self._ledgers[0]
-        ledger.behind = ledger.ahead
-        super()._open(pending)
-        if ledger.ended:
-            self._abandon_rest()
+        reply, each = pending.reply, pending.source
+        assert reply is not None
+        pending.future = None  # it leads here, and would keep the memory
+        if not reply.outcomes:  # its worker has not read what came before
+            self._restart()
+            return
+        if pending.before is None:
+            pending.before, pending.ordinal = each.reached, each.reached.batches
+        outcomes = [outcome for outcome in reply.outcomes if outcome is not END]
+        made, reached = len(outcomes), pending.before
+        for n, outcome in enumerate(outcomes):
+            if outcome is LEFT_OUT:
+                (outcomes[n],) = each.lethal[reached.batches + n].outcomes
+        failed = [n for n, outcome in enumerate(outcomes) if _failed_reading(outcome)]
+        pending.marks = reply.lasts, failed
+        reached = reached.after(made, *pending.marks)
+        if reply.state is not None and made == len(reply.outcomes):
+            reached = reached._replace(at=reached.batches, state=reply.state)
+        self._learn(pending, reply)
+        pending.items = pending.items[:made]
+        each.reached = reached
+        pending.outcomes = outcomes
+        if made < len(reply.outcomes):
+            each.last = reply.state
+            self._finish(each, by_error=made - 1 in failed)
 
-    def _abandon_rest(self) -> None:
-        """Forget what was asked for beyond the end of the shard."""
-        ended = [each for each in self._pending if each.task.epoch == self.epoch]
-        self._abandon(deque(ended))
-        self._pending = deque(each for each in self._pending if each.task.epoch != self.epoch)
+    def _finish(self, each: ShardPass, *, by_error: bool) -> None:
+        """Note that a shard has no more batches, and forget what was asked for beyond them."""
+        if by_error:
+            logger.warning(
+                "shard %d of the stream ended with the error in its batch %d: an iterator that "
+                "raised, as a generator does, cannot go on",
+                *(self.shard, each.reached.batches - 1),
+            )
+        former = self.pending
+        kept = [known for known in former if known.outcomes is not None or known.ends]
+        self.pending = deque([*kept, self._end_of(each)])
+        each.is_ended = True
+        for known in former:
+            if known not in kept:
+                known.forget()
 
-    def _note(self, task: Task, reply: Reply) -> None:
-        ledger = self._ledgers[0]
-        if reply.outcomes and reply.outcomes[-1] is END:
-            reply.outcomes.pop()
-            ledger.finish(task.ordinal + len(reply.outcomes))
-            ledger.last = reply.state
-        elif reply.state is not None:
-            ledger.ahead = task.ordinal + len(reply.outcomes), reply.state
-        super()._note(task, reply)
+    def _recover(self) -> None:
+        first = next((each for each in self.pending if each.outcomes is None), None)
+        if first is None or first.lost is None:
+            return  # what has arrived before it is opened first: the shard is read on from there
+        if self.settings.closed:
+            raise RuntimeError(CLOSED)
+        self._pool.losses()  # has the pool find out how its workers ended
+        assert first.task is not None
+        death = self._pool.deaths.pop(first.task.id, None)
+        if death is not None or not isinstance(first.lost, BrokenExecutor | CancelledError):
+            self._blame(first, death)
+        place = {"batch": self.ordinal(first.source.reached.batches), "epoch": first.source.epoch}
+        self.settings.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
+        self._restart()
 
-    def _failed(self, task: Task, n: int, reply: Reply, failure: Failure) -> Any:
-        ledger = self._ledgers[0]
-        ledger.failed_reading = failure.stage == READING
-        if isinstance(failure.error, (WorkerDied, BatchTimeout)):
-            index = task.ordinal + n
-            if index == ledger.lethal + 1:
-                logger.warning(
-                    "shard %d of the stream ends: no worker gets past its batch %d",
-                    *(self.shard, ledger.lethal),
-                )
-                ledger.finish(index + 1)
-                self._abandon_rest()
-            ledger.lethal = index
-        return super()._failed(task, n, reply, failure)
+    def _blame(self, lost: Pending, death: Death | None) -> None:
+        """Count a try of the batch that a worker died with, or that came to nothing here."""
+        counters, each = self.settings.counters, lost.source
+        index = each.reached.batches + (0 if death is None else death.item)
+        ordinal = self.ordinal(index)
+        tries = each.suspect[1] + 1 if each.suspect[0] == index else 1
+        each.suspect = index, tries
+        if death is not None:
+            place = {"batch": ordinal, "epoch": lost.source.epoch, "cause": death.cause}
+            where = track(death.worker, death.pid)
+            counters.record(where, "died", time.perf_counter(), 0.0, place)
+        if tries <= self.settings.retries and not (death is not None and death.final):
+            counters.retries += 1
+        elif index in each.lethal:
+            each.unreadable = index
+            logger.warning(
+                "shard %d of the stream ends: no worker gets past its batch %d", self.shard, index
+            )
+        elif death is not None:
+            known = ordinal, lost.source.epoch, (self.shard, index), tries
+            reply = replied(failures.lethal(death, *known))
+            each.lethal[index] = reply._replace(worker=death.worker, pid=death.pid)
+        else:
+            assert isinstance(lost.lost, Exception)
+            each.lethal[index] = replied(lost.lost, stage="when it came from a worker", fatal=True)
 
-    def _take(self) -> Any:
+    # --- state
+
+    def note(self) -> Note:
+        """Note what of the consumer's epoch was handed over."""
+        each = self.sources[0]
+        head, reached = self.head, each.reached
+        if head is not None and head.outcomes is not None and head.before is not None:
+            given = head.ordinal + head.given - head.before.batches
+            reached = head.before.after(given, *head.marks)
+        ended = head is not None and head.ends
+        return partial(_place, reached, ended, each.next if ended else each.first)
+
+    def next_pass(self, epoch: int, run: int) -> ShardPass:
+        """Return the first pass of another iterator, which comes after the consumer's here."""
+        before = self.sources[0]
+        if self.is_over:
+            return ShardPass(0, epoch, run, FIRST, before.next, before.run)
+        return ShardPass(0, epoch, run, FIRST, before.first)
+
+
+def _failed_reading(outcome: Any) -> bool:
+    return type(outcome) is Failure and outcome.stage == READING
+
+
+def _place(reached: Reached, ended: bool, coming: bytes | None) -> State:
+    """Work out the part of a state that says where in a shard it is."""
+    known = {"batches": reached.batches, "at": reached.at, "ended": ended}
+    state = None if ended else _unpacked(reached.state)
+    coming_state = {"state": state, "next": _unpacked(coming)}
+    return known | coming_state | {"failed": list(reached.failed), "last": reached.last}
+
+
+# --- what the log says of all shards
+
+
+class ShardWatch:
+    """Says in the log, once, what looks wrong with the shards of a stream."""
+
+    def __init__(self, settings: Settings, total: int) -> None:
+        self._settings = settings
+        self._total = total
+        self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
+
+    def compare(self, lane: Any, batch: Any) -> None:
+        """Compare the first batches of two shards: alike, each shard is all of the data."""
+        if self._settings.compared:
+            return
         try:
-            return super()._take()
-        except StopIteration:
-            ledger = self._ledgers[0]
-            if ledger.failed_reading:
-                logger.warning(
-                    "shard %d of the stream ended with the error in its batch %d: an iterator that "
-                    "raised, as a generator does, cannot go on",
-                    *(self.shard, ledger.end - 1),
-                )
-                ledger.failed_reading = False
-            raise
-
-    def is_ready(self) -> bool:
-        """Return whether the next batch, or the end, can be had without waiting."""
-        self._recover()
-        if self._opened is not None or not self._pending:
-            return True
-        first = self._pending[0]
-        return first.task.epoch != self.epoch or first.future is None or first.future.done()
-
-    def waits_for(self) -> list[Future[Reply]]:
-        """Return what must be done for it to be ready. Asked for when it was not."""
-        self._grow()
-        self._watch()
-        return [pending.future for pending in self._pending if pending.future is not None][:1]
-
-
-def _has_end(future: Future[Reply]) -> bool:
-    if not future.done() or future.cancelled() or future.exception() is not None:
-        return False
-    outcomes = future.result().outcomes
-    return bool(outcomes) and outcomes[-1] is END
-
-
-@dataclass(eq=False, repr=False)
-class StreamEpoch(TimedIterator):
-    """Iterator over the batches of an epoch of a stream, or several, of each shard one in turn.
-
-    ``where`` gives the pool of the worker that reads a shard, by the shard's number.
-
-    Args:
-        total: number of shards.
-        oldest: gives the oldest pass over the stream that somebody still makes.
-    """
-
-    total: int
-    oldest: Callable[[], int]
-
-    def __post_init__(self) -> None:
-        self._ledgers: deque[Any] = self.progress.ledgers
-        # A shard may begin with an epoch before the others, which then find the same ledgers.
-        self.coming, *each = itertools.tee(self.coming, self.total + 1)
-        self._shards = []
-        for shard, ledgers in enumerate(each):
-            own = map(partial(_shard_ledger, shard), ledgers)
-            common = self.settings, partial(self.where, shard), own, Progress(), self.owner
-            self._shards.append(ShardEpoch(*common, shard, self.total, self.oldest))
-        self._round: list[ShardEpoch] = []  # those that have not ended, the next one first
-        self._first: tuple[int, Leaves] | None = None  # batch, and the number of its shard
-
-    @property
-    def run(self) -> int:
-        """Number of the pass over the stream, counted by the loader."""
-        run: int = self._ledgers[0].run
-        return run
-
-    @property
-    def pools(self) -> list[Pool]:
-        return [pool for shard in self._shards for pool in shard.pools]
-
-    @property
-    def in_flight(self) -> int:
-        return sum(shard.in_flight for shard in self._shards)
-
-    def begin(self) -> None:
-        self._ledgers.append(next(self.coming))
-        # What is resumed does not begin at the beginning: it is fruitful before its first batch.
-        self.settings.compared |= self.total == 1 or self._ledgers[0].fruitful
-        self._begin_round()
-        for shard in self._round:
-            shard.begin()
-
-    def _begin_round(self) -> None:
-        turn = self._ledgers[0].turn
-        self._round = self._shards[turn:] + self._shards[:turn]
-
-    def _take(self) -> Any:
-        while self._round:
-            index = 0 if self.settings.in_order else self._first_ready()
-            shard = self._round[index]
-            try:
-                batch = shard._take()
-            except StopIteration:
-                del self._round[index]
-            except Exception:
-                self._pass_on(index)
-                raise
-            else:
-                self._pass_on(index)
-                if not self.settings.compared:
-                    self._compare(shard.shard, batch)
-                self._ledgers[0].fruitful = True
-                return batch
-        raise StopIteration
-
-    def _pass_on(self, index: int) -> None:
-        """Give the next shard its turn."""
-        self._round.append(self._round.pop(index))
-        self._ledgers[0].turn = self._round[0].shard
-
-    def _compare(self, shard: int, batch: Any) -> None:
-        """Say in the log, once, if shards begin alike: then each of them is all of the data."""
-        try:
-            found = shard, first_leaves(batch)
+            found = lane.shard, first_leaves(batch)
         except Exception as error:  # of the user's own objects; the batch matters more
             logger.debug("a batch cannot be compared: %r", error)
-            found = shard, {}
+            found = lane.shard, {}
         first, self._first = self._first, found
         if first is None:
             return
-        self.settings.compared = True
-        if shard != first[0] and found[1] == first[1] != {}:
+        self._settings.compared = True
+        if found[0] != first[0] and found[1] == first[1] != {}:
             logger.warning(
                 "shards %d and %d of the stream begin with the same batch: unless that is chance, "
                 "each of the %d workers reads all of the data, and all of it comes %d times; have "
                 "__iter__ read a part, by the id and the num_workers of get_worker_info()",
-                *(first[0], shard, self.total, self.total),
+                *(first[0], found[0], self._total, self._total),
             )
 
-    def _next_epoch(self) -> None:
-        self._check_end()
-        self._ledgers[0].over = True
-        self._tell_empty_shards()
-        self._ledgers.append(next(self.coming))
-        self._ledgers.popleft()
-        self.owner.epoch = self.epoch + 1
-        for shard in self._shards:
-            shard.enter_next()
-        self._begin_round()
-
-    def _tell_empty_shards(self) -> None:
-        """Say in the log, once, that some workers had nothing to read."""
-        empty = sum(shard.ended and not shard.end for shard in self._ledgers[0].shards)
-        if 0 < empty < self.total and not self.settings.told_empty:
-            self.settings.told_empty = True
+    def count_empty(self, lanes: list[Any]) -> None:
+        """Count the shards that gave nothing in the consumer's epoch."""
+        if self._total == 1:
+            return
+        empty = sum(not lane.sources[0].reached.batches for lane in lanes)
+        if 0 < empty < self._total and not self._settings.told_empty:
+            self._settings.told_empty = True
             logger.warning(
                 "%d of the %d shards of the stream gave no batch, and their workers did nothing: "
                 "share the data out evenly, by get_worker_info(), or set num_workers=%d",
-                *(empty, self.total, self.total - empty),
+                *(empty, self._total, self._total - empty),
             )
-
-    def _first_ready(self) -> int:
-        begin = time.perf_counter()
-        try:
-            while True:
-                for index, shard in enumerate(self._round):
-                    if shard.is_ready():
-                        return index
-                futures = [future for shard in self._round for future in shard.waits_for()]
-                wait_for(futures, self.settings.patience, return_when=FIRST_COMPLETED)
-        finally:
-            self.settings.counters.opened(begin)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_round"):  # else it was not made
-            for ledger in self._ledgers:
-                ledger.close()

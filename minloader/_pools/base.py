@@ -107,7 +107,7 @@ class Pool:
 
     def hold(self, item: Any) -> Any:
         """Keep an item as it is now; the sampler may change it when it is asked for the next."""
-        return item
+        return item if type(item) in UNCHANGEABLE else _copied(item)
 
     def pack(self, task: Task) -> Task:
         """Make a task fit to leave this process, where it has to."""
@@ -181,6 +181,20 @@ UNCHANGEABLE = frozenset({int, float, str, bool, type(None)})
 """Types of items that need not be pickled by themselves: nobody can change them."""
 
 
+def _copied(item: Any) -> Any:
+    """Return a copy of an item as far as it is made of containers that a sampler may use again."""
+    kind = type(item)
+    if kind is list:
+        return item[:] if UNCHANGEABLE.issuperset(map(type, item)) else [_copied(x) for x in item]
+    if kind is tuple:
+        return item if UNCHANGEABLE.issuperset(map(type, item)) else tuple(map(_copied, item))
+    if kind is dict:
+        return {key: _copied(value) for key, value in item.items()}
+    if kind is bytearray or kind is set or (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        return item.copy()
+    return item
+
+
 class HeldItem:
     """An item, and its pickle from when the sampler gave it."""
 
@@ -200,7 +214,9 @@ class RemotePool(Pool):
     """A pool whose tasks leave this process, or may do so later: items are pickled."""
 
     def hold(self, item: Any) -> Any:
-        return item if type(item) in UNCHANGEABLE else HeldItem(item)
+        if type(item) in UNCHANGEABLE or type(item) is HeldItem:
+            return item
+        return HeldItem(_copied(item))
 
     def pack(self, task: Task) -> Task:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]

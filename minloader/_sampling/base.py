@@ -80,15 +80,15 @@ class Repeatable:
     def __init__(self, name: str, iterable: Iterable[Any]) -> None:
         self._name = name
         self._iterable = iterable
-        self._used_up = False
+        self.is_used_up = False
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._iterable)
         # An iterator with epochs (lhotse's samplers) begins anew with each of them.
         if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
-            if self._used_up:
+            if self.is_used_up:
                 raise used_up(self._name, iterator)
-            self._used_up = True
+            self.is_used_up = True
         return iterator
 
 

@@ -27,6 +27,7 @@ class Job:
         batch_size: samples in a batch of a stream; None if its elements are the batches.
         keep_last: whether a stream's incomplete last batch is one.
         skip_samples: whether a sample that fails is left out of its batch.
+        is_stream: whether the dataset is read by shards, each in a copy of its own.
     """
 
     dataset: Any
@@ -37,29 +38,53 @@ class Job:
     batch_size: int | None = None
     keep_last: bool = True
     skip_samples: bool = False
+    is_stream: bool = False
+
+
+class Start(NamedTuple):
+    """Where the reading of a shard begins.
+
+    Attributes:
+        batches: how many batches were read before; those after ``at`` are passed over.
+        at: how many of them had been read when ``state`` was taken.
+        state: of the stream, packed; with ``at=0`` that from the end of the pass before. None if
+            it has none to give.
+        failed: which of the batches the stream's own code has failed to give.
+        last: what the samples of the last of the batches are recognized by.
+        follows: number of the pass before, if it was read to its end: whoever has done that goes
+            on with the same copy of the stream.
+        left_out: batches that no worker survives: they are read, and not made.
+        end: one of them that is not even to be read: the shard ends with it.
+    """
+
+    batches: int
+    at: int
+    state: bytes | None
+    failed: tuple[int, ...]
+    last: int | None
+    follows: int | None
+    left_out: tuple[int, ...]
+    end: int | None
 
 
 class Shard(NamedTuple):
-    """The part of a stream that a task reads on in, and how to get there if no worker has.
+    """The part of a stream that a task reads on in.
 
     Attributes:
         run: number of the pass over the stream, counted by the loader.
         oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
-        at: how many batches had been read when ``state`` was taken. With 0 it is the state from the
-            end of the pass before.
-        state: of the stream, packed; None if it has none to give.
-        left: whether the pass before was left early.
+        reading: number of the reading, which one worker does.
+        start: where it begins, in its first task; None in all others.
     """
 
     run: int
     oldest: int
     id: int
     total: int
-    at: int
-    state: bytes | None
-    left: bool
+    reading: int
+    start: Start | None
 
     def ordinal(self, index: int) -> int:
         """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
@@ -77,13 +102,24 @@ END: Final = _End()
 """Stands for a batch: the shard has no more."""
 
 
+class _LeftOut:
+    """The type of :data:`LEFT_OUT`, a constant that survives pickling."""
+
+    def __reduce__(self) -> str:
+        return "LEFT_OUT"
+
+
+LEFT_OUT: Final = _LeftOut()
+"""Stands for a batch that no worker survives."""
+
+
 class Task(NamedTuple):
     """A chunk of batches to make, mostly one.
 
     Attributes:
-        ordinal: place of the first batch in its epoch, or in its shard, from 0.
+        ordinal: place of the first batch in its epoch, from 0. Of a stream the reader knows it.
         epoch: their epoch.
-        items: what to make them from.
+        items: what to make them from; of a stream, as many as there may be batches.
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
@@ -107,7 +143,7 @@ class Reply(NamedTuple):
         pid: its process.
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
-            slow is cut short.
+            slow is cut short. None: the reader of the shard is not here.
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
         timings: of these, seconds of transforming, collating and packing.
@@ -120,6 +156,7 @@ class Reply(NamedTuple):
         processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
         reread: how many batches of the stream were read again, to get to the first of them.
         skipped: how many samples were left out.
+        lasts: of a stream, what the samples of each batch are recognized by.
     """
 
     worker: int
@@ -138,6 +175,7 @@ class Reply(NamedTuple):
     processor: tuple[float, float, float] | None = None
     reread: int = 0
     skipped: int = 0
+    lasts: list[int | None] = []  # noqa: RUF012  # never changed
 
 
 class Failure(NamedTuple):

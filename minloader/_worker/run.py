@@ -38,7 +38,7 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
-from minloader._worker.messages import END, Failure, Job, Reply, Shard, Task, WorkerInfo
+from minloader._worker.messages import END, LEFT_OUT, Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
 from minloader._worker.seeds import Place, Seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
@@ -96,9 +96,10 @@ class Worker:
         self._maker = BatchMaker(job)
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
-        self._readers = ShardReaders(self._maker, info.seed, reload)
+        is_inline = info.num_workers == 0
+        self._readers = ShardReaders(self._maker, info.seed, reload, self._prepare, is_inline)
         self._init_failure: Failure | None = None
-        if job.worker_init_fn is not None:
+        if job.worker_init_fn is not None and not job.is_stream:
             try:
                 self._call((info.seed, -1, info.id), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
@@ -116,23 +117,32 @@ class Worker:
         writer = NO_SLOT if self._packer is None else self._packer.open(task.slot)
         outcomes: list[Any] = []
         overflowed = 0
-        state = None
+        state = reader = None
         maker = self._maker
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
         maker.skipped = 0
+        lasts: list[int | None] = []
         begin = now = time.perf_counter()
         try:
+            if task.shard is not None:
+                reader = self._find_reader(task, outcomes)
+                if reader is None:
+                    return Reply(self.id, pid, packed, outcomes)
             for n, item in enumerate(task.items):
                 self._beat(task.id, n, now)
-                outcomes.append(self._make(task, n, item, writer))
+                if reader is None:
+                    outcomes.append(self._make(task, n, item, writer))
+                else:
+                    outcomes.append(self._make(task, n, item, writer, reader))
+                    lasts.append(reader.last)
                 overflowed += writer.overflowed
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
                 if now - begin > 2 * CHUNK_SECONDS or outcomes[-1] is END:
                     break
-            if task.shard is not None:
-                state = self._end_stream_task(task.shard, outcomes)
+            if reader is not None:
+                state = self._end_stream_task(reader, outcomes)
         except BaseException:  # Ctrl-C in the calling process, say
             # The batches before it are good. The parent sends the rest again, one by one.
             if len(task.items) == 1:
@@ -153,16 +163,15 @@ class Worker:
         slot = size, writer.size, writer.retired, overflowed
         processor = None if self.meter is None else self.meter.add(now - begin)
         reread, self._reread = self._reread, 0
-        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped)
+        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped, lasts)
 
-    def _make(self, task: Task, n: int, item: Any, writer: NoSlot) -> Any:
+    def _make(
+        self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None = None
+    ) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""
         writer.begin()
-        reader = None
         try:
-            if task.shard is not None:
-                where = task.epoch, task.ordinal + n, self.info.pid
-                reader = self._readers.find(task.shard, *where)
+            if reader is not None:
                 batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
@@ -175,7 +184,7 @@ class Worker:
             if whole and isinstance(error, TypeError):
                 stage = WHOLE_ITEM
             return self._failure(error, stage)
-        if self._packer is None or batch is END:
+        if self._packer is None or batch is END or batch is LEFT_OUT:
             return batch
         self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
@@ -231,45 +240,57 @@ class Worker:
 
     # --- streams
 
+    def _prepare(self, info: WorkerInfo) -> None:
+        """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
+        self.info = info
+        if self._job.worker_init_fn is not None:
+            self._call((info.seed, -1, info.id), self._job.worker_init_fn, info)
+
+    def _find_reader(self, task: Task, outcomes: list[Any]) -> ShardReader | None:
+        """Return the reader for a task; None if there is none, for the reason that outcomes has."""
+        assert task.shard is not None
+        try:
+            return self._readers.find(task.shard, task.epoch, self.info.pid)
+        except BaseException as error:
+            stage = "when the stream was made ready, by worker_init_fn if there is one"
+            outcomes += [self._failure(error, stage, fatal=True), END]
+            return None
+
     def _read(self, task: Task, n: int, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
-        self.info = reader.info
-        if not reader.restored:
+        self.info, start = reader.info, reader.start
+        if not reader.position and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)
-        if reader.position < task.ordinal + n and not reader.ended:
+        if reader.position < start.batches and not reader.ended:
             self._pass_over(task, n, reader)
         return self._call(reader.begin(), reader.fetch)
 
     def _pass_over(self, task: Task, n: int, reader: ShardReader) -> None:
-        index, shard, samples = task.ordinal + n, reader.info.id, None
-        while reader.position < index and not reader.ended:
+        """Read what was delivered before, without making batches of it."""
+        start, samples = reader.start, None
+        while reader.position < start.batches and not reader.ended:
+            index = reader.position
             self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
             self._reread += 1
             try:
                 samples = self._call(reader.begin(), reader.draw)
-            except BaseException as error:
-                if reader.ended:
-                    raise
-                again = self._failure(error, READING).summary
-                logger.debug("batch %d of shard %d fails again: %s", index, shard, again)
-        given = reader.position - (samples is END)
-        if given < index:
-            raise RuntimeError(
-                f"the stream has ended after {given} batches of shard {shard}, but gave {index} "
-                "when it was read before; it must give the same samples each time, for the same "
-                "epoch, shard and seed"
-            )
+            except Exception as error:
+                if index in start.failed and not reader.ended:
+                    continue  # as it did before
+                reader.ended = True
+                raise RuntimeError(
+                    f"the stream has failed in batch {index} of shard {reader.info.id}, when that "
+                    f"was read again, past the {start.batches} batches that it had given"
+                ) from error
+        reader.check_passed(reader.position - (samples is END))
         self._beat(task.id, n, time.perf_counter())
 
-    def _end_stream_task(self, shard: Shard, outcomes: list[Any]) -> bytes | None:
+    def _end_stream_task(self, reader: ShardReader, outcomes: list[Any]) -> bytes | None:
         """Return the state of the stream behind the outcomes; add END to them if it has ended."""
-        reader = self._readers.current(shard)
-        if reader is None:
-            return None
         state = None
         try:
-            if reader.parts and not reader.released:
+            if reader.parts and reader.iterator is not None:
                 # Seeded for the next batch: a generator in the state is as that will find it.
                 state = self._call(reader.begin(), reader.state)
         except BaseException as error:
@@ -278,10 +299,8 @@ class Worker:
                 outcomes[-1] = failure
             else:  # all batches are here
                 logger.warning("the state of a stream at its end is not known: %s", failure.summary)
-        if reader.ended:
-            self._readers.release(reader)
-            if outcomes[-1] is not END:
-                outcomes.append(END)
+        if reader.ended and outcomes[-1] is not END:
+            outcomes.append(END)
         return state
 
 

@@ -1,35 +1,35 @@
-"""Streams, where they are read: each shard by one worker at a time, from its beginning or from
-where another worker, or another process long ago, left off.
+"""Streams, where they are read: each shard by one worker at a time.
 
 ::
 
-    the pass before has ended here:   the same object                     iter, draw, draw, ...
-    it has ended elsewhere:           a copy, its state from that end     iter, draw, draw, ...
-    this pass was begun elsewhere:    a copy, its state from then, iter         draw, draw, ...
+    the pass before has ended here:   the same copy                       iter, draw, draw, ...
+    otherwise:                        a fresh copy, worker_init_fn,
+                                      its state put back if it has one,   iter, draw, draw, ...
+                                      past what was delivered before
 
-A :class:`ShardReader` reads one shard once. It draws the samples of a batch, and then makes the
-batch of them. The two are apart so that batches which were delivered before can be passed over
-without being made, with the same random numbers for the stream as when they were. A state is put
-back before the generators are seeded for a batch, and taken when they are seeded for the next.
-:class:`ShardReaders` are those of one worker; they hand out the copies of the dataset.
+A :class:`ShardReader` reads one shard once, from where it is told to begin, and goes on from where
+it stands. It draws the samples of a batch, and then makes the batch of them. The two are apart so
+that batches which were delivered before can be passed over without being made, with the same random
+numbers for the stream as when they were. A state is put back before the generators are seeded for a
+batch, and taken when they are seeded for the next. :class:`ShardReaders` are those of one worker;
+they hand out the copies of the dataset.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
+from types import GeneratorType
 from typing import Any
 
 from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
-from minloader._worker.messages import END, Shard, WorkerInfo
+from minloader._worker.messages import END, LEFT_OUT, Shard, Start, WorkerInfo
 from minloader._worker.seeds import Place
-
-logger = logging.getLogger("minloader")
 
 
 @dataclass(eq=False)
@@ -37,33 +37,44 @@ class ShardReader:
     """Reads one shard, once.
 
     Attributes:
-        readers: those of the worker.
+        maker: makes batches of what is read.
         info: what the stream is told about where it runs, and the stream. Nothing else reads that
             meanwhile.
         epoch: the epoch that it is read for.
-        shard: where to begin.
-        restored: whether the stream is as it must be, to begin with the shard.
+        shard: which, and for which reading.
+        start: where to begin.
+        is_fresh: whether the stream's state, if there is one, must be put back.
+        is_inline: whether it runs in the calling process, where an interrupt may come.
         position: how many batches were drawn.
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
         iterator: of the stream, while it is read.
-        released: whether another reader may have the stream.
-        last_state: of the stream, at its end.
+        reading_id: number of the reading that it serves.
+        last: what the samples of the batch drawn last are recognized by.
     """
 
-    readers: ShardReaders
+    maker: BatchMaker
     info: WorkerInfo
     epoch: int
     shard: Shard
-    restored: bool
-    position: int
+    start: Start
+    is_fresh: bool
+    is_inline: bool
+    position: int = 0
     ended: bool = False
     reading: bool = False
     iterator: Any = None
-    released: bool = False
-    last_state: bytes | None = None
+    reading_id: int = 0
+    last: int | None = None
+    _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn
+    _former: list[Any] | None = None  # of the batch drawn last, where an interrupt may come
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass was read to its end, so that the next can begin with the same copy."""
+        return self.ended and not self._failed
 
     def begin(self, index: int | None = None) -> Place:
         """Prepare for a batch of the shard, by default the next, and return its place.
@@ -77,20 +88,17 @@ class ShardReader:
         return self.info.seed, epoch, ordinal
 
     def restore(self) -> None:
-        """Put the stream's state back."""
-        self.restored = self.ended = self.reading = True  # what cannot be begun is over
-        if self.shard.state is None:
-            self.readers.rewind(self.info)
-        else:
-            self.readers.note_first_state(self.info)
-            state = unpack(self.shard.state)
-            state = state if isinstance(state, dict) else dict([state])  # as of former versions
-            if "dataset" in state:
-                self.info.dataset.load_state_dict(state["dataset"])
-            if self.shard.at:
-                self._open()
-            if "iterator" in state:
-                self.iterator.load_state_dict(state["iterator"])
+        """Put the stream's state back, in a copy that is not the one that has reached it."""
+        start = self.start
+        self.ended = self.reading = True  # what cannot be begun is over
+        known = {} if start.state is None or not self.is_fresh else unpack(start.state)
+        if "dataset" in known:
+            self.info.dataset.load_state_dict(known["dataset"])
+        if start.at:
+            self._open()
+            if "iterator" in known:
+                self.iterator.load_state_dict(known["iterator"])
+        self.position = start.at
         self.ended = self.reading = False
 
     def draw(self) -> Any:
@@ -99,31 +107,43 @@ class ShardReader:
             return END
         self._failed |= self.reading
         self.reading = True
-        self.position += 1  # also by an error, which takes the place of a batch
-        job = self.readers.maker.job
+        job, samples = self.maker.job, self._samples
         size = job.batch_size or 1
-        self.ended = self.iterator is None  # what cannot be begun is over
-        samples = self._take_first(size) if self.ended else self._take(size)
+        try:
+            if self.iterator is None:
+                self.ended = True  # what cannot be begun is over
+                self._open()
+                self.ended = False
+                self._take(size)
+                if not samples and self.is_fresh and self.start.state is not None:
+                    self._open()  # it was the state of an end, and does not stand for a beginning
+            self._take(size)
+        except Exception:
+            self._samples, self.last = [], None
+            self.position += 1  # it takes the place of a batch
+            raise
+        self._samples, self._former = [], samples if self.is_inline else None
+        self.position += 1
         self.reading = False
         self.ended = len(samples) < size
-        return samples if samples and (job.keep_last or not self.ended) else END
-
-    def _take_first(self, size: int) -> list[Any]:
-        self._open()
-        self.ended = False
-        if self.shard.state is None:
-            self.readers.note_first_state(self.info)
-        samples = self._take(size)
-        # Some streams go on from a state when they are begun next, some each time. If it is from
-        # their end, there is nothing.
-        tries = 0 if self.shard.state is None or self._is_own_iterator else 2
-        while tries and not samples:
-            tries -= 1
-            if not tries:
-                self.readers.rewind(self.info)
-            self._open()
-            samples = self._take(size)
+        if not samples or (self.ended and not job.keep_last):
+            return END
+        self.last = recognized(samples)
         return samples
+
+    def goes_on(self, start: Start) -> bool:
+        """Return whether it can go on where an interrupt came; then it is there.
+
+        Only in the calling process does an interrupt come to a reader.
+        """
+        is_own = self.iterator is self.info.dataset
+        is_dead = isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
+        if not self.is_inline or (self.reading and (is_dead or not is_own)):
+            return False  # what raised an interrupt may be over
+        if start.batches == self.position - 1 and self._former is not None:
+            self._samples, self._former = self._former, None
+            self.position, self.ended = start.batches, False
+        return start.batches == self.position
 
     def _open(self) -> None:
         dataset = self.info.dataset
@@ -134,18 +154,42 @@ class ShardReader:
             # Not compared themselves: both may stand for the same object of the user's.
             self._is_own_iterator = self.iterator.state_dict == dataset.state_dict
 
-    def _take(self, size: int) -> list[Any]:
+    def _take(self, size: int) -> None:
         # Not by islice(), which calls iter(): a stream that is its own iterator would begin anew.
-        return list(map(next, repeat(self.iterator, size)))
+        # A sample goes into the list in one step, which no interrupt can come between.
+        self._samples.extend(map(next, repeat(self.iterator, size - len(self._samples))))
 
     def fetch(self) -> Any:
-        """Return the next batch, or END."""
+        """Return the next batch, END or LEFT_OUT."""
+        is_left_out = self.position in self.start.left_out
+        if is_left_out and self.position == self.start.end:
+            self.position, self.ended = self.position + 1, True
+            return LEFT_OUT
         samples = self.draw()
-        if samples is END:
-            return END
+        if samples is END or is_left_out:
+            return LEFT_OUT if is_left_out else END
         # What the stream keeps as its generator must not depend on what is done with its samples.
         self.info._begin(self.epoch, self.shard.ordinal(self.position - 1), key=(1,))
-        return self.readers.maker.combine(samples)
+        return self.maker.combine(samples)
+
+    def check_passed(self, given: int) -> None:
+        """Check that what was passed over is what was read before.
+
+        Args:
+            given: how many batches the stream has given.
+        """
+        start = self.start
+        what = (
+            f"when shard {self.info.id} was read again, past the {start.batches} batches that it "
+            "had given: it must give the same samples each time, for the same epoch, shard and "
+            "seed, or have state_dict and load_state_dict"
+        )
+        if given < start.batches:
+            self.ended = True
+            raise RuntimeError(f"the stream has ended after {given} batches {what}")
+        if start.last is not None and self.last != start.last:
+            self.ended = True
+            raise RuntimeError(f"the stream has given other samples {what}")
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -154,25 +198,12 @@ class ShardReader:
         parts = {"dataset": None if own else dataset, "iterator": self.iterator}
         if self.ended:
             whole = own or not (self._failed or self.reading)
-            parts = {"dataset": dataset if whole and not _is_read_once(dataset) else None}
+            parts = {"dataset": dataset if whole and not is_read_once(dataset) else None}
         return {name: part for name, part in parts.items() if is_stateful(part)}
 
     def state(self) -> bytes:
         """Return the state of the stream, packed."""
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        state = pack(states, down=False)
-        if self.ended:
-            self.last_state = state
-        return state
-
-    def leads_to(self, shard: Shard) -> bool:
-        """Return whether a pass can begin with the stream as this one has left it."""
-        if shard.at or not is_stateful(self.info.dataset):
-            return not shard.at
-        same = self.last_state is not None and self.last_state == shard.state
-        if self._is_own_iterator:
-            return same or shard.left
-        return same and not self.shard.at  # it may begin each time where it was put
+        return pack({name: part.state_dict() for name, part in self.parts.items()}, down=False)
 
 
 @dataclass(eq=False)
@@ -183,81 +214,109 @@ class ShardReaders:
         maker: makes batches of what is read.
         seed: the loader's.
         reload: gives another copy of the dataset. None: there is only this process's.
+        prepare: calls ``worker_init_fn``, if there is one, on the copy that an info has.
+        is_inline: whether this is the calling process.
     """
 
     maker: BatchMaker
     seed: int
     reload: Callable[[], Any] | None
-    _taken: bool = False  # whether the job's own dataset was given to a reader
-    _first_states: dict[int, bytes] = field(default_factory=dict)  # by shard, before it was read
-    _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)
-    _former: dict[int, ShardReader] = field(default_factory=dict)  # the last of each shard
+    prepare: Callable[[WorkerInfo], None]
+    is_inline: bool
+    _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
+    _is_taken: bool = False  # whether the job's own object was given to a reader
 
-    def find(self, shard: Shard, epoch: int, index: int, pid: int) -> ShardReader:
-        """Return the reader that is, or can get, at a batch of a shard."""
-        for key in [key for key in self._readers if key[0] < shard.oldest]:
-            self.release(self._readers.pop(key))
-        key = shard.run, shard.id
-        if key in self._readers and self._readers[key].position > index:
-            self.release(self._readers.pop(key))  # a batch is wanted again
-        if key not in self._readers:
-            dataset, restored = self._take_dataset(shard)
-            info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
-            self._readers[key] = ShardReader(self, info, epoch, shard, restored, shard.at)
-        return self._readers[key]
+    def find(self, shard: Shard, epoch: int, pid: int) -> ShardReader | None:
+        """Return the reader of a shard; None if another worker has begun with it.
 
-    def current(self, shard: Shard) -> ShardReader | None:
-        """Return the reader of a shard, if there is one."""
-        return self._readers.get((shard.run, shard.id))
-
-    def release(self, reader: ShardReader) -> None:
-        """Let another reader have the dataset. Harmless when repeated."""
-        if not reader.released:
-            reader.released, reader.iterator = True, None
-            self._former[reader.shard.id] = reader
-
-    def _take_dataset(self, shard: Shard) -> tuple[Any, bool]:
-        """Return a dataset to read, and whether it can be read as it is.
-
-        Each reader has its own: one must not move the other.
+        Raises:
+            Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        dataset, is_new = self.maker.job.dataset, shard.state is None
-        former = self._former.pop(shard.id, None)
-        if former is not None and not _is_read_once(dataset):
-            as_it_is = former.leads_to(shard)
-            if as_it_is or (self.reload is None and self._taken):
-                return former.info.dataset, as_it_is
-        if not self._taken and (self.reload is not None or shard.total == 1):
-            self._taken = True
-            return dataset, is_new
-        if self.reload is not None:
-            return self.reload(), is_new
-        if _is_read_once(dataset):
+        key, start = (shard.run, shard.id), shard.start
+        reader = self._readers.get(key)
+        if reader is not None and reader.reading_id == shard.reading:
+            return reader
+        if start is None:
+            return None
+        if reader is not None and reader.goes_on(start):
+            reader.reading_id = shard.reading
+            return reader
+        info, is_fresh = self._take_copy(shard, start, pid)
+        for former in [former for former in self._readers if former[0] < shard.oldest]:
+            del self._readers[former]
+        reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
+        reader.reading_id = shard.reading
+        self._readers[key] = reader
+        return reader
+
+    def _take_copy(self, shard: Shard, start: Start, pid: int) -> tuple[WorkerInfo, bool]:
+        """Return a copy of the dataset to read, with its info, and whether it must be put back."""
+        follows = start.follows, shard.id
+        before = self._readers.get(follows) if not start.batches else None  # type: ignore[arg-type]
+        if before is not None and before.is_whole and not is_read_once(before.info.dataset):
+            del self._readers[follows]  # type: ignore[arg-type]
+            return before.info, False
+        dataset, is_prepared = self._copy(shard)
+        info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
+        if not is_prepared:
+            self.prepare(info)
+        return info, True
+
+    def _copy(self, shard: Shard) -> tuple[Any, bool]:
+        """Return a copy of the dataset, and whether it was prepared before."""
+        dataset, is_taken = self.maker.job.dataset, self._is_taken
+        if self.reload is not None and is_taken:
+            return self.reload(), False
+        alone = shard.total == 1
+        if self.reload is None and not (self.is_inline and alone):
+            try:
+                return copy.deepcopy(dataset), False
+            except Exception as error:
+                if not alone:
+                    raise TypeError(
+                        f"each of the {shard.total} shards is read in a copy of the dataset, but "
+                        f"it cannot be copied: {error}; use executor='process', or one worker"
+                    ) from error
+        if is_taken and is_read_once(dataset):
             raise RuntimeError(
                 f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
                 "pass an object whose __iter__ begins anew"
             )
-        try:
-            return copy.deepcopy(dataset), is_new and not self._taken
-        except Exception as error:
-            logger.debug("the dataset cannot be copied (%s): its shards share it", error)
-            return dataset, False
-
-    def note_first_state(self, info: WorkerInfo) -> None:
-        """Note the state of a dataset before it is read."""
-        if info.id not in self._first_states and is_stateful(info.dataset):
-            try:
-                self._first_states[info.id] = pack(info.dataset.state_dict(), down=False)
-            except Exception as error:
-                logger.debug("the stream has no state before its first sample: %r", error)
-
-    def rewind(self, info: WorkerInfo) -> None:
-        """Put a dataset back to where it was before it was read, as far as that is known."""
-        if info.id in self._first_states:
-            info.dataset.load_state_dict(unpack(self._first_states[info.id]))
+        self._is_taken = True
+        return dataset, is_taken
 
 
-def _is_read_once(dataset: Any) -> bool:
+def recognized(samples: list[Any]) -> int:
+    """Return what samples are recognized by: the first plain value of the first and the last."""
+    return zlib.crc32(repr((_plain(samples[0]), _plain(samples[-1]))).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Return the first number or string in a sample, or the first ones of an array."""
+    for _ in range(_DEPTH):
+        kind = type(value)
+        if kind in _PLAIN:
+            return value[:64] if kind in (str, bytes) else value
+        if isinstance(value, Mapping):
+            value = next(iter(value.values()), None)
+        elif isinstance(value, list | tuple):
+            value = value[0] if value else None
+        else:
+            break
+    flat = getattr(value, "flat", None)  # a numpy array
+    if flat is None and hasattr(value, "flatten"):  # a tensor
+        flat = value.flatten()
+    try:
+        return list(map(float, flat[:8]))
+    except (TypeError, ValueError):
+        return type(value).__qualname__
+
+
+_DEPTH = 8
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+
+
+def is_read_once(dataset: Any) -> bool:
     """Return whether each pass needs another copy."""
     is_iterator = hasattr(type(dataset), "__next__") and not is_stateful(dataset)
     return is_iterator or getattr(dataset, "read_once", False)

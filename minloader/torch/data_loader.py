@@ -36,7 +36,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
 from minloader._epochs.failures import OnError
-from minloader._epochs.state import Note, Progress, check_version, latest_note
+from minloader._epochs.state import Note, check_version
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
 from minloader._memory.job_file import fingerprint
@@ -48,7 +48,7 @@ from minloader.torch.accelerate import notice
 from minloader.torch.device import pin
 from minloader.torch.order import EpochOrder, EpochStart, Order
 
-VERSION = 2
+VERSION = 1
 """Version of the states."""
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class DataLoader(TorchLoader[T]):
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
         self._resume: dict[str, Any] | None = None
-        self._progress: Progress | None = None  # of the consumer
+        self._behind: Note | None = None  # the state as of the consumer of a prefetch
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class DataLoader(TorchLoader[T]):
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, progress: Progress) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         """Begin an epoch, the rest of one if a state was loaded.
 
         Raises:
@@ -272,7 +272,7 @@ class DataLoader(TorchLoader[T]):
                 if self._begun and once:
                     raise used_up(name, given)
             batches = self._iterate(self._begin_order(order)._replace(told=told))
-        self._resume, self._begun, self._progress = None, True, progress
+        self._resume, self._begun, self._behind = None, True, None
         return batches
 
     def _is_left_behind(self) -> bool:
@@ -481,10 +481,10 @@ class DataLoader(TorchLoader[T]):
         With a sampler that deals the epoch out to ranks, the state of one rank serves all of them.
         Otherwise, under ``torch.distributed``, its key is that of the rank.
         """
-        return latest_note(self._progress, self._note_state)()
+        return (self._behind or self._note_state())()
 
     def _note_state(self) -> Note:
-        """Return a function for the state as of now; see :func:`minloader.prefetch`."""
+        """Note the state as of what the iterator that was begun last has handed over."""
         key = self._state_key()
         if self._resume is not None:
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
@@ -492,7 +492,7 @@ class DataLoader(TorchLoader[T]):
         now = now._replace(shared=None, told=self._sampler_epoch())
         if self._loader is None:
             return partial(_keyed, key, partial(_state, None, now, now))
-        note = latest_note(self._loader._progress, self._loader._note_state)
+        note = self._loader._note_state()
         return partial(_keyed, key, partial(_state, note, self._start or now, now))
 
     def _state_key(self) -> str:
@@ -528,7 +528,7 @@ class DataLoader(TorchLoader[T]):
         """
         known = self._read_state(state)
         start = EpochStart.decode(known["order"])
-        self._progress = None
+        self._behind = None
         if known["epoch"] is not None:
             self.set_epoch(known["epoch"])
         if known["loader"] is None:  # nothing had been iterated
@@ -548,9 +548,7 @@ class DataLoader(TorchLoader[T]):
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
             raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
         check_version(state, VERSION)
-        if state["version"] == 1:
-            known = {"order": state["order"], "loader": state["loader"], "epoch": None}
-        elif key in state:
+        if key in state:
             known = dict(state[key][0])
         else:
             raise ValueError(
@@ -584,7 +582,6 @@ class Batches(Generic[T]):
     """
 
     def __init__(self, owner: DataLoader[T]) -> None:
-        self.progress = Progress()
         self._owner = owner
         self._batches: Iterator[Any] | None = None
         self._begins = threading.Lock()
@@ -598,7 +595,7 @@ class Batches(Generic[T]):
         if self._batches is None:
             with self._begins:
                 if self._batches is None:
-                    self._batches = self._owner._begin(self.progress)
+                    self._batches = self._owner._begin()
         batch: T = next(self._batches)
         self._given += 1
         if self._most is not None and self._given > self._most:
@@ -612,6 +609,14 @@ class Batches(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._owner._index_sampler)
+
+    def note_handed_over(self) -> Note:
+        """Note the state as of what was handed over, to whomever."""
+        return self._owner._note_state()
+
+    def set_behind(self, note: Note | None) -> None:
+        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
+        self._owner._behind = note
 
 
 def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:

@@ -101,8 +101,8 @@ class OnDevice(Prefetch[Any]):
         mover = _CudaMover(device) if device.type == "cuda" else partial(_move, device)
         super().__init__(batches, mover, depth)
 
-    def __next__(self) -> Any:
-        moved: _Moved = super().__next__()
+    def _received(self, value: Any) -> Any:
+        moved: _Moved = value
         if moved.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(moved.done)

@@ -1,0 +1,204 @@
+"""A task, from before its first item is drawn until its last batch is handed over.
+
+::
+
+    drawn          send()            arrived(), in a thread of the pool
+    items, before ---------> future --------------------------------> reply, memory    or lost
+                                                                        | look(): Lane
+                                                                        v
+                                                    outcomes, of which so many were given
+
+The pending tasks of a lane are its account: what was drawn and not handed over stands there and
+nowhere else. So each step either has happened or has not, at whatever instruction Ctrl-C comes:
+it is one assignment.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from minloader._errors import SKIP
+from minloader._memory import pickling
+from minloader._memory.slots import Slot, Slots
+from minloader._pools.base import HeldItem
+from minloader._worker.messages import Failure, Reply, Task
+
+
+class SamplerState(NamedTuple):
+    """A state of a sampler.
+
+    Attributes:
+        at: how many items of the epoch had been drawn. With 0 it is what the sampler was between
+            the epochs: it is told the epoch after the state was put back.
+        state: as the sampler gave it.
+    """
+
+    at: int
+    state: Any
+
+
+class Ready(NamedTuple):
+    """A batch that was unpacked, and that an interrupt has kept from the consumer."""
+
+    batch: Any
+
+
+class SamplerError(NamedTuple):
+    """What the sampler raised, in the place of an item."""
+
+    error: BaseException
+
+
+class Bell:
+    """Wakes the consumer up when a task has arrived."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Wake the consumer up, or keep it from going to sleep. From any thread."""
+        with suppress(RuntimeError):  # it has not heard the last time yet
+            self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        """Return when it rings, or after ``seconds``; also when it has rung since the last time."""
+        self._lock.acquire(timeout=seconds)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Pending:
+    """A task, or what stands in the place of one: an error of the sampler, the end of an epoch.
+
+    Attributes:
+        source: of its epoch: has the ``epoch``, and the ``index`` of that in the iterator.
+        ordinal: place of its first batch in the epoch, or in the shard of a stream.
+        items: what the sampler gave for each batch; of a stream, how many batches at most.
+        before: where the sampler, or the stream, was before the first of them, or a little
+            earlier; of an end, where it is then.
+        tries: how often a worker has died with it.
+        ends: whether it stands for the end of its epoch.
+        bell: rung when the reply is here.
+        task: as it was sent; None if it was not.
+        slots, slot: the memory that travels with it.
+        future: of the executor; None once the reply was looked at.
+        reply: of the worker.
+        memory: that the reply's batches lie in.
+        lost: why there is no reply.
+        outcomes: what the reply has for each item; None before it was looked at.
+        given: how many of them were handed over, or left out.
+        begun: whether the consumer has come to it.
+        marks: of a stream, what each batch is recognized by, and which the stream failed to give.
+    """
+
+    source: Any
+    ordinal: int
+    items: list[Any]
+    before: Any
+    tries: int = 0
+    ends: bool = False
+    bell: Bell | None = None
+    task: Task | None = None
+    slots: Slots | None = None
+    slot: Slot | None = None
+    future: Future[Reply] | None = None
+    reply: Reply | None = None
+    memory: Any = None
+    lost: BaseException | None = None
+    outcomes: list[Any] | None = None
+    given: int = 0
+    begun: bool = False
+    marks: Any = ()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a reply is here or to come. Interrupted while it was sent, it is not."""
+        return (self.future or self.reply or self.lost or self.outcomes) is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are outcomes to hand over."""
+        return self.outcomes is not None and self.given < len(self.outcomes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that it stands for was handed over."""
+        return self.outcomes is not None and self.given >= len(self.outcomes) >= len(self.items)
+
+    def part(self, start: int, stop: int, **values: Any) -> Pending:
+        """Return a task for some of the items, which is not sent."""
+        common = self.source, self.ordinal + start, self.items[start:stop], self.before
+        return Pending(*common, **{"tries": self.tries, "marks": self.marks} | values)
+
+    def arrived(self, future: Future[Reply]) -> None:
+        """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes."""
+        slots, slot = self.slots, self.slot
+        try:
+            reply = future.result()
+            if slots is not None and slot is not None:
+                slots.settle(slot, reply.slot_size, reply.size)
+                if any(type(outcome) is pickling.PackedBatch for outcome in reply.outcomes):
+                    self.memory = slots.lease(slot, retire=reply.slot_retired)
+                else:
+                    slots.free(slot, retire=reply.slot_retired)
+            self.reply = reply
+        except BaseException as error:  # the executor's; no room for a batch in this process
+            self.discard_slot()
+            self.lost = error.with_traceback(None)  # which would lead to this frame
+        bell, self.bell = self.bell, None
+        if bell is not None:
+            bell.ring()
+
+    def discard_slot(self) -> None:
+        """Give up the memory that was lent to the task: somebody may still write to it."""
+        if self.slots is not None and self.slot is not None:
+            self.slots.discard(self.slot)
+
+    def forget(self) -> Pending:
+        """Let go of the task: if it is queued, it need not run. Return what to know of it."""
+        if self.task is not None and not self.is_sent:
+            self.discard_slot()  # interrupted while it was sent: somebody may write to it
+            self.slot = None
+        future, self.future = self.future, None
+        if future is not None:
+            future.cancel()
+        left = None if self.outcomes is None else [SKIP for _ in self.outcomes]
+        known = {"outcomes": left, "given": self.given, "ends": self.ends, "marks": self.marks}
+        return Pending(self.source, self.ordinal, self.items, self.before, **known)
+
+    def unpack(self, n: int) -> Any:
+        """Return an outcome as it is handed over: a batch, SKIP, a failure, a sampler's error."""
+        assert self.outcomes is not None
+        outcome, reply = self.outcomes[n], self.reply
+        if type(outcome) is Ready:
+            return outcome.batch
+        try:
+            if type(outcome) is pickling.PackedBatch:
+                return pickling.unpack_batch(outcome, self.memory)
+            if type(outcome) is bytes and reply is not None and reply.packed:
+                return pickling.unpack(outcome)
+        except (Exception, SystemExit) as error:
+            return Failure.of(error, packed=False, stage="when the batch was unpickled")
+        return outcome
+
+    def item(self, n: int) -> Any:
+        """Return what the sampler gave for a batch."""
+        item = self.items[n]
+        return item.item if isinstance(item, HeldItem) else item
+
+    def lets_go(self, n: int) -> None:
+        """Keep nothing of an outcome that was handed over: it is the consumer's alone."""
+        assert self.outcomes is not None
+        self.outcomes[n] = SKIP
+        if n + 1 == len(self.outcomes):
+            self.memory = self.reply = None
+
+
+def replied(*errors: Exception, stage: str = "", fatal: bool = False) -> Reply:
+    """Return a reply that no worker gave: failures."""
+    outcomes = [Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors]
+    return Reply(-1, -1, False, outcomes)

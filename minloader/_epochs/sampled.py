@@ -1,0 +1,404 @@
+"""The lane of a sampler: its items are drawn into tasks, and a state says how to draw the rest.
+
+::
+
+    epoch e:   open ---- state? item item | state? item item | StopIteration: state
+                |          before a task     before a task        |    end of the epoch
+                |                                                 v
+    epoch e+1: told its number <----------------------------- between the epochs
+
+A sampler is asked for its state before the items of a task are drawn, and once when it has ended:
+that is the state of the end of the epoch, and of the time until the next. Nothing is asked for
+later, when a state of the run is wanted. How often it is asked depends on how long it takes: then a
+task has an earlier state, and items are drawn again from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from minloader._checks import is_stateful, shown
+from minloader._epochs import failures
+from minloader._epochs.lane import Lane
+from minloader._epochs.pending import Bell, Pending, SamplerError, SamplerState
+from minloader._epochs.settings import Settings
+from minloader._epochs.state import Note, State, digest, sampler_place
+from minloader._pools.base import HeldItem, Pool
+from minloader._sampling.base import Repeatable, Sampler, ranks_of
+from minloader._worker.messages import Task
+from minloader._worker.run import CHUNK_SECONDS
+
+logger = logging.getLogger("minloader")
+
+STATE_COST = 100
+"""A sampler is asked for its state only if it last took less than this fraction of the time since
+then. A run that goes on draws a few items more instead."""
+
+
+class Told:
+    """A sampler, and the number of the epoch that it was told last.
+
+    Attributes:
+        sampler: the loader's.
+        items: the same, made to refuse a second pass where that would be empty.
+        epoch: None if it was told none.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.items = Repeatable("sampler", sampler)
+        self.epoch: int | None = None
+
+    def tell(self, epoch: int) -> None:
+        """Tell the sampler the number of the epoch, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class Source:
+    """Reads the sampler for one epoch.
+
+    Args:
+        told: the sampler.
+        index: place of the epoch among those of the iterator.
+        epoch: number of the epoch.
+        state: where the sampler is; None where that is not known.
+        put_back: whether it must be put there first.
+        place: of a state of the run that is gone on from; None: the epoch begins.
+
+    Attributes:
+        position: ordinal of the next item.
+        state: a state of the sampler, from there or before.
+        last: ordinal and item of the one drawn last.
+        holes: from, to: ordinals ahead that an earlier run has delivered.
+        is_ended: whether there are no more items.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        index: int,
+        epoch: int,
+        state: SamplerState | None,
+        *,
+        put_back: bool,
+        place: State | None = None,
+    ) -> None:
+        self.told = told
+        self.index, self.epoch = index, epoch
+        self.state = state
+        self.position = place["batches"] if place else 0
+        self.holes = [list(hole) for hole in place["beyond"]] if place else []
+        self.ranks = ranks_of(told.sampler)  # each has other items, and the state of one serves all
+        self.is_ended = bool(place and place["ended"])
+        self.last: tuple[int, Any] | None = None
+        self.check = (place["check"] if place else None) or (-1, None)
+        # Our samplers tell the truth before their first item, too. Others may be in another epoch.
+        self._is_exact = isinstance(told.sampler, Sampler)
+        self._is_stateful = is_stateful(told.sampler)
+        self._put_back = put_back
+        self._iterator: Any = None
+        self._peeked: list[Any] = []  # drawn while going on, and still to be given
+        self._is_inside = False  # whether the sampler's own code runs
+        self._due = 0.0  # when to ask for its state next
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has begun to read."""
+        return self._iterator is not None
+
+    def open(self) -> None:
+        """Begin to read, or go on to where it was. Harmless when repeated.
+
+        Raises:
+            RuntimeError: the sampler is an iterator that is used up.
+            ValueError: the sampler does not give what it gave before.
+        """
+        if self._iterator is not None or (self.is_ended and not self._put_back):
+            return
+        told, sampler, known = self.told, self.told.sampler, None
+        if self._put_back:
+            known = self.state
+        if known is None or known.at:
+            told.tell(self.epoch)
+        if known is not None:
+            _put_back(sampler, known)
+            if not known.at:
+                told.tell(self.epoch)
+        if self.is_ended:
+            self._put_back = False
+            return
+        iterator = iter(told.items)  # once: some samplers begin anew with each
+        if known is not None and known.at:
+            _check_put_back(sampler, iterator, known)
+        at = known.at if known is not None else 0
+        self._peeked = []
+        foreign = known is not None and not self._is_exact
+        if foreign and not at and iterator is not sampler:
+            # What it says between epochs may stand for the end of one: there is nothing then.
+            first = list(_take(iterator))
+            iterator = itertools.chain(first, iterator) if first else iter(told.items)
+        self._pass_over(iterator, at, peek=foreign)
+        self._put_back, self._iterator = False, iterator
+
+    def _pass_over(self, iterator: Iterator[Any], at: int, *, peek: bool) -> None:
+        """Draw up to the position, and check that the items are still the same.
+
+        Args:
+            iterator: of the sampler.
+            at: where it is.
+            peek: whether to draw the next item: the generator of a sampler must begin, or what was
+                put back would hold for the next.
+        """
+        ordinal, expected = self.check
+        stop = max(self.position, ordinal + 1, self.position + peek)
+        for here in range(at, stop):
+            found = list(_take(iterator))
+            if not found:
+                if here >= max(self.position, ordinal + 1):
+                    return
+                raise ValueError(
+                    f"the state does not fit: it is at batch {self.position}, but the sampler has "
+                    f"ended after {here}"
+                )
+            (item,) = found
+            if here == ordinal and expected not in (None, self.digest(item)):
+                raise ValueError(
+                    f"the state does not fit: item {here} of the sampler is {shown(item)}, "
+                    "but it was another one when the state was taken; the order must follow "
+                    "from the sampler's arguments and set_epoch alone, and these be as they "
+                    "were (also seed and number of ranks), or the sampler must have state_dict "
+                    "and load_state_dict"
+                )
+            self.last = here, item
+        if stop > self.position:
+            self._peeked = found
+
+    def digest(self, item: Any) -> str | None:
+        """Return what an item is recognized by; the number of ranks, where it is one rank's."""
+        bare = item.item if isinstance(item, HeldItem) else item
+        return digest(bare if self.ranks is None else self.ranks)
+
+    def ask(self) -> None:
+        """Ask the sampler for its state, unless that was done not long ago."""
+        now = time.perf_counter()
+        if not (self._is_exact or self.position) or self._peeked or now < self._due:
+            return
+        self._note_state()
+        self._due = now + STATE_COST * (time.perf_counter() - now)
+
+    def _note_state(self) -> None:
+        if self._is_stateful:
+            try:
+                state = copy.deepcopy(self.told.sampler.state_dict())
+                self.state = SamplerState(self.position, state)
+            except NotImplementedError:  # inherited, but not meant
+                self._is_stateful = False
+
+    @property
+    def is_adjoining(self) -> bool:
+        """Whether the next item follows on the last one, with nothing to leave out between."""
+        return not self.holes or self.holes[0][0] > self.position
+
+    def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> bool:
+        """Add the next item to a list; return False if there are no more.
+
+        It goes from the sampler into the list in one step of C, which nothing can interrupt.
+        """
+        count = len(items)
+        while not self.is_adjoining:
+            self._is_inside = True
+            list(_take(self._iterator))
+            self.position += 1
+            if self.position >= self.holes[0][1]:
+                del self.holes[0]
+            self._is_inside = False
+        if self._peeked:
+            items.extend(map(self._peeked.pop, (0,)))
+        else:
+            self._is_inside = True
+            items.extend(_take(self._iterator))
+            self._is_inside = False
+        if len(items) == count:
+            return False
+        items[-1] = hold(items[-1])
+        self.last = self.position, items[-1]
+        self.position += 1
+        return True
+
+    def end(self) -> None:
+        """Ask for the state of the end of the epoch, and let go of what was read."""
+        self._note_state()
+        self.is_ended = True
+        self._iterator = iter(())
+
+    def interrupted(self, pending: Pending, hold: Callable[[Any], Any]) -> None:
+        """Prepare to go on after an interrupt while the items of a task were drawn.
+
+        They are drawn again if the sampler may have lost its place, as a generator has that was
+        interrupted.
+        """
+        items = pending.items
+        if self._is_inside and not self.told.items.is_used_up:
+            if self.last is not None and self.last[0] < pending.ordinal:
+                self.check = self.last[0], self.digest(self.last[1])
+            self.state, self._put_back, self._iterator = pending.before, True, None
+            items.clear()
+        self._is_inside = False
+        items[-1:] = map(hold, items[-1:])
+        self.position = pending.ordinal + len(items)
+
+
+def _take(iterator: Any) -> Iterator[Any]:
+    """Return an iterator over the next item alone; it does not call ``iter`` as islice() does."""
+    return map(next, itertools.repeat(iterator, 1))
+
+
+class SamplerLane(Lane):
+    """The tasks of a sampler.
+
+    Args:
+        source: of the first epoch.
+    """
+
+    may_overtake = True
+
+    def __init__(
+        self, settings: Settings, where: Callable[[], Pool], bell: Bell, source: Source
+    ) -> None:
+        super().__init__(settings, where, bell)
+        source.open()
+        self._begin(source)
+        self._is_elsewhere = source.is_ended  # the sampler, rather than after the last source
+
+    def _begin(self, source: Source) -> None:
+        if source.is_ended:
+            end = Pending(source, source.position, [], source.state, ends=True)
+            self.pending.append(end)
+        self.sources.append(source)
+
+    def begin_after(self, index: int, epoch: int, run: int) -> None:
+        before = self.sources[-1]
+        state = None if before.state is None else SamplerState(0, before.state.state)
+        self._begin(Source(before.told, index, epoch, state, put_back=self._is_elsewhere))
+        self._is_elsewhere = False
+
+    def drop_ahead(self) -> None:
+        self._is_elsewhere = len(self.sources) > 1
+        super().drop_ahead()
+
+    @property
+    def is_drawn(self) -> bool:
+        last = self.pending[-1] if self.pending else None
+        return last is not None and last.ends and last.source is self.sources[-1]
+
+    @property
+    def drew_nothing(self) -> bool:
+        return not self.sources[-1].position
+
+    def _address(self, pending: Pending) -> Task:
+        return Task(pending.ordinal, pending.source.epoch, pending.items)
+
+    def _draw(self) -> None:
+        source, begin = self.sources[-1], time.perf_counter()
+        pending = self._unsent  # one whose drawing was interrupted
+        try:
+            source.open()
+            if pending is None:
+                source.ask()
+                pending = Pending(source, source.position, [], source.state)
+                self.pending.append(pending)
+            # After the deadline no more are drawn: a slow sampler must not hold up those that are
+            # there.
+            while not pending.items or (
+                len(pending.items) < self._chunk
+                and time.perf_counter() < begin + CHUNK_SECONDS
+                and source.is_adjoining
+            ):
+                if not source.draw(pending.items, self._pool.hold):
+                    source.end()
+                    end = Pending(source, source.position, [], source.state, ends=True)
+                    self._follow(pending, end)
+                    break
+            count = len(pending.items)
+        except Exception as error:
+            failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
+            place = Pending(source, source.position, [], source.state)
+            place.outcomes = [SamplerError(error)]
+            added = [place]
+            if not source.is_open:  # what cannot be begun is over
+                source.is_ended = True
+                added.append(Pending(source, source.position, [], source.state, ends=True))
+            self._follow(pending, *added)
+            count = 0
+        except BaseException:
+            if pending is not None:
+                source.interrupted(pending, self._pool.hold)
+            raise
+        self.settings.counters.drew(begin, count)
+
+    def _follow(self, pending: Pending | None, *added: Pending) -> None:
+        """Add what is no task, after the task that was drawn last if that has items."""
+        if pending is None:
+            self.pending.extend(added)
+        else:
+            self._replace(pending, [pending, *added] if pending.items else [*added])
+
+    # --- state
+
+    def note(self) -> Note:
+        """Note what of the consumer's epoch was handed over."""
+        source = self.sources[0]
+        parts, end = [], None
+        for each in self.pending:
+            if each.source is not source:
+                continue
+            if each.ends:
+                end = each
+            start, stop = each.ordinal + each.given, each.ordinal + len(each.items)
+            if start < stop:
+                parts.append((start, stop, each))
+        parts.sort(key=lambda part: part[0])
+        position = source.position if end is None else end.ordinal
+        check, state = source.last, source.state if end is None else end.before
+        if source._peeked:
+            check = source.position, source._peeked[0]
+        if parts:
+            first, _, pending = parts[0]
+            check, state = (first, pending.item(pending.given)), pending.before
+        known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
+        if check is not None:
+            known = check[0], partial(source.digest, check[1])
+        ranges = [(start, stop) for start, stop, _ in parts]
+        ended = end is not None and not ranges
+        return partial(sampler_place, ranges, position, list(source.holes), ended, state, known)
+
+
+# --- a state that is put back
+
+
+def _put_back(sampler: Any, known: SamplerState) -> None:
+    try:
+        sampler.load_state_dict(copy.deepcopy(known.state))  # some empty what they are given
+    except StopIteration as error:
+        raise ValueError(
+            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
+            "the state was taken"
+        ) from error
+
+
+def _check_put_back(sampler: Any, items: Any, known: SamplerState) -> None:
+    """Check that a sampler that is its own iterator says again what it said then."""
+    if items is sampler and sampler.state_dict() != known.state:
+        raise ValueError(
+            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"{shown(sampler.state_dict())}, not {shown(known.state)}; its load_state_dict is at "
+            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
+        )
