@@ -415,24 +415,24 @@ class Loader:
     def _source(self, resume: dict[str, Any] | None) -> Source:
         """Return what the sampler's items are drawn from in the next epoch."""
         if resume is None:
-            return Source(self._told, 0, self.epoch, self._between(), put_back=False)
+            if self._account is not None:
+                source: Source = self._account.lanes[0].next_source(0, self.epoch)
+                return source
+            return Source(self._told, 0, self.epoch, self._beginning(), put_back=False)
         known = resume["sampler"] and SamplerState(**resume["sampler"])
         return Source(self._told, 0, resume["epoch"], known, put_back=True, place=resume)
 
-    def _between(self) -> SamplerState | None:
-        """Return where the sampler is between two epochs; None where that is not known."""
-        sampler, account = self.sampler, self._account
-        if account is None:
-            if isinstance(sampler, Sampler) or checks.is_stateful(sampler):
-                try:
-                    return SamplerState(0, copy.deepcopy(sampler.state_dict()))
-                except Exception as error:  # of a foreign one before its first epoch
-                    logger.debug("the sampler has no state before its first epoch: %r", error)
+    def _beginning(self) -> SamplerState | None:
+        """Return where the sampler is before its first epoch; None where that is not known."""
+        if not checks.is_stateful(self.sampler):
             return None
-        source = account.lanes[0].sources[0]
-        if not account.is_over or source.state is None:
-            return None  # an epoch was left early, and who knows how far it was read ahead
-        return SamplerState(0, source.state.state)
+        try:
+            return SamplerState(0, copy.deepcopy(self.sampler.state_dict()))
+        except Exception as error:
+            if isinstance(self.sampler, Sampler):
+                raise
+            logger.debug("the sampler has no state before its first epoch: %r", error)
+            return None
 
     def _shard_lanes(self, bell: Bell, resume: dict[str, Any] | None) -> list[StreamLane]:
         """Return a lane for each shard of the stream, for the next epoch."""
@@ -519,7 +519,8 @@ class Loader:
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
-            return [partial(sampler_place, [], 0, [], False, self._between(), None)]
+            state = self._beginning() if account is None else account.lanes[0].next_source(0, 0).state
+            return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
             return [lambda: dict(BEGINNING) for _ in range(self._shards)]
         return [lane.next_pass(0, 0).note() for lane in account.lanes]

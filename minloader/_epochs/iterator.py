@@ -225,6 +225,7 @@ class Batches:
             lane, pending, n, outcome, *_ = taken
             if pending.given > n:
                 lane.put_back(pending, n, outcome)
+                self._current = None
             taken.clear()
 
     def _handle(self, lane: Lane, pending: Pending, n: int, failure: Failure) -> Any:
@@ -234,7 +235,7 @@ class Batches:
         where = track(worker, pid) if pid >= 0 else "consumer"
         told = {"batch": ordinal, "epoch": pending.source.epoch, "error": failure.summary}
         self.settings.counters.record(where, "failed", perf_counter(), 0.0, told)
-        place = ordinal, pending.source.epoch, pending.item(n), worker, pid
+        place = ordinal, pending.source.epoch, lane.item(pending, n), worker, pid
         return failures.handle(failure, *place, self.settings.on_error)
 
     def _leave_out(self, index: int) -> None:

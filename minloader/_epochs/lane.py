@@ -138,6 +138,10 @@ class Lane(ABC):
         """Return what the user is told for the place of a batch in this lane."""
         return ordinal
 
+    def item(self, pending: Pending, n: int) -> Any:
+        """Return what the user is told that a batch was made from."""
+        return pending.item(n)
+
     # --- down
 
     def send_more(self) -> bool:
@@ -335,7 +339,7 @@ class Lane(ABC):
             counters.record(where, "died", time.perf_counter(), 0.0, place)
             victim = lost.part(n, n + 1, tries=lost.tries + 1)
             if death.final or victim.tries > self.settings.retries:
-                known = place["batch"], lost.source.epoch, lost.item(n), victim.tries
+                known = place["batch"], lost.source.epoch, self.item(lost, n), victim.tries
                 failure = replied(failures.lethal(death, *known))
                 victim.reply = failure._replace(worker=death.worker, pid=death.pid)
             counters.retries += victim.reply is None

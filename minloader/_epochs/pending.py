@@ -135,23 +135,29 @@ class Pending:
         return Pending(*common, **{"tries": self.tries, "marks": self.marks} | values)
 
     def arrived(self, future: Future[Reply]) -> None:
-        """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes."""
-        slots, slot = self.slots, self.slot
+        """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes, if there is one."""
         try:
-            reply = future.result()
-            if slots is not None and slot is not None:
-                slots.settle(slot, reply.slot_size, reply.size)
-                if any(type(outcome) is pickling.PackedBatch for outcome in reply.outcomes):
-                    self.memory = slots.lease(slot, retire=reply.slot_retired)
-                else:
-                    slots.free(slot, retire=reply.slot_retired)
-            self.reply = reply
-        except BaseException as error:  # the executor's; no room for a batch in this process
+            error = future.exception()
+            if error is None:
+                self._settle(future.result())
+        except Exception as failure:  # cancelled; or no room for a batch in this process
+            error = failure.with_traceback(None)  # which would lead to this frame
+        if error is not None:
             self.discard_slot()
-            self.lost = error.with_traceback(None)  # which would lead to this frame
+            self.lost = error
         bell, self.bell = self.bell, None
         if bell is not None:
             bell.ring()
+
+    def _settle(self, reply: Reply) -> None:
+        slots, slot = self.slots, self.slot
+        if slots is not None and slot is not None:
+            slots.settle(slot, reply.slot_size, reply.size)
+            if any(type(outcome) is pickling.PackedBatch for outcome in reply.outcomes):
+                self.memory = slots.lease(slot, retire=reply.slot_retired)
+            else:
+                slots.free(slot, retire=reply.slot_retired)
+        self.reply = reply
 
     def discard_slot(self) -> None:
         """Give up the memory that was lent to the task: somebody may still write to it."""

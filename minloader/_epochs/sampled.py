@@ -189,7 +189,8 @@ class Source:
     def ask(self) -> None:
         """Ask the sampler for its state, unless that was done not long ago."""
         now = time.perf_counter()
-        if not (self._is_exact or self.position) or self._peeked or now < self._due:
+        first = not self.position and (self.state is not None or not self._is_exact)
+        if first or self._peeked or now < self._due:
             return
         self._note_state()
         self._due = now + STATE_COST * (time.perf_counter() - now)
@@ -285,10 +286,16 @@ class SamplerLane(Lane):
         self.sources.append(source)
 
     def begin_after(self, index: int, epoch: int, run: int) -> None:
-        before = self.sources[-1]
-        state = None if before.state is None else SamplerState(0, before.state.state)
-        self._begin(Source(before.told, index, epoch, state, put_back=self._is_elsewhere))
+        self._begin(self.next_source(index, epoch))
         self._is_elsewhere = False
+
+    def next_source(self, index: int, epoch: int) -> Source:
+        """Return what the items of an epoch after the one that was drawn last are drawn from."""
+        before, state = self.sources[-1], None
+        # Who knows how far the sampler was read ahead in an epoch that was left early?
+        if before.is_ended and before.state is not None:
+            state = SamplerState(0, before.state.state)
+        return Source(before.told, index, epoch, state, put_back=self._is_elsewhere)
 
     def drop_ahead(self) -> None:
         self._is_elsewhere = len(self.sources) > 1

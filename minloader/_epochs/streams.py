@@ -211,6 +211,9 @@ class StreamLane(Lane):
     def ordinal(self, ordinal: int) -> int:
         return ordinal * self.total + self.shard
 
+    def item(self, pending: Pending, n: int) -> Any:
+        return self.shard, pending.ordinal + n
+
     # --- down
 
     def _draw(self) -> None:
@@ -263,11 +266,11 @@ class StreamLane(Lane):
         pending.outcomes = outcomes
         if made < len(reply.outcomes):
             each.last = reply.state
-            self._finish(each, by_error=made - 1 in failed)
+            self._finish(each)
 
-    def _finish(self, each: ShardPass, *, by_error: bool) -> None:
+    def _finish(self, each: ShardPass) -> None:
         """Note that a shard has no more batches, and forget what was asked for beyond them."""
-        if by_error:
+        if each.reached.batches - 1 in each.reached.failed[-1:]:
             logger.warning(
                 "shard %d of the stream ended with the error in its batch %d: an iterator that "
                 "raised, as a generator does, cannot go on",

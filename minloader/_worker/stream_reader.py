@@ -262,17 +262,23 @@ class ShardReaders:
             self.prepare(info)
         return info, True
 
+    def _is_in_use(self, shard: Shard) -> bool:
+        """Whether another pass reads the job's own object."""
+        readers = [each for key, each in self._readers.items() if key[0] >= shard.oldest]
+        dataset = self.maker.job.dataset
+        return any(each.info.dataset is dataset and not each.ended for each in readers)
+
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset, is_taken = self.maker.job.dataset, self._is_taken
         if self.reload is not None and is_taken:
             return self.reload(), False
         alone = shard.total == 1
-        if self.reload is None and not (self.is_inline and alone):
+        if self.reload is None and not (self.is_inline and alone and not self._is_in_use(shard)):
             try:
                 return copy.deepcopy(dataset), False
             except Exception as error:
-                if not alone:
+                if not alone and not is_read_once(dataset):
                     raise TypeError(
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
