@@ -362,7 +362,9 @@ class Loader:
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        return self._begin(1)
+        batches = Batches(self, self._settings, 1, numbered=False)
+        self._begin(batches)
+        return batches
 
     def epochs(
         self, n: int | None = None, *, until: int | None = None
@@ -390,27 +392,26 @@ class Loader:
         for name, value in ("n", n), ("until", until):
             if value is not None:
                 check_int(name, value, 0)
-        return Epochs(self, n, until)
+        return Epochs(self, self._settings, n, until)
 
-    def _begin(self, n: int | None, *, numbered: bool = False) -> Batches:
-        """Begin the next ``n`` epochs, or endlessly many. States are of these from now on."""
+    def _begin(self, batches: Batches) -> Account:
+        """Begin the next epoch, for an iterator. States are of that from now on."""
         self._check_open()
         begin = time.perf_counter()
         self._group.tidy()
-        bell, resume = Bell(), self._resume
+        resume, where = self._resume, self._group.pool
         lanes: list[Any]
         if self._shards is None:
-            lanes = [SamplerLane(self._settings, self._group.pool, bell, self._source(resume))]
+            lanes = [SamplerLane(self._settings, where, batches.bell, self._source(resume))]
         else:
-            lanes = self._shard_lanes(bell, resume)
-        account = Account(lanes, fruitful=resume is not None and has_begun(resume))
-        batches = Batches(self, self._settings, account, bell, n, numbered=numbered)
+            lanes = self._shard_lanes(batches.bell, resume)
+        account = batches.begin(lanes, fruitful=resume is not None and has_begun(resume))
         self._group.users.add(batches)
         self._resume = None  # not before: a state that was refused is not forgotten
         self._account = account
         self._epoch += 1
         self._settings.counters.began_epoch(begin)
-        return batches
+        return account
 
     def _source(self, resume: dict[str, Any] | None) -> Source:
         """Return what the sampler's items are drawn from in the next epoch."""
@@ -448,9 +449,7 @@ class Loader:
             firsts = [ShardPass.of(self.epoch, run, BEGINNING) for _ in range(self._shards)]
         oldest = partial(_oldest_run, group, run)
         return [
-            StreamLane(
-                self._settings, partial(group.pool, n), bell, n, self._shards, oldest, first
-            )
+            StreamLane(self._settings, partial(group.pool, n), bell, n, self._shards, oldest, first)
             for n, first in enumerate(firsts)
         ]
 
@@ -459,9 +458,14 @@ class Loader:
         self._group.tidy()
         return next(self._runs)
 
-    def _entered(self, epoch: int) -> None:
-        """Note that the consumer has gone on to another epoch of the same iterator."""
-        self._epoch = epoch + 1
+    def _entered(self, account: Account) -> None:
+        """Note which epoch the consumer of an iterator is in, if that is the one begun last."""
+        if account is not self._account:
+            return
+        self._epoch = account.epoch + 1
+        if account.behind is not None:  # the one that another serves
+            state = check_state(account.behind(), None, stream=self._shards is not None)
+            self._epoch = state["epoch"] + has_begun(state)
 
     @property
     def epoch(self) -> int:
@@ -509,9 +513,9 @@ class Loader:
         with account.lock:
             if account.behind is not None:
                 return account.behind
-            return self._note_handed_over(account)
+            return self._note_of(account)
 
-    def _note_handed_over(self, account: Account) -> Note:
+    def _note_of(self, account: Account) -> Note:
         """Note the state as of what an iterator has handed over, to whomever."""
         if account.is_over:
             return self._note(self.epoch, self._note_between(account))
@@ -519,11 +523,21 @@ class Loader:
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
-            state = self._beginning() if account is None else account.lanes[0].next_source(0, 0).state
+            former = None if account is None else account.lanes[0].next_source(0, 0)
+            state = self._beginning() if former is None else former.state
             return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
-            return [lambda: dict(BEGINNING) for _ in range(self._shards)]
+            return [partial(dict, BEGINNING, next=self._first_state()) for _ in range(self._shards)]
         return [lane.next_pass(0, 0).note() for lane in account.lanes]
+
+    def _first_state(self) -> Any:
+        """Return the state of the stream before it was ever read; None if it has none then."""
+        try:
+            states = {"dataset": copy.deepcopy(self.dataset.state_dict())}
+        except Exception as error:  # many have none before their first sample
+            logger.debug("the stream has no state before it is read: %r", error)
+            return None
+        return states if checks.is_stateful(self.dataset) else None
 
     def _note(self, epoch: int, notes: list[Note]) -> Note:
         if self._shards is not None:
@@ -566,7 +580,8 @@ class Loader:
             self._told.tell(known["epoch"])
             check_sampler(known, self.sampler, self._length(known["epoch"]))
         for batches in checks.copied(self._group.users):
-            batches.account.is_superseded = True
+            if batches.account is not None:
+                batches.account.is_superseded = True
         self._epoch = known["epoch"]
         self._resume, self._account = known, None
 
@@ -610,65 +625,41 @@ class Loader:
         self.close()
 
 
-class Epochs:
-    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. Goes on after an
-    error.
+class Epochs(Batches):
+    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. It begins with the
+    first ``next``, and goes on after an error.
 
     Args:
         loader: whose.
+        settings: of its epochs.
         n: how many epochs; None: endlessly many.
         until: the epoch before which to end, in place of ``n``.
     """
 
-    def __init__(self, loader: Loader, n: int | None, until: int | None = None) -> None:
-        self._loader = loader
-        self._n = n
+    def __init__(
+        self, loader: Loader, settings: Settings, n: int | None, until: int | None
+    ) -> None:
+        super().__init__(loader, settings, n, numbered=True)
         self._until = until
-        self._batches: Iterator[tuple[int, Any]] | None = None
-        self._begins = threading.RLock()  # several threads may take batches
 
-    __reduce__ = checks.refuse_copies
-
-    def __iter__(self) -> Epochs:
-        return self
-
-    def _begin(self) -> Iterator[tuple[int, Any]]:
-        with self._begins:
-            if self._batches is None:
-                n = self._n
-                if self._until is not None:
-                    n = max(0, self._until - self._loader.epoch)
-                begun = self._loader._begin(n, numbered=True) if n != 0 else iter(())
-                self._batches = begun
-            return self._batches
-
-    def __next__(self) -> tuple[int, Any]:
-        return next(self._batches or self._begin())
+    def _begin(self) -> Account:
+        if self._until is not None:
+            self._count = max(0, self._until - self.owner.epoch)
+        if self._count == 0:
+            raise StopIteration
+        return super()._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's, see :meth:`Loader.state_dict`."""
-        return self._loader.state_dict()
-
-    def note_handed_over(self) -> Note:
-        """Note the state as of what was handed over, to whomever."""
-        batches = self._batches
-        if isinstance(batches, Batches):
-            return batches.note_handed_over()
-        return self._loader._note_state()
-
-    def set_behind(self, note: Note | None) -> None:
-        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
-        if isinstance(self._batches, Batches):
-            self._batches.set_behind(note)
+        state: dict[str, Any] = self.owner.state_dict()
+        return state
 
     def __del__(self) -> None:
         # What was taken ahead nobody has seen: the next iteration begins there.
-        batches, loader = self._batches, self._loader
-        if isinstance(batches, Batches) and batches.account is loader._account:
-            behind = batches.account.behind
-            if behind is not None:
-                state = check_state(behind(), None, stream=loader._shards is not None)
-                loader._epoch = state["epoch"] + has_begun(state)
+        account = vars(self).get("account")
+        if account is not None and account.behind is not None:
+            self.owner._entered(account)
+        super().__del__()
 
 
 def _sampler_state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
@@ -685,7 +676,8 @@ def _stream_state(
 
 def _oldest_run(group: PoolGroup, run: int) -> int:
     """Return the oldest pass over a stream that somebody still makes; at most ``run``."""
-    runs = [batches.account.lanes[0].sources[0].run for batches in checks.copied(group.users)]
+    accounts = [batches.account for batches in checks.copied(group.users)]
+    runs: list[int] = [each.lanes[0].sources[0].run for each in accounts if each is not None]
     return min([run, *runs])
 
 

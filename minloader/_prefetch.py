@@ -189,9 +189,7 @@ class Prefetch(Generic[B]):
                 return
         entry.note = self._note_drawn()
         if entry.error is None:
-            future: Future[Any] = Future()
-            self._tasks.put((future, entry.batch))
-            entry.future = future
+            self._tasks.put(entry)  # twice, if an interrupt comes now: the thread makes it once
         entry.is_ready = True
 
     def _note_drawn(self) -> Note:
@@ -263,34 +261,31 @@ class _Entry:
         self.batch: list[Any] = []
         self.error: Exception | None = None
         self.note: Note = _no_state
-        self.future: Future[Any] | None = None
+        self.future: Future[Any] = Future()
         self.is_ready = False
 
     def wait(self) -> BaseException | None:
         """Wait until ``fn`` is done; return its error, or that of the source."""
-        if self.future is None:
-            return self.error
-        return self.future.exception()
+        return self.error or self.future.exception()
 
     @property
     def value(self) -> Any:
-        assert self.future is not None
         return self.future.result()
 
 
 def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
     """Call the function on each batch. Runs in the thread, which has none while it waits."""
-    while (task := tasks.get()) is not None:
-        future, batch = task
-        try:
-            future.set_result(fn(batch.pop()))
-        except StopIteration as error:  # it would end the consumer's loop
-            stop = RuntimeError("fn raised StopIteration")
-            stop.__cause__ = error
-            future.set_exception(stop)
-        except BaseException as error:  # SystemExit too: the consumer's to see
-            future.set_exception(error)
-        del task, future, batch
+    while (entry := tasks.get()) is not None:
+        if entry.batch:
+            try:
+                entry.future.set_result(fn(entry.batch.pop()))
+            except StopIteration as error:  # it would end the consumer's loop
+                stop = RuntimeError("fn raised StopIteration")
+                stop.__cause__ = error
+                entry.future.set_exception(stop)
+            except BaseException as error:  # SystemExit too: the consumer's to see
+                entry.future.set_exception(error)
+        del entry
 
 
 def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:

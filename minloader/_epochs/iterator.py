@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -57,9 +58,9 @@ class Account:
             :func:`minloader.prefetch` takes batches ahead of the consumer.
     """
 
-    def __init__(self, lanes: list[Lane], *, fruitful: bool) -> None:
+    def __init__(self, lanes: list[Any], lock: Any, *, fruitful: bool) -> None:
         self.lanes = lanes
-        self.lock = threading.RLock()
+        self.lock = lock
         self.fruitful = 0 if fruitful else -1
         self.is_over = False
         self.is_left = False
@@ -70,12 +71,15 @@ class Account:
     @property
     def index(self) -> int:
         """Index of the epoch that the consumer is in, of those of the iterator."""
-        return min(lane.sources[0].index for lane in self.lanes)
+        index: int = min(lane.sources[0].index for lane in self.lanes)
+        return index
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that the consumer is in."""
-        return min(((lane.sources[0].index, lane.sources[0].epoch) for lane in self.lanes))[1]
+        first = min((lane.sources[0] for lane in self.lanes), key=attrgetter("index"))
+        epoch: int = first.epoch
+        return epoch
 
 
 class Batches:
@@ -86,7 +90,6 @@ class Batches:
     Args:
         owner: the loader, which must live as long as this.
         settings: what the loader's epochs have in common.
-        account: of this iterator; its lanes have begun the first epoch.
         bell: rung when a task has arrived.
         count: how many epochs; None: endlessly many.
         numbered: whether the number of the epoch comes with each batch.
@@ -96,26 +99,34 @@ class Batches:
         self,
         owner: Any,
         settings: Settings,
-        account: Account,
-        bell: Bell,
         count: int | None,
         *,
         numbered: bool,
     ) -> None:
         self.owner = owner
         self.settings = settings
-        self.account = account
-        self._lanes = account.lanes
-        self._bell = bell
+        self.account: Account | None = None
+        self.bell = Bell()
+        self._lock = threading.RLock()
+        self._lanes: list[Lane] = []
         self._count = count
         self._numbered = numbered
-        self._watch = ShardWatch(settings, len(self._lanes))
+        self._behind: Note | None = None
+        self._watch: Any = None
         self._coming: dict[int, tuple[int, int]] = {}  # of epochs that began ahead, by index
         self._current: tuple[Lane, Pending] | None = None
-        self._left_out: tuple[int, int, str] = -1, 0, ""  # index of an epoch, batches, the last
+        self._failed = -1, 0  # index of an epoch, and how many of its batches were left out
         self._look = 0.0  # when to look after the workers next
         self._process = lifetimes.process
+
+    def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
+        """Begin with the first epoch, which the lanes have begun. Return the account."""
+        account = Account(lanes, self._lock, fruitful=fruitful)
+        account.behind = self._behind
+        self._watch = ShardWatch(self.settings, len(lanes))
+        self._lanes, self.account = lanes, account
         self.fill()
+        return account
 
     __reduce__ = refuse_copies
 
@@ -133,20 +144,24 @@ class Batches:
         return self
 
     def __del__(self) -> None:
-        if hasattr(self, "_process"):  # else it was not made
-            self.account.is_left = True
+        account = vars(self).get("account")  # it may not have been made
+        if account is not None:
+            account.is_left = True
             for lane in self._lanes:
                 lane.leave()
 
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""
-        with self.account.lock:
-            note: Note = self.owner._note_handed_over(self.account)
+        with self._lock:
+            account, owner = self.account, self.owner
+            note: Note = owner._note_state() if account is None else owner._note_of(account)
             return note
 
     def set_behind(self, note: Note | None) -> None:
         """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
-        self.account.behind = note
+        self._behind = note
+        if self.account is not None:
+            self.account.behind = note
 
     # --- batches
 
@@ -155,7 +170,7 @@ class Batches:
         try:
             if self._process is not lifetimes.process:
                 self._check_process()
-            with self.account.lock:
+            with self._lock:
                 try:
                     return self._next(taken)
                 except Exception:
@@ -167,7 +182,7 @@ class Batches:
         except Exception:
             raise
         except BaseException:
-            with self.account.lock:
+            with self._lock:
                 self._put_back(taken)
             raise
 
@@ -188,8 +203,9 @@ class Batches:
         if counters.left:
             counters.consumer += begin - counters.left
         try:
+            account = self.account or self._begin()
             while True:
-                lane, pending = self._find()
+                lane, pending = self._find(account)
                 n = pending.given
                 epoch, outcome = pending.source.epoch, pending.unpack(n)
                 taken.extend((lane, pending, n, outcome))
@@ -203,12 +219,13 @@ class Batches:
                         outcome = None
                         raise taken[-1].error
                     if outcome is SKIP:
-                        self._leave_out(pending.source.index)
+                        counters.skipped += 1
+                        self._count_failed(pending, n, is_failure=len(taken) > 4)
                         taken.clear()
                         continue
                 else:
                     pending.lets_go(n)
-                self.account.fruitful = pending.source.index
+                account.fruitful = pending.source.index
                 if len(self._lanes) > 1:
                     self._watch.compare(lane, outcome)
                 counters.batches += 1
@@ -238,52 +255,57 @@ class Batches:
         place = ordinal, pending.source.epoch, lane.item(pending, n), worker, pid
         return failures.handle(failure, *place, self.settings.on_error)
 
-    def _leave_out(self, index: int) -> None:
-        """Count a batch that is left out of an epoch."""
-        self.settings.counters.skipped += 1
-        before, count, _ = self._left_out
-        self._left_out = index, count * (before == index) + 1, ""
+    def _count_failed(self, pending: Pending, n: int, *, is_failure: bool) -> None:
+        """Count a batch that was left out, if an error is why."""
+        index, (before, count) = pending.source.index, self._failed
+        if is_failure or n in pending.failed:
+            self._failed = index, count * (before == index) + 1
 
     # --- which is next
 
-    def _find(self) -> tuple[Lane, Pending]:
+    def _begin(self) -> Account:
+        """Begin with the first epoch, if that was not done when this was made."""
+        account: Account = self.owner._begin(self)
+        return account
+
+    def _find(self, account: Account) -> tuple[Lane, Pending]:
         """Return the lane whose turn it is, and the task of which it gives a batch, or an error.
 
         Raises:
             StopIteration: there are no more batches.
             RuntimeError: the loader is closed, or another state was loaded.
         """
-        self._check()
+        self._check(account)
         current = self._current
         if current is not None and current[1].is_open and len(self._lanes) == 1:
             return current
         begin = perf_counter()
         try:
-            return self._wait()
+            return self._wait(account)
         finally:
             self.settings.counters.opened(begin)
 
-    def _check(self) -> None:
+    def _check(self, account: Account) -> None:
         if self.settings.closed:
             raise RuntimeError(CLOSED)
-        if self.account.is_superseded and not self.account.is_over:
+        if account.is_superseded and not account.is_over:
             raise RuntimeError(
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
                 "go on from that state"
             )
 
-    def _wait(self) -> tuple[Lane, Pending]:
+    def _wait(self, account: Account) -> tuple[Lane, Pending]:
         has_grown = False
         while True:
-            self._check()
-            if self.account.is_over:
+            self._check(account)
+            if account.is_over:
                 raise StopIteration
             any_order = not self.settings.in_order
             # Only a sampler's tasks may overtake each other: the reader of a shard cannot.
             overtaking = any_order and len(self._lanes) == 1 and self._lanes[0].may_overtake
-            lanes = self._in_turn()
+            lanes = self._in_turn(account)
             if not lanes:
-                self._next_epoch()
+                self._next_epoch(account)
                 continue
             for lane in lanes if any_order else lanes[:1]:
                 pending = lane.look(any_order=overtaking)
@@ -293,21 +315,21 @@ class Batches:
                         self.fill()  # before the consumer gets to work
                     self._current = lane, pending
                     return self._current
-            if self._in_turn() != lanes or self._send(lanes):
+            if self._in_turn(account) != lanes or self._send(lanes):
                 continue
             if not has_grown:
                 for lane in lanes if any_order else lanes[:1]:
                     lane.grow()
                 has_grown = True
-            self._bell.wait(self.settings.patience)
+            self.bell.wait(self.settings.patience)
             if time.monotonic() > self._look:
                 for lane in self._lanes:
                     lane.pool.watch()
                 self._look = time.monotonic() + self.settings.patience
 
-    def _in_turn(self) -> list[Lane]:
+    def _in_turn(self, account: Account) -> list[Lane]:
         """Return the lanes that have more of the consumer's epoch, the next one first."""
-        index = self.account.index
+        index = account.index
         lanes = [
             lane for lane in self._lanes if lane.sources[0].index == index and not lane.is_over
         ]
@@ -363,16 +385,15 @@ class Batches:
         lane.begin_after(index, *self._coming[index])
         return True
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self, account: Account) -> None:
         """Let the consumer go on to the next epoch.
 
         Raises:
             StopIteration: there is none.
             BatchError, ValueError: nothing is left of the one that has ended.
         """
-        account = self.account
         index = account.index
-        self._check_fruit(index)
+        self._check_fruit(account, index)
         self._watch.count_empty(self._lanes)
         if self._count is not None and index + 1 >= self._count:
             account.is_over = True
@@ -388,20 +409,18 @@ class Batches:
                     self._begin_ahead(lane)
                 lane.begin_next()
         self._coming.pop(index, None)
-        self.owner._entered(account.epoch)
+        self.owner._entered(account)
 
-    def _check_fruit(self, index: int) -> None:
+    def _check_fruit(self, account: Account, index: int) -> None:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
-        account = self.account
         if account.fruitful == index:
             return
-        left_out, count, _ = self._left_out
+        left_out, count = self._failed
         if left_out == index and count:
             account.fruitful = index
             raise BatchError(
-                f"nothing is left of epoch {account.epoch}: all of its {count} batches failed or "
-                "were skipped; look at the errors in the log, and at the storage that the dataset "
-                "reads from",
+                f"nothing is left of epoch {account.epoch}, of which {count} batches failed; look "
+                "at the errors in the log, and at the storage that the dataset reads from",
                 epoch=account.epoch,
             )
         if self._count is None:

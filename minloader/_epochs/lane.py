@@ -266,10 +266,16 @@ class Lane(ABC):
         pending.future = None  # it leads here, and would keep the memory
         made = len(reply.outcomes)
         self._learn(pending, reply)
+        pending.failed = frozenset(reply.failed)
         if made == len(pending.items):
             pending.outcomes = reply.outcomes
             return
-        kept = {"task": pending.task, "reply": reply, "memory": pending.memory}
+        kept = {
+            "failed": pending.failed,
+            "task": pending.task,
+            "reply": reply,
+            "memory": pending.memory,
+        }
         pieces = [pending.part(0, made, outcomes=reply.outcomes, **kept)] if made else []
         rest = range(made, len(pending.items), self._chunk)
         self._replace(pending, pieces + [pending.part(n, n + self._chunk) for n in rest])
@@ -329,7 +335,11 @@ class Lane(ABC):
         assert task is not None
         assert error is not None
         death = pool.deaths.pop(task.id, None)
-        place = {"batch": self.ordinal(lost.ordinal), "epoch": lost.source.epoch, "count": len(lost.items)}
+        place = {
+            "batch": self.ordinal(lost.ordinal),
+            "epoch": lost.source.epoch,
+            "count": len(lost.items),
+        }
         counters.record("consumer", "again", time.perf_counter(), 0.0, place)
         if death is not None:
             n = death.item

@@ -92,6 +92,7 @@ class Pending:
         outcomes: what the reply has for each item; None before it was looked at.
         given: how many of them were handed over, or left out.
         begun: whether the consumer has come to it.
+        failed: which outcomes are SKIP since all samples failed.
         marks: of a stream, what each batch is recognized by, and which the stream failed to give.
     """
 
@@ -113,6 +114,7 @@ class Pending:
     given: int = 0
     begun: bool = False
     marks: Any = ()
+    failed: frozenset[int] = frozenset()
 
     @property
     def is_sent(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minloader._checks import check_int, is_stateful, part_meant, shown
-from minloader._sampling.base import Sampler
+from minloader._sampling.base import Sampler, with_inner
 
 VERSION = 1
 """Version of the states."""
@@ -115,11 +115,28 @@ def check_sampler(state: State, sampler: Any, length: int | None) -> None:
         else:
             sampler.load_state_dict(known)  # says itself what differs
         return
+    if state["sampler"] is None and state["epoch"] and not state["batches"]:
+        _refuse_own_generator(sampler)
     if None not in (length, state["length"]) and length != state["length"]:
         raise ValueError(
             f"the sampler has {length} batches in epoch {state['epoch']}, but the state is of one "
             f"with {state['length']}; give the loader the sampler that the state was taken with"
         )
+
+
+def _refuse_own_generator(sampler: Any) -> None:
+    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back."""
+    for each in with_inner(sampler):
+        if hasattr(each, "set_epoch"):
+            return  # it is told what its order follows from
+    for each in with_inner(sampler):
+        for name, value in getattr(each, "__dict__", {}).items():
+            if type(value).__name__ in ("Random", "Generator", "RandomState"):
+                raise ValueError(
+                    f"the sampler, {shown(sampler)}, draws its order from a generator, {name}, "
+                    "which the state does not have: in a new process it would repeat the order of "
+                    "the first epoch; give it set_epoch, or state_dict and load_state_dict"
+                )
 
 
 def _deal_anew(state: State, sampler: Sampler) -> None:
@@ -202,7 +219,10 @@ def _copied(state: Mapping[str, Any]) -> State:
         "sampler": sampler,
         "check": None if check is None else [check_int("check", check[0], 0), check[1]],
     }
-    bounds = [known["batches"], *(each for start, stop in known["beyond"] for each in (start, stop))]
+    bounds = [
+        known["batches"],
+        *(each for start, stop in known["beyond"] for each in (start, stop)),
+    ]
     if bounds != sorted(set(bounds)):
         raise ValueError("beyond must be ranges that ascend, after batches")
     if sampler is not None and sampler["at"] > known["batches"]:

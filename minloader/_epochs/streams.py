@@ -261,6 +261,7 @@ class StreamLane(Lane):
         if reply.state is not None and made == len(reply.outcomes):
             reached = reached._replace(at=reached.batches, state=reply.state)
         self._learn(pending, reply)
+        pending.failed = frozenset(reply.failed)
         pending.items = pending.items[:made]
         each.reached = reached
         pending.outcomes = outcomes

@@ -34,7 +34,9 @@ WORKER_BYTES = 50 << 20
 
 
 class User(Protocol):
-    """An epoch, as a pool group sees it: it has tasks under way in some pools."""
+    """An iterator, as a pool group sees it: it has tasks under way in some pools."""
+
+    account: Any
 
     @property
     def pools(self) -> list[Pool]: ...

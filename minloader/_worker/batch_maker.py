@@ -27,6 +27,7 @@ class BatchMaker:
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
         skipped: samples that were left out, since it was set to 0.
+        has_failed: whether one of them has failed, since it was set to False.
     """
 
     job: Job
@@ -34,6 +35,7 @@ class BatchMaker:
     collate_seconds: float = 0.0
     failing: tuple[Any, ...] = ()
     skipped: int = 0
+    has_failed: bool = False
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
@@ -112,6 +114,7 @@ class BatchMaker:
                     raise
                 which = shown(index[0]) if index else f"{len(results)} of a batch"
                 logger.warning("left out sample %s: %r", which, error)
+                self.has_failed = True
                 results.append(SKIP)
         return results
 

@@ -157,6 +157,7 @@ class Reply(NamedTuple):
         reread: how many batches of the stream were read again, to get to the first of them.
         skipped: how many samples were left out.
         lasts: of a stream, what the samples of each batch are recognized by.
+        failed: which outcomes are SKIP since all samples failed.
     """
 
     worker: int
@@ -176,6 +177,7 @@ class Reply(NamedTuple):
     reread: int = 0
     skipped: int = 0
     lasts: list[int | None] = []  # noqa: RUF012  # never changed
+    failed: list[int] = []  # noqa: RUF012  # likewise
 
 
 class Failure(NamedTuple):

@@ -122,6 +122,7 @@ class Worker:
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
         maker.skipped = 0
         lasts: list[int | None] = []
+        failed: list[int] = []
         begin = now = time.perf_counter()
         try:
             if task.shard is not None:
@@ -136,6 +137,9 @@ class Worker:
                     outcomes.append(self._make(task, n, item, writer, reader))
                     lasts.append(reader.last)
                 overflowed += writer.overflowed
+                if maker.has_failed:
+                    maker.has_failed = False
+                    failed.append(n)
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
@@ -163,7 +167,7 @@ class Worker:
         slot = size, writer.size, writer.retired, overflowed
         processor = None if self.meter is None else self.meter.add(now - begin)
         reread, self._reread = self._reread, 0
-        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped, lasts)
+        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped, lasts, failed)
 
     def _make(
         self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None = None
