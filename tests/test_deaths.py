@@ -21,7 +21,7 @@ from contextlib import suppress
 from inspect import getsourcelines
 from multiprocessing import active_children, forkserver, get_context
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -44,7 +44,6 @@ from trouble import (
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
 from minloader._inspect import inspect
-from minloader._pools import cpython
 from minloader._pools import processes as spawned
 from minloader._worker import lifetimes
 
@@ -1001,78 +1000,55 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
 # --- races in the executor -----------------------------------------------------------------------
 
 
-class Between(cpython.CopyingDict):
-    """Tasks or processes of an executor; the next one is added just when the executor breaks."""
-
-    made: ClassVar[list[Between]] = []
-    armed: Callable[[], None] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made.append(self)
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        if self.armed is not None:
-            armed, self.armed = self.armed, None
-            armed()
-        super().__setitem__(key, value)
-
-
-@pytest.fixture
-def tasks_of(monkeypatch):
-    """Gives the tasks that the first executor has under way."""
-    monkeypatch.setattr(cpython, "CopyingDict", Between)
-    monkeypatch.setattr(Between, "made", [])
-    return lambda: Between.made[1]  # its processes are made before
-
-
-def broken(executor: Any, tasks: Between) -> Any:
-    """Whether the executor has gone through all it had to when it broke; on CPython 3.11 it does
-    without the lock that is held here, later ones wait for that."""
-    return eventually(lambda: executor.broken and not tasks, 1)
-
-
-def test_a_task_submitted_just_when_the_executor_breaks(tasks_of):
-    """After the check that it is sound, and after the tasks have had their error."""
-    with Loader(Squares(40), num_workers=2, prefetch_factor=4) as loader:
-        batches = iter(loader)
-        got = [next(batches)]
-        (executor,) = inspect(loader).executors
-
-        def kill_and_wait() -> None:
-            os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor, tasks_of())
-
-        tasks_of().armed = kill_and_wait
-        got += list(batches)
-        assert tasks_of().armed is None
-        assert got == [n * n for n in range(40)]
-
-
-def test_a_worker_started_just_when_the_executor_breaks(monkeypatch, tasks_of):
-    """On CPython 3.11 the executor walks over its workers meanwhile."""
-    started = threading.Event()
-    terminate, start = spawned.WorkerProcess.terminate, spawned.WorkerProcess.start
-
-    def terminate_late(process: Any) -> None:
-        started.wait(1)
-        terminate(process)
+@pytest.mark.parametrize("dies", ["at once", "at its task"])
+def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
+    """On CPython 3.11 the executor walks over its workers without the lock that a start holds. One
+    that it misses takes a task, is told to leave, and leaves well: that is no death.
+    """
+    start, terminate = spawned.WorkerProcess.start, spawned.WorkerProcess.terminate
+    breaks = threading.Event()
+    processes: list[Any] = []
+    registered: dict[int, Any] = {}
 
     def start_late(process: Any) -> None:
-        (executor,) = inspect(loader).executors
-        if len(executor.workers) == 1:
-            os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor, tasks_of())
+        nonlocal registered
         start(process)
-        if len(executor.workers) == 2:
-            started.set()
+        processes.append(process)
+        if len(processes) == 2:
+            (executor,) = inspect(loader).executors
+            registered = executor._processes
+            if dies == "at once":
+                os.kill(processes[0].pid, signal.SIGKILL)
+            assert eventually(lambda: any(each.has_ended() for each in processes), 60)
+            breaks.wait(0.3)  # in vain, if the executor waits for this start to be over
 
-    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    def terminate_late(process: Any) -> None:
+        breaks.set()
+        eventually(lambda: len(registered) == 2)
+        terminate(process)
+
     monkeypatch.setattr(spawned.WorkerProcess, "start", start_late)
-    with Loader(Squares(12), num_workers=2, retries=3) as loader:
+    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    monkeypatch.setattr(spawned, "GRACE", 20.0)  # nobody is killed before it has left well
+    script = {0: [("die",)]} if dies == "at its task" else {}
+    with Loader(Scripted(script), range(8), num_workers=2, retries=0) as loader:
+        first, *rest = outcomes(iter(loader))
+        assert (first == 0) if dies == "at once" else (type(first) is WorkerDied)
+        assert rest == list(range(1, 8))
+        assert loader.stats.replaced == 1
+
+
+def test_the_death_of_the_last_worker_that_started_is_seen(tmp_path):
+    """Though nothing else happens, and nobody waits who would look after the workers."""
+    begun = tmp_path / "begun"
+    script = {n: [("touch", begun), ("wait", tmp_path / "go")] for n in range(2)}
+    with Loader(Scripted(script), range(2), num_workers=2, prefetch_factor=1) as loader:
         batches = iter(loader)
-        monkeypatch.setattr(spawned.WorkerProcess, "start", start)
-        assert list(batches) == [n * n for n in range(12)]
+        assert eventually(lambda: len(written(begun)) == 2)
+        os.kill(workers(loader)[1].pid, signal.SIGKILL)
+        assert eventually(lambda: inspect(loader).is_broken)
+        (tmp_path / "go").touch()
+        assert list(batches) == [0, 1]
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class WorkerProcess:
     here is that process's own (``pid``, ``sentinel``, ``exitcode``, ``join()``, ...).
 
     Attributes:
-        ended_by_us: whether it was killed because another worker had died, or at the end.
+        ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
         stack: its Python stack, if it was killed because a batch took too long; else None.
     """
 
@@ -111,7 +111,6 @@ class WorkerProcess:
         SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
         executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
         """
-        self.ended_by_us |= not self.has_ended()
         # Also one that seems to have ended: it may just have closed its descriptors.
         _kill([self])
 
@@ -308,6 +307,11 @@ class _Executor(Executor):
         for worker in workers:
             worker.ended_by_us = True
         _kill(workers)
+
+    def note_deaths(self) -> None:
+        # Only what has ended by now is to blame. Others may still take a task, and leave well.
+        for worker in self.workers:
+            worker.ended_by_us |= not worker.has_ended()
 
     def watch(self, timeout: float | None) -> None:
         """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
