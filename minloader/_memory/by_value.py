@@ -34,6 +34,9 @@ annotationlib: Any = None
 if sys.version_info >= (3, 14):
     annotationlib = importlib.import_module("annotationlib")  # dataclasses needs it anyway
 
+MAIN = ("__main__", "__mp_main__")
+"""Names of the main module: in a process that multiprocessing has spawned it is the second."""
+
 OTHER_REDUCERS: dict[type, Callable[[Any], Any]] = {}
 """How objects of other types than classes and functions are reduced, if cloudpickle fails."""
 
@@ -112,7 +115,7 @@ def _reduce_named(obj: Any) -> Any:
     """Reduce what typing itself reduces to a name, unless it is in a module to import."""
     kind: Any = type(obj)
     module = sys.modules.get(obj.__module__)
-    if obj.__module__ != "__main__" and getattr(module, obj.__name__, None) is obj:
+    if obj.__module__ not in MAIN and getattr(module, obj.__name__, None) is obj:
         return NotImplemented
     if kind is typing.NewType:
         return kind, (obj.__name__, obj.__supertype__), dict(vars(obj))
