@@ -341,9 +341,9 @@ def test_4_somebody_else_has_reaped_a_worker():
     cpython.start_worker(worker)
     os.waitpid(worker.pid, 0)
     assert not cpython.holds_pid(worker)
-    assert worker.exitcode is None
+    assert worker.exitcode == cpython.UNKNOWN
     cpython.reap(worker)
-    multiprocessing.process._children.discard(worker)
+    worker.join()
 
 
 def test_4_an_executor_reaps_a_worker_before_it_ends_it(tmp_path, monkeypatch):

@@ -997,6 +997,36 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
         assert (tmp_path / "did").exists()
 
 
+CHILDREN = """
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a launcher hands that down
+from minloader import Loader
+from trouble import Noisy, die
+for method in ("spawn", "fork", "forkserver"):
+    with Loader(Noisy({{3: die}}, {folder!r} + method), range(20), num_workers=1,
+                prefetch_factor=8, mp_context=method) as loader:
+        assert [batch[0] for batch in loader] == list(range(20))
+        assert loader.stats.replaced == 1
+print("end")
+"""
+
+
+@pytest.mark.slow
+def test_a_death_where_children_are_not_waited_for(tmp_path):
+    """The system reaps them, and nobody is told how they ended."""
+    for method in ("spawn", "fork", "forkserver"):
+        (tmp_path / method).mkdir()
+    folders = str(Path(minloader.__file__).parent.parent), str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILDREN.format(folder=f"{tmp_path}/")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
 # --- races in the executor -----------------------------------------------------------------------
 
 

@@ -150,6 +150,14 @@ if sys.platform != "win32":
 # pid to another process. From 3.15 the manager thread does so just before it calls terminate().
 # Versions: all.
 # Without this piece: the signal for what a dead worker left may hit somebody else's process.
+#
+# CPython: a child that the system itself has reaped, since SIGCHLD is ignored (launchers hand that
+# down), or that somebody else has waited for, is taken for one that has not ended.
+# Versions: all.
+# Without this piece: the manager thread waits for its end for ever, as fast as it can.
+
+UNKNOWN = 255
+"""Exit code of a child that is gone, when nobody knows its own."""
 
 if sys.platform != "win32":
 
@@ -160,11 +168,14 @@ if sys.platform != "win32":
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             if self.returncode is None:
-                with suppress(ChildProcessError):  # somebody waits for any child
+                try:
                     found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
-                    if found is not None:
-                        has_exited = found.si_code == os.CLD_EXITED
-                        self.returncode = found.si_status if has_exited else -found.si_status
+                except ChildProcessError:
+                    self.returncode = UNKNOWN
+                    return UNKNOWN
+                if found is not None:
+                    has_exited = found.si_code == os.CLD_EXITED
+                    self.returncode = found.si_status if has_exited else -found.si_status
             return self.returncode
 
     def _keep_pid(process: Any) -> None:
