@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from minloader._checks import copied
 from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
 
 if TYPE_CHECKING:
@@ -213,9 +214,14 @@ def _forget_closed(closed: int) -> None:
     global _closed
     if closed != _closed:
         _closed = closed
-        for place in list(_mappings):
-            if not is_there(*place):
-                del _mappings[place]
+        unmap_closed()
+
+
+def unmap_closed() -> None:
+    """Unmap slots that are closed, from any thread."""
+    for place in copied(_mappings):
+        if not is_there(*place):
+            _mappings.pop(place, None)
 
 
 def _allocate(fd: int, start: int, stop: int) -> None:

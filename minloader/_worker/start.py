@@ -81,7 +81,7 @@ class WorkerSetup(NamedTuple):
 
     def load_dataset(self, inherited: list[Any]) -> Any:
         """Return another copy of the dataset; large arrays are mapped, not copied."""
-        return self.address.load(forever=True, inherited=inherited).dataset
+        return self.address.load(inherited=inherited).dataset
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -116,7 +116,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         sys.breakpointhook = refuse_breakpoint
     try:
         inherited = inheritance.load()
-        job = setup.address.load(forever=True, inherited=inherited)
+        job = setup.address.load(inherited=inherited)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
