@@ -56,6 +56,46 @@ PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__fil
 NAMED = "import os; del os.memfd_create\n"
 
 
+FINALIZED = """
+import gc, pickle
+from minloader import Loader
+
+class Bytes:
+    # As in PEP 574, and it looks at its data at the end.
+    def __init__(self, data):
+        self.data = data
+    def __reduce_ex__(self, protocol):
+        return Bytes, (pickle.PickleBuffer(self.data),)
+    def __del__(self):
+        seen.append(bytes(self.data[-3:]))
+
+seen = []
+with Loader(lambda item: Bytes(bytearray([item]) * 100_000), range(1, 4), num_workers=1) as loader:
+    batches = list(loader)
+    batches[0].itself = batches[0]
+    del batches[0]
+    gc.collect()
+    assert seen == [bytes([1]) * 3], seen
+    for batch in batches:
+        batch.itself = batch
+del batches, batch
+gc.collect()
+assert sorted(seen) == [bytes([n]) * 3 for n in (1, 2, 3)], seen
+"""
+
+
+def test_a_finalizer_in_a_cycle_still_sees_its_batch():
+    """The collector calls weak references before finalizers."""
+    done = subprocess.run(
+        [sys.executable, "-c", FINALIZED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": PATH},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def pack_batch(batch: Any, writer: NoSlot) -> Any:
     return BatchPacker(writer).pack(batch)
 

@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -104,6 +105,22 @@ if libc is not None:  # elsewhere batches go through the pipe
     libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
 
 
+class _Anchor:
+    __slots__ = ("__weakref__",)
+
+
+def when_gone(owner: Any, function: Callable[..., object], *args: Any) -> None:
+    """Call a function when an object is gone, and every finalizer that could reach it has run.
+
+    The collector calls the weak references of a cycle before the finalizers in it, which may still
+    look at a batch. So the reference is to an object of which the collector does not know: it goes
+    when its owner is taken apart.
+    """
+    owner.anchor = anchor = _Anchor()
+    ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(anchor))
+    weakref.finalize(anchor, function, *args).atexit = False
+
+
 class SharedMapping:
     """A file mapped into this process, from its first byte, for as long as anything uses it."""
 
@@ -118,7 +135,7 @@ class SharedMapping:
         self.address: int = address
         self.size = size
         self._type = ctypes.c_char * size
-        weakref.finalize(self, libc.munmap, address, size).atexit = False
+        when_gone(self, libc.munmap, address, size)
 
     def lease(self) -> Any:
         """Return a new object over the memory that lives as long as any view made of it.

@@ -36,7 +36,14 @@ import weakref
 from typing import Any
 
 from minloader._checks import amount, copied
-from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
+from minloader._memory.files import (
+    SharedFile,
+    SharedMapping,
+    SlotAddress,
+    libc,
+    make_folder,
+    when_gone,
+)
 from minloader._memory.limits import free_memory, most_files
 
 
@@ -155,7 +162,7 @@ class Slots:
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
-            weakref.finalize(memory, self._end_lease, slot).atexit = False
+            when_gone(memory, self._end_lease, slot)
             return memory
 
     def _end_lease(self, slot: Slot) -> None:
