@@ -84,7 +84,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     """A cloudpickle pickler that knows in which of the two directions it writes.
 
     Attributes:
-        main_globals: classes and functions of ``__main__`` that were sent down, by their names.
+        main_globals: classes and functions of ``__main__`` that were sent, by their names.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             if _is_main_global(obj):
+                self.main_globals[obj.__qualname__] = obj
                 if not self.down:
                     return obj.__qualname__  # a string means: by name, from obj.__module__
-                self.main_globals[obj.__qualname__] = obj
             return reduce_by_value(obj, super().reducer_override)
         # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
         reducer = OTHER_REDUCERS.get(type(obj))
