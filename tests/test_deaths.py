@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import logging
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from inspect import getsourcelines
-from multiprocessing import active_children, forkserver, get_context
+from multiprocessing import active_children, forkserver, get_context, popen_spawn_posix, util
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from trouble import (
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
 from minloader._inspect import inspect
+from minloader._pools import cpython
 from minloader._pools import processes as spawned
 from minloader._worker import lifetimes
 
@@ -1079,6 +1081,106 @@ def test_the_death_of_the_last_worker_that_started_is_seen(tmp_path):
         assert eventually(lambda: inspect(loader).is_broken)
         (tmp_path / "go").touch()
         assert list(batches) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ctrl_c_in_the_middle_of_a_start(monkeypatch, method):
+    """As Python raises it if another thread takes the signal. Each worker is known all the same."""
+    spawnv, connect = util.spawnv_passfds, forkserver.connect_to_new_process
+    pressed = []
+
+    def press(result: Any) -> Any:
+        pressed.append(result)
+        _thread.interrupt_main()
+        return result
+
+    with Loader(Squares(20), num_workers=3, mp_context=method) as loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(util, "spawnv_passfds", lambda *args: press(spawnv(*args)))
+            patch.setattr(forkserver, "connect_to_new_process", lambda *args: press(connect(*args)))
+            with pytest.raises(KeyboardInterrupt):
+                loader.start()
+        loader.start()
+        assert len(pressed) >= 3  # the fork server may be among them
+        assert [worker.number for worker in inspect(loader).workers] == [0, 1, 2]
+        assert list(loader) == [n * n for n in range(20)]
+        assert loader.stats.replaced == 0
+    if method == "forkserver":
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def test_a_start_that_anything_else_ends_leaves_no_child(monkeypatch):
+    spawnv = util.spawnv_passfds
+    pids: list[int] = []
+
+    def remember(*args: Any) -> int:
+        pids.append(spawnv(*args))
+        return pids[-1]
+
+    def fail(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("planned")
+
+    monkeypatch.setattr(util, "spawnv_passfds", remember)
+    monkeypatch.setattr(popen_spawn_posix, "open", fail, raising=False)  # before it is told
+    with Loader(Squares(20), num_workers=2) as loader:
+        with pytest.raises(MemoryError, match="planned"):
+            loader.start()
+        assert not psutil.pid_exists(pids[0])
+        assert list(loader) == [n * n for n in range(20)]
+        assert {worker.number for worker in inspect(loader).workers} == {0, 1}
+
+
+def test_workers_are_started_just_when_one_dies(monkeypatch):
+    submit = cpython.Executor.submit
+
+    def break_first(executor: Any, *args: Any) -> Any:
+        monkeypatch.undo()
+        future = submit(executor, *args)
+        os.kill(executor.workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: executor.broken)
+        return future
+
+    monkeypatch.setattr(cpython.Executor, "submit", break_first)
+    with Loader(Squares(20), num_workers=2) as loader:
+        loader.start()
+        assert list(loader) == [n * n for n in range(20)]
+
+
+class HangsInAnImport:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __getitem__(self, item: int) -> int:
+        return item
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if trouble.once(self.path):
+            trouble.hang()
+
+
+def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
+    """With its stack. Another worker takes its place."""
+    monkeypatch.setattr(spawned, "LONGEST_START", 3.0)
+    with Loader(HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2) as loader:
+        assert list(loader) == [0, 1, 2, 3]
+        assert loader.stats.replaced == 1
+    assert "its start took too long, here:" in caplog.text
+    assert "in hang" in caplog.text
+
+
+def test_a_worker_that_is_too_large_is_replaced_once(caplog):
+    with Loader(Echo(), range(20), num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        (pool,) = inspect(loader).pools
+        pid = inspect(loader).workers[0].pid
+        for _ in range(5):
+            pool.renew(pid)
+        assert len(list(batches)) == 19
+        assert loader.stats.replaced == 2
+    assert caplog.text.count("takes more than worker_memory_limit") == 1
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ Guarantees of :class:`Executor` over its base class:
 
 from __future__ import annotations
 
+import multiprocessing.process
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -40,6 +41,7 @@ from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import _ExecutorManagerThread
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, cast
 
 # --- 1. The main module ------------------------------------------------------------------------
@@ -75,10 +77,21 @@ multiprocessing.spawn.get_preparation_data = _leave_main_out
 
 
 def start_worker(process: BaseProcess) -> None:
-    """Start a process without the parent's main module; it may die at once, and keeps its pid."""
+    """Start a process without the parent's main module; it may die at once, and keeps its pid.
+
+    Raises:
+        BaseException: whatever the start raised; no child is left then.
+    """
     _starting.pid = os.getpid()
     try:
         process.start()
+    except BaseException as error:
+        if sys.platform == "win32" or not _adopt(process, error.__traceback__):
+            raise
+        if not isinstance(error, BrokenPipeError):
+            process.kill()
+            process.join()
+            raise
     finally:
         _starting.pid = None
     if sys.platform != "win32":
@@ -118,29 +131,23 @@ def _before_joins(function: Callable[[], None]) -> None:
 # that end first (cpython #118981).
 # Without this piece: a worker that is killed while it starts ends the epoch, and stays a zombie.
 
+# The same where anything else is raised in the middle, by the handler of a signal, say.
+
 if sys.platform != "win32":
-    from multiprocessing import (
-        connection,
-        forkserver,
-        popen_fork,
-        popen_forkserver,
-        popen_spawn_posix,
-    )
+    from multiprocessing import connection, forkserver, popen_fork, popen_forkserver
 
-    def _start_though_dead(launch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def _launch(popen: Any, process: Any) -> None:
-            try:
-                launch(popen, process)
-            except BrokenPipeError:
-                if not (_is_starting() and hasattr(popen, "sentinel")):  # only a child has one
-                    raise
-                if isinstance(popen, popen_forkserver.Popen):  # it comes after the write
+    def _adopt(process: Any, trace: TracebackType | None) -> bool:
+        """Make the child known that a failed start has left; return whether there is one."""
+        while trace is not None:
+            popen = trace.tb_frame.f_locals.get("self")
+            if isinstance(popen, popen_fork.Popen) and hasattr(popen, "sentinel"):
+                if isinstance(popen, popen_forkserver.Popen):  # its pid comes after the write
                     popen.pid = forkserver.read_signed(popen.sentinel)
-
-        return _launch
-
-    for _each in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        cast(Any, _each)._launch = _start_though_dead(cast(Any, _each)._launch)
+                process._popen, process._sentinel = popen, popen.sentinel
+                cast(Any, multiprocessing.process)._children.add(process)
+                return True
+            trace = trace.tb_next
+        return False
 
 
 # --- 4. The pid of a dead child ----------------------------------------------------------------
@@ -383,6 +390,11 @@ class Executor(ProcessPoolExecutor):
 
     def note_deaths(self) -> None:
         """Called just before the executor counts as broken, while no worker is being started."""
+
+    @property
+    def may_start_workers(self) -> bool:
+        """Whether the next :meth:`submit` may start workers."""
+        return len(self._processes or ()) < int(cast(Any, self)._max_workers)
 
     @property
     def broken(self) -> bool:

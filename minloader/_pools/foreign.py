@@ -52,6 +52,7 @@ from minloader._pools.base import RemotePool, finish
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
+from minloader._worker.start import serve
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -266,6 +267,8 @@ def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         return Reply(-1, os.getpid(), True, [failure] * len(task.items))
     with job.lock:
+        if job.lock is _lock:  # the process is the worker: threads of the dataset's too
+            serve(worker)
         return worker.run(task)
 
 
@@ -408,6 +411,7 @@ def _forget_closed() -> None:
 def forget(token: bytes) -> None:
     """Let a job go."""
     if loaded_jobs.pop(token, None) is not None:
+        serve(None)
         gc.collect()  # a dataset may be in a cycle
 
 
