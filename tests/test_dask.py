@@ -331,13 +331,14 @@ def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
     """On another machine the path may lead anywhere."""
     other = tmp_path / "other"
     other.write_bytes(bytes(1000))
-    address = JobAddress(str(other), other.stat().st_ino, 0, False, 1000, b"secret")
+    inode = other.stat().st_dev, other.stat().st_ino
+    address = JobAddress(str(other), inode, 0, False, 1000, b"secret")
     with pytest.raises(FileNotFoundError, match="holds something else"):
         address.map()
     os.mkfifo(tmp_path / "pipe")
-    address = address.__class__(
-        str(tmp_path / "pipe"), (tmp_path / "pipe").stat().st_ino, 0, False, 9, b""
-    )
+    status = (tmp_path / "pipe").stat()
+    inode = status.st_dev, status.st_ino
+    address = address.__class__(str(tmp_path / "pipe"), inode, 0, False, 9, b"")
     with pytest.raises(FileNotFoundError):
         address.map()  # would wait for a writer if it was opened
 

@@ -84,6 +84,46 @@ assert sorted(seen) == [bytes([n]) * 3 for n in (1, 2, 3)], seen
 """
 
 
+def array_of_shape(item: Any) -> Any:
+    array = minloader.empty(item, np.uint8)
+    array[...] = 7
+    return array
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shapes_as_numpy_takes_them(num_workers):
+    sizes: Any = [np.array([200, 300]), (200, 300), [200, 300], 60_000, np.int64(60_000), ()]
+    with Loader(array_of_shape, sizes, num_workers=num_workers) as loader:
+        assert [batch.shape for batch in loader] == [np.empty(each).shape for each in sizes]
+
+
+NOT_TO_BE_LOOKED_INTO = """
+import os
+from minloader import Loader
+with Loader(str, range(3), num_workers=1, mp_context="fork") as loader:
+    list(loader)  # imports what it needs
+os.setuid(65534)
+with Loader(str, range(3), num_workers=1, mp_context="fork") as loader:
+    try:
+        list(loader)
+    except PermissionError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_process_that_has_dropped_root_is_told_why_it_has_no_workers(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NOT_TO_BE_LOOKED_INTO],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": PATH},
+    )
+    assert "the loader's process has changed its user" in done.stdout, done.stderr
+
+
 def test_a_finalizer_in_a_cycle_still_sees_its_batch():
     """The collector calls weak references before finalizers."""
     done = subprocess.run(
@@ -627,7 +667,7 @@ def test_no_more_slots_than_descriptors(monkeypatch):
 def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
     """The number of its descriptor is used again, for anything."""
     address = bench.pool.address(bench.pool.lend())
-    writer = SlotWriter(address._replace(inode=address.inode + 1))
+    writer = SlotWriter(address._replace(inode=(address.inode[0] + 1, address.inode[1])))
     assert writer.reserve(LARGE) is None
     assert writer.overflowed
     assert SlotWriter(address).reserve(LARGE) is not None

@@ -37,7 +37,7 @@ class SharedFile:
     Attributes:
         fd: descriptor of the file; -1 when it is closed.
         name: path of a file with a name; None for one without.
-        inode: number by which other processes know the file, for :func:`open_shared`.
+        inode: device and inode, by which other processes know the file, for :func:`open_shared`.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -46,7 +46,7 @@ class SharedFile:
             self.fd = os.memfd_create("minloader")
         else:
             self.fd, self.name = tempfile.mkstemp(prefix="minloader-", dir=folder)
-        self.inode = os.fstat(self.fd).st_ino
+        self.inode = inode_of(self.fd)
         self._pid = os.getpid()
 
     @property
@@ -70,7 +70,17 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
-def is_there(path: str, inode: int) -> bool:
+Inode = tuple[int, int]
+"""Device and inode of a file, which no other file of this machine has while it is open."""
+
+
+def inode_of(fd: int) -> Inode:
+    """Return the device and the inode of an open file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def is_there(path: str, inode: Inode) -> bool:
     """Whether a path still leads to the shared file that it was given for.
 
     A number of a descriptor is used again for anything: another file, a pipe, a device.
@@ -79,18 +89,40 @@ def is_there(path: str, inode: int) -> bool:
         status = os.stat(path)
     except OSError:
         return False
-    return status.st_ino == inode and stat.S_ISREG(status.st_mode)
+    return (status.st_dev, status.st_ino) == inode and stat.S_ISREG(status.st_mode)
 
 
-def open_shared(path: str, inode: int, flags: int) -> int:
+def check_access(path: str) -> None:
+    """Look whether the system lets this process open files of the loader's.
+
+    Raises:
+        PermissionError: it does not.
+    """
+    process, _, number = path.rpartition("/fd/")
+    if process and number.isdigit() and os.path.isdir(process):
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return
+        except PermissionError as error:
+            raise PermissionError(
+                f"{path} may not be opened: the loader's process has changed its user, or may not "
+                "be looked into (prctl PR_SET_DUMPABLE); make the Loader in a process that has had "
+                "its user from the start, or use executor='thread'"
+            ) from error
+
+
+def open_shared(path: str, inode: Inode, flags: int) -> int:
     """Open a shared file of any process and return a descriptor.
 
     Raises:
-        OSError: it is closed, or belongs to another machine.
+        OSError: it is closed, or belongs to another machine, or to a process that may not be looked
+            into.
     """
+    check_access(path)
     if is_there(path, inode):  # else not to be opened: a pipe would block us
         fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-        if os.fstat(fd).st_ino == inode:
+        if inode_of(fd) == inode:
             return fd
         os.close(fd)  # its owner closed it just now, and opened another file
     raise FileNotFoundError(f"{path} is gone, or now holds something else")
@@ -181,7 +213,7 @@ class SlotAddress(NamedTuple):
     """
 
     path: str
-    inode: int
+    inode: Inode
     size: int
     limit: int
     closed: int

@@ -25,7 +25,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
+from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
@@ -199,7 +199,7 @@ class JobAddress:
     """
 
     path: str
-    inode: int
+    inode: Inode
     index: int
     named: bool
     size: int

@@ -19,10 +19,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from minloader._checks import copied
-from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
+from minloader._memory.files import (
+    ALIGN,
+    LARGE,
+    Inode,
+    SharedMapping,
+    SlotAddress,
+    is_there,
+    open_shared,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -101,7 +109,7 @@ class SlotWriter(NoSlot):
         import numpy as np
 
         kind = np.dtype(dtype)
-        lengths = shape if isinstance(shape, Sequence) else (shape,)
+        lengths: Any = shape if np.ndim(cast(Any, shape)) else (shape,)
         size = math.prod(operator.index(length) for length in lengths) * kind.itemsize
         place = self.reserve(size) if size >= LARGE and not kind.hasobject else None
         return np.empty(shape, dtype) if place is None else np.ndarray(shape, kind, *place)
@@ -203,7 +211,7 @@ class SlotWriter(NoSlot):
             self.end([])
 
 
-_mappings: dict[tuple[str, int], SharedMapping] = {}
+_mappings: dict[tuple[str, Inode], SharedMapping] = {}
 """The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
 
 _closed = 0
