@@ -18,7 +18,7 @@ import pytest
 from conftest import eventually, require
 from helpers import Echo
 
-from minloader import Loader
+from minloader import Loader, get_worker_info
 from minloader._memory import slot_writer
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._pools import foreign, group
@@ -236,6 +236,21 @@ def test_a_job_for_which_no_task_comes_is_let_go(remote, monkeypatch):
 
 def keep_nothing() -> None:
     foreign.IDLE_SECONDS = 0.0
+
+
+class OwnThreads:
+    def __getitem__(self, index: int) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            info = threads.submit(get_worker_info).result()
+        return info is not None and (info.id, info.num_workers, info.pid == os.getpid())
+
+
+def test_threads_of_a_dataset_are_told_where_they_are():
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
+        Loader(OwnThreads(), range(3), num_workers=2, executor=executor) as loader,
+    ):
+        assert list(loader) == [(-1, 2, True)] * 3
 
 
 # --- loky, MPI -------------------------------------------------------------------------------
