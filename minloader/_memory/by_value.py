@@ -121,23 +121,7 @@ def _reduce_named(obj: Any) -> Any:
         return kind, (obj.__name__, obj.__supertype__), dict(vars(obj))
     if kind in (typing.ParamSpec, typing.TypeVarTuple):
         return kind, (obj.__name__,)
-    with suppress(Exception):  # it may name what exists for type checkers only
-        if not _is_recursive(obj):
-            return partial(kind, obj.__name__, obj.__value__, type_params=obj.__type_params__), ()
-    return typing.ForwardRef, (obj.__name__,)
-
-
-def _is_recursive(alias: Any) -> bool:
-    """Whether the alias of a type stands for something that refers to the alias."""
-    found: list[Any] = [alias.__value__]
-    for each in found:  # grows while we walk
-        parts = each if isinstance(each, list) else typing.get_args(each)
-        for part in (*parts, getattr(each, "__value__", None)):
-            if part is alias:
-                return True
-            if not any(part is other for other in found):
-                found.append(part)
-    return found[0] is alias
+    return typing.ForwardRef, (obj.__name__,)  # an alias, whose value only annotations may need
 
 
 def _reduce_lazy_import(lazy: Any) -> Any:
