@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -882,7 +882,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode}" for slot in inspect(loader).leased_slots}
+        files = {f"{slot.inode[1]}" for slot in inspect(loader).leased_slots}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()
@@ -890,6 +890,25 @@ def test_trouble_after_a_part_was_born():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_fork_does_not_write_into_the_batches_of_its_parent(retired, monkeypatch):
+    if retired:  # as where descriptors are scarce
+        monkeypatch.setattr(Slots, "lease", partialmethod(Slots.lease, retire=True))
+    with Loader(numbered, range(1, 5), num_workers=1) as loader:
+        batches = list(loader)
+        expected = [batch.copy() for batch in batches]
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            same = all(map(np.array_equal, batches, expected))
+            for batch in batches:
+                batch[...] = 0
+            os._exit(not same or any(batch.any() for batch in batches))
+        assert os.waitpid(child, 0)[1] == 0
+        assert all(map(np.array_equal, batches, expected))
+        assert [batch.any() for batch in batches] == [True] * 4
+
+
 def test_a_fork_keeps_what_it_looks_at():
     code = """
 import os, helpers, minloader
