@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import belongings, eventually, require
 from helpers import SHARED
@@ -417,6 +420,36 @@ def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
     with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
         loader = make(Mine(), range(20))
         assert list(loader) == expected
+
+
+def listening() -> set[Any]:
+    """Addresses at which this process waits for others."""
+    found = psutil.Process().net_connections("inet")
+    return {each.laddr for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_a_cluster_with_certificates(tmp_path):
+    """The dataset goes through its encrypted connections, and nobody listens for it."""
+    openssl = shutil.which("openssl") or pytest.skip("there is no openssl")
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    roles = {
+        f"tls_{role}_{what}": path
+        for role in ("scheduler", "worker", "client")
+        for what, path in (("key", key), ("cert", cert))
+    }
+    security = distributed.Security(tls_ca_file=cert, require_encryption=True, **roles)
+    with (
+        running(2, security=security, protocol="tls://", host="localhost") as client,
+        making(client) as make,
+    ):
+        client.run(go_elsewhere)
+        before = listening(), client.run(listening)
+        loader = make(Heavy(), range(20))
+        assert_same(loader, inline(Heavy(), range(20)))
+        assert set(client.run(loaded).values()) == {1}
+        assert (listening(), client.run(listening)) == before
 
 
 def test_a_client_is_no_executor(cluster):
