@@ -1101,7 +1101,7 @@ def test_ctrl_c_in_the_middle_of_a_start(monkeypatch, method):
             with pytest.raises(KeyboardInterrupt):
                 loader.start()
         loader.start()
-        assert len(pressed) >= 3  # the fork server may be among them
+        assert pressed
         assert [worker.number for worker in inspect(loader).workers] == [0, 1, 2]
         assert list(loader) == [n * n for n in range(20)]
         assert loader.stats.replaced == 0

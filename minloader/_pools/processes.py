@@ -288,12 +288,10 @@ class _Executor(Executor):
             self.tasks.add(task.id, future)
         return future
 
-    def start_all(self) -> None:
-        """Start the workers that are not started yet."""
+    def start_one(self) -> None:
+        """Start a worker: an executor does so with a task for which none is idle."""
         with _interrupts_held():
-            # An executor starts a process with a task for which none is idle.
-            for _ in range(self.heartbeats.workers - len(self.workers)):
-                self.submit(warm_up)
+            self.submit(warm_up)
 
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
@@ -515,7 +513,9 @@ class ProcessPool(RemotePool):
             self.failed_starts.clear()  # the machine may have recovered
             # If it breaks just now, another takes its place with the first task.
             with suppress(BrokenExecutor):
-                self._current().start_all()
+                executor = self._current()
+                for _ in range(self.num_workers - len(executor.workers)):
+                    executor.start_one()
 
     def watch(self) -> None:
         with self._lock:
