@@ -29,7 +29,7 @@ ALIGN = 64
 
 
 class SharedFile:
-    """A file that this process owns and that others can open by its path and inode.
+    """A file that this process owns and that others can open by its path.
 
     Args:
         folder: where the file is, if it must have a name; None for that of temporary files.

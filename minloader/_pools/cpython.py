@@ -130,8 +130,9 @@ def _before_joins(function: Callable[[], None]) -> None:
 # Versions: "forkserver" all; "spawn" from 3.13.8 and 3.14.1, where the parent closes its copy of
 # that end first (cpython #118981).
 # Without this piece: a worker that is killed while it starts ends the epoch, and stays a zombie.
-
-# The same where anything else is raised in the middle, by the handler of a signal, say.
+#
+# The same holds where anything else is raised in the middle, by the handler of a signal, say. The
+# frames of the error lead to the child.
 
 if sys.platform != "win32":
     from multiprocessing import connection, forkserver, popen_fork, popen_forkserver
@@ -141,7 +142,7 @@ if sys.platform != "win32":
         while trace is not None:
             popen = trace.tb_frame.f_locals.get("self")
             if isinstance(popen, popen_fork.Popen) and hasattr(popen, "sentinel"):
-                if isinstance(popen, popen_forkserver.Popen):  # its pid comes after the write
+                if not hasattr(popen, "pid"):  # that of "forkserver" comes after the write
                     popen.pid = forkserver.read_signed(popen.sentinel)
                 process._popen, process._sentinel = popen, popen.sentinel
                 cast(Any, multiprocessing.process)._children.add(process)
