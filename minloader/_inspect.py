@@ -6,13 +6,11 @@ internals change, this is the one file to adapt.
 
 from __future__ import annotations
 
-import socket
 from typing import Any, NamedTuple
 
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import Pool
-from minloader._pools.job_server import JobServer
 from minloader._pools.processes import ProcessPool
 from minloader._worker.torch_conventions import Stream
 
@@ -137,7 +135,7 @@ class Inspection:
         """How often tasks were lost. Reading it removes broken executors whose workers are gone."""
         return sum(pool.losses() for pool in self.pools)
 
-    # --- the shared memory and the job server
+    # --- the shared memory
 
     @property
     def slots(self) -> Slots | None:
@@ -153,13 +151,3 @@ class Inspection:
     def leased_slots(self) -> list[Slot]:
         """The slots of the first pool whose memory batches still use."""
         return list(self.slots._leased) if self.slots else []
-
-    @property
-    def job_server(self) -> JobServer | None:
-        """The server that workers on other machines fetch the job from; None if there is none."""
-        return self.group._job_server
-
-    @property
-    def job_clients(self) -> list[socket.socket]:
-        """The job server's connections, one for each process that fetched the job."""
-        return list(self.job_server._clients) if self.job_server else []

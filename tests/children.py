@@ -62,7 +62,7 @@ class Big:
         import numpy as np
 
         self.array = np.ones(50_000_000)
-        self.blob = bytes(50_000_000)
+        self.blob = np.zeros(50_000_000, np.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
         Big.serialized += 1

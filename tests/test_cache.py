@@ -19,6 +19,7 @@ from helpers import SHARED, Echo, Many, Squares, cook
 from trouble import Noted, die_writing
 
 from minloader import SKIP, Loader, cached
+from minloader._memory import cache
 
 MEGABYTE = 1 << 20
 
@@ -220,6 +221,17 @@ def test_what_finds_no_room_is_made_each_time():
         samples, size = shared.kept
         assert samples == 3  # all but the second
         assert 81_000 < size <= 100_000
+
+
+@pytest.mark.parametrize("kind", [np.zeros, bytes, bytearray])
+def test_what_finds_no_room_is_not_packed(kind, monkeypatch):
+    """That takes long, each time."""
+    packed = []
+    pack = cache._pack
+    monkeypatch.setattr(cache, "_pack", lambda *args: (packed.append(args[1]), pack(*args))[1])
+    shared = cached([(1, {"data": kind(50_000)}), kind(1_000)], bytes=50_000)
+    assert [len(shared[n]) for n in (0, 1, 0)] == [2, 1_000, 2]
+    assert packed == [1]
 
 
 def test_where_the_system_has_no_room(monkeypatch):

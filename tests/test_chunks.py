@@ -29,6 +29,7 @@ from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
 from minloader._inspect import inspect
 from minloader._memory.pickling import BatchPacker, pack
+from minloader._pools.base import InlinePool, PoolSettings
 from minloader._worker import run as worker
 from minloader._worker.messages import Job, Task, WorkerInfo
 from minloader._worker.run import CHUNK_SECONDS, Worker
@@ -354,3 +355,17 @@ def test_a_slow_sampler_is_not_read_ahead_for_a_chunk(make):
     record(loader, sent)
     assert list(epoch_of(loader)) == [n * n for n in range(20)]
     assert len(sent) == 20
+
+
+def interrupt(item: int) -> int:
+    if item == 1:
+        raise KeyboardInterrupt
+    return item
+
+
+def test_ctrl_c_in_a_task_of_several_is_not_swallowed():
+    """As it may come in the calling process, when there are no workers any more."""
+    pool = InlinePool(PoolSettings(0, 0, 0, 0), None, Job(interrupt, None, None, None))
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(Task(0, 0, [0, 1, 2]))
+    assert pool.submit(Task(0, 0, [2])).result().outcomes == [2]

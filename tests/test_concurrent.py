@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import eventually, require
 
-from minloader import SKIP, BatchTimeout, Loader, concurrent, get_worker_info
+from minloader import SKIP, BatchError, BatchTimeout, Loader, concurrent, get_worker_info
 
 
 class Meeting:
@@ -204,3 +204,54 @@ def test_a_batch_that_is_never_read():
         pytest.raises(BatchTimeout, match="took longer than timeout"),
     ):
         next(iter(loader))
+
+
+class Exits:
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise SystemExit(3)
+        return index
+
+
+class AwaitedExits:
+    async def __getitem__(self, index: int) -> int:
+        await asyncio.sleep(0)
+        return Exits()[index]
+
+
+@pytest.mark.parametrize("kind", [Exits, AwaitedExits])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_who_exits_in_a_read(kind, num_workers):
+    """asyncio would end the loop, for which all reads wait."""
+    sampler = [[0, 1], [2, 3], [4, 5]]
+    with Loader(concurrent(kind()), sampler, num_workers=num_workers, collate_fn=list) as loader:
+        batches = iter(loader)
+        assert next(batches) == [0, 1]
+        with pytest.raises(BatchError, match="SystemExit: 3"):
+            next(batches)
+        assert next(batches) == [4, 5]
+
+
+class Wrapper:
+    """Has samples of its own, and hands on what else it is asked for."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.inner = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return -self.inner[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and not name.startswith("__get"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+
+class Numbers:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_wrapper_is_not_passed_by():
+    loader = Loader(Wrapper(concurrent(Numbers())), [[1, 2]], num_workers=0, collate_fn=list)
+    assert list(loader) == [[-1, -2]]

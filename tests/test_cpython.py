@@ -24,6 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -340,9 +341,9 @@ def test_4_somebody_else_has_reaped_a_worker():
     cpython.start_worker(worker)
     os.waitpid(worker.pid, 0)
     assert not cpython.holds_pid(worker)
-    assert worker.exitcode is None
+    assert worker.exitcode == cpython.UNKNOWN
     cpython.reap(worker)
-    multiprocessing.process._children.discard(worker)
+    worker.join()
 
 
 def test_4_an_executor_reaps_a_worker_before_it_ends_it(tmp_path, monkeypatch):
@@ -502,6 +503,31 @@ def test_9_each_wait_makes_a_poll_object(monkeypatch):
     assert most_waited_for(ProcessPoolExecutor(2, mp_context=context), monkeypatch) == 4
     if sys.platform == "linux":
         assert most_waited_for(cpython.Executor(2, context), monkeypatch) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do without")
+def test_9_a_worker_that_starts_meanwhile_is_waited_for():
+    """It is added between the look at the workers and the count of them."""
+
+    class Growing(dict[int, Any]):
+        def values(self) -> Any:
+            found = list(super().values())
+            self[2] = SimpleNamespace(sentinel=ends[1])
+            return found
+
+    pipes = [os.pipe() for _ in range(3)]
+    try:
+        message, *ends = (reader for reader, _ in pipes)
+        thread = SimpleNamespace(watched=-1, processes=Growing())
+        thread.processes[1] = SimpleNamespace(sentinel=ends[0])
+        for count in (1, 2):
+            os.write(pipes[0][1], b"x")
+            assert cpython._ManagerThread.wait_for(thread, [message]) == {message}
+            assert thread.watched == count
+            thread.watch.close()
+    finally:
+        for file in sum(pipes, ()):
+            os.close(file)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' pipes cannot be told")

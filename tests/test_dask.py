@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 import signal
-import socket
-import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import belongings, eventually, require
 from helpers import SHARED
 
 from minloader import SKIP, BatchSampler, Loader, WorkerDied, collate, get_worker_info
-from minloader._inspect import inspect
 from minloader._memory.job_file import JobAddress
-from minloader._pools import foreign, job_server
+from minloader._pools import foreign
 
 dask = require("dask")
 distributed = require("distributed")
@@ -261,15 +261,13 @@ def elsewhere(cluster: Any) -> Iterator[Any]:
 
 
 def loaded() -> int:
-    """Jobs that this worker has fetched and not let go of: for each, a thread waits for the end."""
-    return sum(thread.name == "minloader-job" for thread in threading.enumerate())
+    """Jobs that this worker has been sent and not let go of."""
+    return sum(job.address is None for job in foreign.loaded_jobs.values())
 
 
-def sent(client: socket.socket) -> int:
-    """Bytes that the other side has received over a connection, as the kernel counts them."""
-    info = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
-    (count,) = struct.unpack_from("Q", info, 120)
-    return int(count)
+def received(dask_worker: Any) -> int:
+    """Bytes that this worker has got from others."""
+    return sum(each["total"] for each in dask_worker.transfer_incoming_log)
 
 
 class Heavy(Dice):
@@ -288,73 +286,42 @@ def test_the_dataset_crosses_the_wire_once_for_each_worker(make, elsewhere):
         return submit(*args, **options)
 
     executor.submit = weighing
+    before = sum(elsewhere.run(received).values())
     loader = make(Heavy(), range(60), executor=executor)
     assert_same(loader, expected)
     for workers in (4, 0, 2):
         loader.num_workers = workers
         loader.set_epoch(0)
         assert_same(loader, expected)
-    counts = [sent(client) for client in inspect(loader).job_clients]
-    assert len(counts) == 2
-    for count in counts:
-        assert 50_000_000 <= count < 50_100_000
-    assert 0 < max(sizes) < 700
     assert set(elsewhere.run(loaded).values()) == {1}
+    # One worker gets it from the loader, and the other from that one.
+    assert sum(elsewhere.run(received).values()) - before < 50_500_000
+    assert 0 < max(sizes) < 2_000
     loader.close()
     assert eventually(lambda: set(elsewhere.run(loaded).values()) == {0})
 
 
-def test_on_the_loaders_machine_it_does_not_cross_at_all(make):
+def test_on_the_loaders_machine_it_does_not_cross_at_all(make, cluster):
     loader = make(Heavy(), range(20))
     assert_same(loader, inline(Heavy(), range(20)))
-    assert inspect(loader).job_clients == []
+    assert set(cluster.run(loaded).values()) == {0}
 
 
-def test_a_worker_that_cannot_reach_the_loader_says_so(make, elsewhere, monkeypatch):
-    loader = make(Dice(), range(3), on_error="skip")
-    server: Any = inspect(loader).job_server
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
-        server.open()
-    server.close()
-    with pytest.raises(ConnectionError, match="cannot fetch it from port") as caught:
-        list(loader)
-    assert "localhost: " in str(caught.value)
-    assert "no.such.host.invalid: " in str(caught.value)
-    assert "while the worker loaded the dataset" in caught.value.__notes__[0]
+class Buffer:
+    """Fills one array, and returns it, each time."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(2_000_000)
+
+    def __getitem__(self, index: int) -> Any:
+        self.array[:] = index
+        return self.array
 
 
-def test_a_stranger_gets_nothing(make, elsewhere):
-    """Nor does it keep a worker from fetching."""
-    loader = make(Dice(0.01), range(20))
-    batches = iter(loader)
-    server: Any = inspect(loader).job_server
-    port = server.open()[1]
-    with socket.create_connection(("localhost", port)) as silent:
-        with socket.create_connection(("localhost", port)) as liar:
-            liar.sendall(bytes(64))
-            with liar.makefile("rb") as answer:
-                assert len(answer.read()) == 32  # the challenge, and no more
-        assert_same(batches, inline(Dice(), range(20)))
-        assert len(silent.recv(100)) == 32
-
-
-def test_a_loader_that_somebody_else_poses_as(cluster):
-    """What it would send is never unpickled."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def pose() -> None:
-            with listener.accept()[0] as client:
-                client.sendall(bytes(32))
-                client.recv(64)
-                client.sendall(bytes(32) + pickle.dumps(1))
-
-        poser = threading.Thread(target=pose)
-        poser.start()
-        address = JobAddress("/nowhere", 0, 0, False, 10, b"secret")
-        with pytest.raises(ConnectionError, match="somebody else answers there"):
-            job_server.fetch(address, ("127.0.0.1",), listener.getsockname()[1])
-        poser.join()
+def test_a_dataset_that_returns_the_same_array_each_time(make):
+    """It is filled again before Dask has sent it."""
+    loader = make(Buffer(), range(1, 40), prefetch_factor=4)
+    assert [set(batch.tolist()) for batch in loader] == [{n} for n in range(1, 40)]
 
 
 def test_other_versions_are_named(make, monkeypatch):
@@ -367,13 +334,14 @@ def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
     """On another machine the path may lead anywhere."""
     other = tmp_path / "other"
     other.write_bytes(bytes(1000))
-    address = JobAddress(str(other), other.stat().st_ino, 0, False, 1000, b"secret")
+    inode = other.stat().st_dev, other.stat().st_ino
+    address = JobAddress(str(other), inode, 0, False, 1000, b"secret")
     with pytest.raises(FileNotFoundError, match="holds something else"):
         address.map()
     os.mkfifo(tmp_path / "pipe")
-    address = address.__class__(
-        str(tmp_path / "pipe"), (tmp_path / "pipe").stat().st_ino, 0, False, 9, b""
-    )
+    status = (tmp_path / "pipe").stat()
+    inode = status.st_dev, status.st_ino
+    address = address.__class__(str(tmp_path / "pipe"), inode, 0, False, 9, b"")
     with pytest.raises(FileNotFoundError):
         address.map()  # would wait for a writer if it was opened
 
@@ -452,6 +420,36 @@ def test_a_cluster_of_threads_shares_the_dataset(monkeypatch):
     with running(1, processes=False, threads_per_worker=2) as client, making(client) as make:
         loader = make(Mine(), range(20))
         assert list(loader) == expected
+
+
+def listening() -> set[Any]:
+    """Addresses at which this process waits for others."""
+    found = psutil.Process().net_connections("inet")
+    return {each.laddr for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_a_cluster_with_certificates(tmp_path):
+    """The dataset goes through its encrypted connections, and nobody listens for it."""
+    openssl = shutil.which("openssl") or pytest.skip("there is no openssl")
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    roles = {
+        f"tls_{role}_{what}": path
+        for role in ("scheduler", "worker", "client")
+        for what, path in (("key", key), ("cert", cert))
+    }
+    security = distributed.Security(tls_ca_file=cert, require_encryption=True, **roles)
+    with (
+        running(2, security=security, protocol="tls://", host="localhost") as client,
+        making(client) as make,
+    ):
+        client.run(go_elsewhere)
+        before = listening(), client.run(listening)
+        loader = make(Heavy(), range(20))
+        assert_same(loader, inline(Heavy(), range(20)))
+        assert set(client.run(loaded).values()) == {1}
+        assert (listening(), client.run(listening)) == before
 
 
 def test_a_client_is_no_executor(cluster):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import logging
@@ -19,9 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from inspect import getsourcelines
-from multiprocessing import active_children, forkserver, get_context
+from multiprocessing import active_children, forkserver, get_context, popen_spawn_posix, util
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -998,81 +999,188 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
         assert (tmp_path / "did").exists()
 
 
+CHILDREN = """
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a launcher hands that down
+from minloader import Loader
+from trouble import Noisy, die
+for method in ("spawn", "fork", "forkserver"):
+    with Loader(Noisy({{3: die}}, {folder!r} + method), range(20), num_workers=1,
+                prefetch_factor=8, mp_context=method) as loader:
+        assert [batch[0] for batch in loader] == list(range(20))
+        assert loader.stats.replaced == 1
+print("end")
+"""
+
+
+@pytest.mark.slow
+def test_a_death_where_children_are_not_waited_for(tmp_path):
+    """The system reaps them, and nobody is told how they ended."""
+    for method in ("spawn", "fork", "forkserver"):
+        (tmp_path / method).mkdir()
+    folders = str(Path(minloader.__file__).parent.parent), str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILDREN.format(folder=f"{tmp_path}/")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
 # --- races in the executor -----------------------------------------------------------------------
 
 
-class Between(cpython.CopyingDict):
-    """Tasks or processes of an executor; the next one is added just when the executor breaks."""
-
-    made: ClassVar[list[Between]] = []
-    armed: Callable[[], None] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made.append(self)
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        if self.armed is not None:
-            armed, self.armed = self.armed, None
-            armed()
-        super().__setitem__(key, value)
-
-
-@pytest.fixture
-def tasks_of(monkeypatch):
-    """Gives the tasks that the first executor has under way."""
-    monkeypatch.setattr(cpython, "CopyingDict", Between)
-    monkeypatch.setattr(Between, "made", [])
-    return lambda: Between.made[1]  # its processes are made before
-
-
-def broken(executor: Any, tasks: Between) -> Any:
-    """Whether the executor has gone through all it had to when it broke; on CPython 3.11 it does
-    without the lock that is held here, later ones wait for that."""
-    return eventually(lambda: executor.broken and not tasks, 1)
-
-
-def test_a_task_submitted_just_when_the_executor_breaks(tasks_of):
-    """After the check that it is sound, and after the tasks have had their error."""
-    with Loader(Squares(40), num_workers=2, prefetch_factor=4) as loader:
-        batches = iter(loader)
-        got = [next(batches)]
-        (executor,) = inspect(loader).executors
-
-        def kill_and_wait() -> None:
-            os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor, tasks_of())
-
-        tasks_of().armed = kill_and_wait
-        got += list(batches)
-        assert tasks_of().armed is None
-        assert got == [n * n for n in range(40)]
-
-
-def test_a_worker_started_just_when_the_executor_breaks(monkeypatch, tasks_of):
-    """On CPython 3.11 the executor walks over its workers meanwhile."""
-    started = threading.Event()
-    terminate, start = spawned.WorkerProcess.terminate, spawned.WorkerProcess.start
-
-    def terminate_late(process: Any) -> None:
-        started.wait(1)
-        terminate(process)
+@pytest.mark.parametrize("dies", ["at once", "at its task"])
+def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
+    """On CPython 3.11 the executor walks over its workers without the lock that a start holds. One
+    that it misses takes a task, is told to leave, and leaves well: that is no death.
+    """
+    start, terminate = spawned.WorkerProcess.start, spawned.WorkerProcess.terminate
+    breaks = threading.Event()
+    processes: list[Any] = []
+    registered: dict[int, Any] = {}
 
     def start_late(process: Any) -> None:
-        (executor,) = inspect(loader).executors
-        if len(executor.workers) == 1:
-            os.kill(executor.workers[0].pid, signal.SIGKILL)
-            broken(executor, tasks_of())
+        nonlocal registered
         start(process)
-        if len(executor.workers) == 2:
-            started.set()
+        processes.append(process)
+        if len(processes) == 2:
+            (executor,) = inspect(loader).executors
+            registered = executor._processes
+            if dies == "at once":
+                os.kill(processes[0].pid, signal.SIGKILL)
+            assert eventually(lambda: any(each.has_ended() for each in processes), 60)
+            breaks.wait(0.3)  # in vain, if the executor waits for this start to be over
 
-    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    def terminate_late(process: Any) -> None:
+        breaks.set()
+        eventually(lambda: len(registered) == 2)
+        terminate(process)
+
     monkeypatch.setattr(spawned.WorkerProcess, "start", start_late)
-    with Loader(Squares(12), num_workers=2, retries=3) as loader:
+    monkeypatch.setattr(spawned.WorkerProcess, "terminate", terminate_late)
+    monkeypatch.setattr(spawned, "GRACE", 20.0)  # nobody is killed before it has left well
+    script = {0: [("die",)]} if dies == "at its task" else {}
+    with Loader(Scripted(script), range(8), num_workers=2, retries=0) as loader:
+        first, *rest = outcomes(iter(loader))
+        assert (first == 0) if dies == "at once" else (type(first) is WorkerDied)
+        assert rest == list(range(1, 8))
+        assert loader.stats.replaced == 1
+
+
+def test_the_death_of_the_last_worker_that_started_is_seen(tmp_path):
+    """Though nothing else happens, and nobody waits who would look after the workers."""
+    begun = tmp_path / "begun"
+    script = {n: [("touch", begun), ("wait", tmp_path / "go")] for n in range(2)}
+    with Loader(Scripted(script), range(2), num_workers=2, prefetch_factor=1) as loader:
         batches = iter(loader)
-        monkeypatch.setattr(spawned.WorkerProcess, "start", start)
-        assert list(batches) == [n * n for n in range(12)]
+        assert eventually(lambda: len(written(begun)) == 2)
+        os.kill(workers(loader)[1].pid, signal.SIGKILL)
+        assert eventually(lambda: inspect(loader).is_broken)
+        (tmp_path / "go").touch()
+        assert list(batches) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ctrl_c_in_the_middle_of_a_start(monkeypatch, method):
+    """As Python raises it if another thread takes the signal. Each worker is known all the same."""
+    spawnv, connect = util.spawnv_passfds, forkserver.connect_to_new_process
+    pressed = []
+
+    def press(result: Any) -> Any:
+        pressed.append(result)
+        _thread.interrupt_main()
+        return result
+
+    with Loader(Squares(20), num_workers=3, mp_context=method) as loader:
+        with monkeypatch.context() as patch:
+            patch.setattr(util, "spawnv_passfds", lambda *args: press(spawnv(*args)))
+            patch.setattr(forkserver, "connect_to_new_process", lambda *args: press(connect(*args)))
+            with pytest.raises(KeyboardInterrupt):
+                loader.start()
+        loader.start()
+        assert pressed
+        assert [worker.number for worker in inspect(loader).workers] == [0, 1, 2]
+        assert list(loader) == [n * n for n in range(20)]
+        assert loader.stats.replaced == 0
+    if method == "forkserver":
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def test_a_start_that_anything_else_ends_leaves_no_child(monkeypatch):
+    spawnv = util.spawnv_passfds
+    pids: list[int] = []
+
+    def remember(*args: Any) -> int:
+        pids.append(spawnv(*args))
+        return pids[-1]
+
+    def fail(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("planned")
+
+    monkeypatch.setattr(util, "spawnv_passfds", remember)
+    monkeypatch.setattr(popen_spawn_posix, "open", fail, raising=False)  # before it is told
+    with Loader(Squares(20), num_workers=2) as loader:
+        with pytest.raises(MemoryError, match="planned"):
+            loader.start()
+        assert not psutil.pid_exists(pids[0])
+        assert list(loader) == [n * n for n in range(20)]
+        assert {worker.number for worker in inspect(loader).workers} == {0, 1}
+
+
+def test_workers_are_started_just_when_one_dies(monkeypatch):
+    submit = cpython.Executor.submit
+
+    def break_first(executor: Any, *args: Any) -> Any:
+        monkeypatch.undo()
+        future = submit(executor, *args)
+        os.kill(executor.workers[0].pid, signal.SIGKILL)
+        assert eventually(lambda: executor.broken)
+        return future
+
+    monkeypatch.setattr(cpython.Executor, "submit", break_first)
+    with Loader(Squares(20), num_workers=2) as loader:
+        loader.start()
+        assert list(loader) == [n * n for n in range(20)]
+
+
+class HangsInAnImport:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __getitem__(self, item: int) -> int:
+        return item
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if trouble.once(self.path):
+            trouble.hang()
+
+
+def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
+    """With its stack. Another worker takes its place."""
+    monkeypatch.setattr(spawned, "LONGEST_START", 3.0)
+    with Loader(HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2) as loader:
+        assert list(loader) == [0, 1, 2, 3]
+        assert loader.stats.replaced == 1
+    assert "its start took too long, here:" in caplog.text
+    assert "in hang" in caplog.text
+
+
+def test_a_worker_that_is_too_large_is_replaced_once(caplog):
+    with Loader(Echo(), range(20), num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        (pool,) = inspect(loader).pools
+        pid = inspect(loader).workers[0].pid
+        for _ in range(5):
+            pool.renew(pid)
+        assert len(list(batches)) == 19
+        assert loader.stats.replaced == 2
+    assert caplog.text.count("takes more than worker_memory_limit") == 1
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from conftest import require
+from conftest import eventually, require
 from helpers import Echo
 
-from minloader import Loader
-from minloader._inspect import inspect
-from minloader._memory.job_file import JobFile
-from minloader._pools.job_server import JobServer, fetch, wait_for_end
+from minloader import Loader, get_worker_info
+from minloader._memory import slot_writer
+from minloader._memory.job_file import JobAddress, JobFile
+from minloader._pools import foreign, group
 from minloader._worker.run import CHUNK_SECONDS
 
 # --- what they give up -----------------------------------------------------------------------
@@ -136,37 +138,119 @@ def test_interpreters_are_refused(num_workers):
             Loader(Echo(), range(3), executor=executor, num_workers=num_workers)
 
 
-# --- who listens -----------------------------------------------------------------------------
+# --- the job, and when it goes ---------------------------------------------------------------
 
 
-def test_executors_of_this_machine_need_no_port():
+class Elsewhere(ProcessPoolExecutor):
+    """Processes of which nobody knows where they are: they find no file of the loader's."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, get_context("spawn"), find_nothing)
+        self.attached = 0
+        self.sizes: list[int] = []
+
+    def submit(self, function: Any, /, *args: Any) -> Future[Any]:  # type: ignore[override]
+        self.attached += len(args) > 2
+        self.sizes.append(len(pickle.dumps(args)))
+        return super().submit(function, *args)
+
+
+def find_nothing() -> None:
+    def refuse(self: JobAddress) -> None:
+        raise FileNotFoundError(self.path)
+
+    JobAddress.map = refuse  # type: ignore[method-assign, assignment]
+
+
+class Table:
+    def __init__(self) -> None:
+        self.table = np.arange(1 << 20)
+
+    def __getitem__(self, index: int) -> Any:
+        self.table[0] = index  # it may change its own
+        return self.table[index : index + 3].copy(), os.getpid()
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    """As an executor of other machines."""
+    monkeypatch.setattr(group, "is_local", lambda executor: False)
+
+
+def test_a_worker_that_lacks_the_job_is_sent_it(remote):
+    with Elsewhere(2) as executor:
+        with Loader(Table(), range(60), num_workers=2, executor=executor) as loader:
+            for _ in range(2):
+                batches, pids = zip(*loader, strict=True)
+                assert [batch[1:].tolist() for batch in batches] == [
+                    [n + 1, n + 2] for n in range(60)
+                ]
+        # Each task that came back, of those that were under way at first.
+        assert len(set(pids)) <= executor.attached <= 4
+        assert min(executor.sizes) < 1000
+        assert max(executor.sizes) > 8 << 20
+
+
+def test_a_job_that_cannot_be_sent_is_an_error(remote, monkeypatch):
+    def refuse(self: Any, *args: Any) -> None:
+        raise OSError("no room")
+
+    options: Any = {"on_error": "skip", "num_workers": 1}
+    with Elsewhere(1) as executor:
+        loader = Loader(Table(), range(9), executor=executor, **options)
+        batches = iter(loader)
+        monkeypatch.setattr(JobFile, "content", refuse)
+        with pytest.raises(OSError, match="no room"):
+            list(batches)
+        loader.close()
+
+
+def left() -> tuple[int, int, int]:
+    """Jobs, mapped slots and threads of ours in this worker."""
+    threads = sum(each.name.startswith("minloader") for each in threading.enumerate())
+    return len(foreign.loaded_jobs), len(slot_writer._mappings), threads
+
+
+def test_a_closed_loader_leaves_nothing_in_the_workers_of_an_executor():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        for _ in range(3):
+            with Loader(Table(), [[1], [2]], collate_fn=large, executor=executor) as loader:
+                assert len(list(loader)) == 2
+                assert all(executor.submit(left).result())
+            assert eventually(lambda: executor.submit(left).result() == (0, 0, 0), 30)
+
+
+def large(samples: Any) -> Any:
+    return np.zeros(100_000)
+
+
+def test_a_job_for_which_no_task_comes_is_let_go(remote, monkeypatch):
+    """And sent again, if one comes after all."""
+    with Elsewhere(1) as executor, Loader(Table(), range(4), executor=executor) as loader:
+        first = [batch[0].tolist() for batch in loader]
+        assert executor.submit(left).result()[0] == 1
+        executor.submit(keep_nothing).result()
+        assert eventually(lambda: executor.submit(left).result()[0] == 0, 30)
+        assert [batch[0].tolist() for batch in loader] == first
+
+
+def keep_nothing() -> None:
+    foreign.IDLE_SECONDS = 0.0
+
+
+class OwnThreads:
+    def __getitem__(self, index: int) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            info = threads.submit(get_worker_info).result()
+        return info is not None and (info.id, info.num_workers, info.pid == os.getpid())
+
+
+def test_threads_of_a_dataset_are_told_where_they_are():
     with (
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
-        Loader(Echo(), range(3), executor=executor) as loader,
+        Loader(OwnThreads(), range(3), num_workers=2, executor=executor) as loader,
     ):
-        assert list(loader) == [0, 1, 2]
-        assert inspect(loader).job_server is None
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_does_not_close_the_job_server_of_its_parent():
-    job_file = JobFile("here")
-    store = JobServer(job_file)
-    hosts, port = store.open()
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        store.close()
-        job_file.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    mapping, connection = fetch(job_file.address, hosts, port)
-    with connection:
-        assert job_file.address.unpickle(mapping, forever=False) == "here"
-        store.close()
-        wait_for_end(connection)
-    job_file.close()
-    with pytest.raises(ConnectionError):
-        fetch(job_file.address, hosts, port)
+        assert list(loader) == [(-1, 2, True)] * 3
 
 
 # --- loky, MPI -------------------------------------------------------------------------------
@@ -175,7 +259,6 @@ PROGRAM = """
 import os, random, sys
 import numpy as np
 from minloader import Loader, get_worker_info
-from minloader._inspect import inspect
 from minloader._pools import foreign
 
 class Dice:
@@ -184,7 +267,7 @@ class Dice:
 
     def __getitem__(self, index):
         draws = random.random(), np.random.random(), get_worker_info().rng.random()
-        loaded = [job.connection is not None for job in foreign.loaded_jobs.values()]
+        loaded = [job.address is None for job in foreign.loaded_jobs.values()]
         return Batch(draws, self.table[index : index + 10_000]), os.getpid(), loaded
 
 class Batch:
@@ -204,10 +287,9 @@ def check(executor):
         batches[0].rows[:] = 0
         assert os.getpid() not in pids
         assert all(len(each) == 1 for each in loaded)
-        fetched = {pid for pid, each in zip(pids, loaded) if each[0]}
-        assert fetched in (set(), set(pids)), (fetched, pids)
-        assert len(fetched) == len(inspect(loader).job_clients)
-    print("fetched" if fetched else "mapped")
+        sent = {pid for pid, each in zip(pids, loaded) if each[0]}
+        assert sent in (set(), set(pids)), (sent, pids)
+    print("sent" if sent else "mapped")
 """
 
 LOKY = """
@@ -278,4 +360,4 @@ def test_mpi_workers_that_do_not_find_the_file(tmp_path):
     """As on another machine."""
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     launcher = [mpiexec(), "-n", "3", sys.executable, str(tmp_path / "elsewhere.py")]
-    assert run_program(tmp_path, MPI, *launcher) == "fetched\n"
+    assert run_program(tmp_path, MPI, *launcher) == "sent\n"

@@ -348,3 +348,28 @@ def test_a_fork_waits_until_a_record_is_shown():
         print(os.waitpid(child, 0)[1])
     """
     assert run(code).stdout == "0\n"
+
+
+class Aside:
+    def __getitem__(self, item: int) -> None:
+        logging.getLogger("tests.aside").warning("from %d", os.getpid())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_logger_that_does_not_propagate(method):
+    """In a fork it is one there, too, without its handlers: they are the parent's."""
+    records: list[str] = []
+    handler, aside = logging.Handler(), logging.getLogger("tests.aside")
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    aside.propagate = False
+    aside.addHandler(handler)
+    try:
+        with Loader(Aside(), range(1), num_workers=1, mp_context=method) as loader:
+            list(loader)
+            assert eventually(lambda: records)
+    finally:
+        aside.propagate = True
+        aside.removeHandler(handler)
+    assert len(records) == 1
+    assert records != [f"from {os.getpid()}"]

@@ -390,3 +390,59 @@ def test_notebook(tmp_path):
 def _environment() -> dict[str, str]:
     root = str(Path(minloader.__file__).parents[1])
     return os.environ | {"PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
+
+
+LAUNCHED = """
+import dataclasses, multiprocessing, sys
+from minloader import Loader
+
+@dataclasses.dataclass
+class Square:
+    value: int
+
+class Squares:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return Square(index.value**2)
+
+def train(rank):
+    options = {"transform": negative, "num_workers": 1, "mp_context": sys.argv[2]}
+    with Loader(Squares(), map(Square, range(6)), **options) as loader:
+        batches = list(loader)
+    assert all(type(each) is Square for each in batches)
+    print([each.value for each in batches], flush=True)
+
+def negative(square):
+    return Square(-square.value)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "torch":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(train, nprocs=1)
+    else:
+        process = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(0,))
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("workers", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("launcher", ["spawn", "forkserver", "torch"])
+def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher, workers):
+    """There the main module is ``__mp_main__``."""
+    if launcher == "torch":
+        require("torch")
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), launcher, workers],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parent.parent)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[0, -1, -4, -9, -16, -25]\n"

@@ -236,7 +236,7 @@ def reference(monkeypatch) -> Iterator[JobReference]:
     monkeypatch.setattr(foreign, "loaded_jobs", {})
     job_file = JobFile("here")
     told = 1, 0, foreign.versions()
-    yield JobReference(job_file.address.token, *told, job_file.address, (), 0)
+    yield JobReference(job_file.address.token, *told, job_file.address, False)
     job_file.close()
 
 
@@ -249,17 +249,19 @@ def test_a_loader_is_closed_while_its_job_is_looked_for(loaded, reference):
     assert at_each_step(foreign.find_job, call, clear, call if loaded else clear) > 10
 
 
-def test_loaders_are_closed_while_former_jobs_are_looked_through(reference):
+def test_a_job_is_let_go_while_others_are_looked_through(reference, monkeypatch):
     class Former:
-        """The connections of all end while this one is asked."""
+        """The others end while this one is asked."""
 
         @property
         def may_be_needed(self) -> bool:
             foreign.loaded_jobs.clear()
             return False
 
+    monkeypatch.setattr(foreign, "LOOK_SECONDS", 0.0)
     foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
-    assert foreign.find_job(reference).job == "here"
+    foreign._forget_closed()
+    assert foreign.loaded_jobs == {}
 
 
 # --- batches that threads make in the calling process ------------------------------------------

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +54,86 @@ from minloader._worker.run import Worker
 
 PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
+
+
+FINALIZED = """
+import gc, pickle
+from minloader import Loader
+
+class Bytes:
+    # As in PEP 574, and it looks at its data at the end.
+    def __init__(self, data):
+        self.data = data
+    def __reduce_ex__(self, protocol):
+        return Bytes, (pickle.PickleBuffer(self.data),)
+    def __del__(self):
+        seen.append(bytes(self.data[-3:]))
+
+seen = []
+with Loader(lambda item: Bytes(bytearray([item]) * 100_000), range(1, 4), num_workers=1) as loader:
+    batches = list(loader)
+    batches[0].itself = batches[0]
+    del batches[0]
+    gc.collect()
+    assert seen == [bytes([1]) * 3], seen
+    for batch in batches:
+        batch.itself = batch
+del batches, batch
+gc.collect()
+assert sorted(seen) == [bytes([n]) * 3 for n in (1, 2, 3)], seen
+"""
+
+
+def array_of_shape(item: Any) -> Any:
+    array = minloader.empty(item, np.uint8)
+    array[...] = 7
+    return array
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shapes_as_numpy_takes_them(num_workers):
+    sizes: Any = [np.array([200, 300]), (200, 300), [200, 300], 60_000, np.int64(60_000), ()]
+    with Loader(array_of_shape, sizes, num_workers=num_workers) as loader:
+        assert [batch.shape for batch in loader] == [np.empty(each).shape for each in sizes]
+
+
+NOT_TO_BE_LOOKED_INTO = """
+import os
+from minloader import Loader
+with Loader(str, range(3), num_workers=1, mp_context="fork") as loader:
+    list(loader)  # imports what it needs
+os.setuid(65534)
+with Loader(str, range(3), num_workers=1, mp_context="fork") as loader:
+    try:
+        list(loader)
+    except PermissionError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_process_that_has_dropped_root_is_told_why_it_has_no_workers(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NOT_TO_BE_LOOKED_INTO],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": PATH},
+    )
+    assert "the loader's process has changed its user" in done.stdout, done.stderr
+
+
+def test_a_finalizer_in_a_cycle_still_sees_its_batch():
+    """The collector calls weak references before finalizers."""
+    done = subprocess.run(
+        [sys.executable, "-c", FINALIZED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": PATH},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def pack_batch(batch: Any, writer: NoSlot) -> Any:
@@ -587,7 +667,7 @@ def test_no_more_slots_than_descriptors(monkeypatch):
 def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
     """The number of its descriptor is used again, for anything."""
     address = bench.pool.address(bench.pool.lend())
-    writer = SlotWriter(address._replace(inode=address.inode + 1))
+    writer = SlotWriter(address._replace(inode=(address.inode[0] + 1, address.inode[1])))
     assert writer.reserve(LARGE) is None
     assert writer.overflowed
     assert SlotWriter(address).reserve(LARGE) is not None
@@ -802,7 +882,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode}" for slot in inspect(loader).leased_slots}
+        files = {f"{slot.inode[1]}" for slot in inspect(loader).leased_slots}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()
@@ -810,6 +890,25 @@ def test_trouble_after_a_part_was_born():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_fork_does_not_write_into_the_batches_of_its_parent(retired, monkeypatch):
+    if retired:  # as where descriptors are scarce
+        monkeypatch.setattr(Slots, "lease", partialmethod(Slots.lease, retire=True))
+    with Loader(numbered, range(1, 5), num_workers=1) as loader:
+        batches = list(loader)
+        expected = [batch.copy() for batch in batches]
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            same = all(map(np.array_equal, batches, expected))
+            for batch in batches:
+                batch[...] = 0
+            os._exit(not same or any(batch.any() for batch in batches))
+        assert os.waitpid(child, 0)[1] == 0
+        assert all(map(np.array_equal, batches, expected))
+        assert [batch.any() for batch in batches] == [True] * 4
+
+
 def test_a_fork_keeps_what_it_looks_at():
     code = """
 import os, helpers, minloader

@@ -1125,7 +1125,7 @@ def test_tensors_of_a_dataset_are_mapped():
     parts += [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.cfloat).conj()]
     job_file = JobFile(parts)
     assert job_file.size < base.nbytes + 50_000  # not once for each view
-    arrived = job_file.address.load(forever=False)
+    arrived = job_file.address.load()
     job_file.close()
     for mine, other in zip(arrived, parts, strict=True):
         if isinstance(other, torch.Tensor):

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import sysconfig
 import threading
 import traceback
 import types
@@ -44,10 +43,10 @@ def python(code: str) -> str:
     return done.stdout
 
 
-def elsewhere(address: JobAddress, code: str, *, forever: bool = True) -> str:
+def elsewhere(address: JobAddress, code: str) -> str:
     """Loads the address as ``obj`` in a process of its own and runs the code there."""
     load = f"from minloader._memory.job_file import JobAddress\nobj = {address!r}"
-    load += f".load(forever={forever})\n"
+    load += ".load()\n"
     return python(load + code)
 
 
@@ -143,7 +142,7 @@ from minloader._memory.job_file import JobAddress
 from minloader._memory.pickling import pack, unpack
 point, function = unpack(bytes.fromhex(sys.argv[1]))
 assert (point.next().x, function(4)) == (6, 8)
-shipped, function = pickle.loads(bytes.fromhex(sys.argv[2])).load(forever=True)
+shipped, function = pickle.loads(bytes.fromhex(sys.argv[2])).load()
 assert __import__("__main__").double is function
 plain, with_lambda = (shipped.next(), function), (shipped.next(), function, lambda: 0)
 print(pack(plain, down=False).hex(), pack(with_lambda, down=False).hex())
@@ -166,7 +165,7 @@ print("well")
 def test_round_trip(ship):
     n = 2
     original = {"array": np.arange(10_000), "blob": b"x" * LARGE, "f": lambda x: x * n, "h": [1]}
-    loaded = ship(original).address.load(forever=False)
+    loaded = ship(original).address.load()
     assert_array_equal(loaded["array"], original["array"], strict=True)
     assert loaded["blob"] == original["blob"]
     assert loaded["f"](4) == 8
@@ -185,13 +184,12 @@ print(type(obj).__name__)
 """
     job_file = ship(obj)
     assert elsewhere(job_file.address, code) == "Holder\n"
-    assert elsewhere(job_file.address, code, forever=False) == "Holder\n"  # untouched by the first
+    assert elsewhere(job_file.address, code) == "Holder\n"  # untouched by the first
 
 
-@pytest.mark.parametrize("forever", [True, False])
-def test_large_arrays_are_mapped(ship, forever):
+def test_large_arrays_are_mapped(ship):
     arrays = [np.arange(n, dtype=np.uint8) for n in (LARGE, LARGE + 1, 3 * LARGE)]
-    loaded = ship(arrays).address.load(forever=forever)
+    loaded = ship(arrays).address.load()
     for original, array in zip(arrays, loaded, strict=True):
         assert_array_equal(array, original, strict=True)
         assert array.ctypes.data % 64 == 0
@@ -205,17 +203,17 @@ def test_large_arrays_are_mapped(ship, forever):
 
 def test_writes_stay_private(ship):
     address = ship(np.zeros(LARGE)).address
-    first, second = address.load(forever=False), address.load(forever=False)
+    first, second = address.load(), address.load()
     first[:] = 1
     assert not second.any()
-    assert not address.load(forever=False).any()
+    assert not address.load().any()
 
 
 @pytest.mark.parametrize("n", [10, LARGE])
 def test_arrays_that_are_read_only_stay_so(ship, n):
     frozen = np.arange(n)
     frozen.flags.writeable = False
-    loaded, free = ship((frozen, np.arange(n))).address.load(forever=False)
+    loaded, free = ship((frozen, np.arange(n))).address.load()
     assert free.flags.writeable
     assert not loaded.flags.writeable
     assert_array_equal(loaded, frozen, strict=True)
@@ -246,7 +244,7 @@ structured["b"] = np.arange(2 * LARGE).reshape(-1, 2)
 def test_arrays_of_all_kinds(array, in_place):
     job_file = JobFile([array, array])
     try:
-        one, other = job_file.address.load(forever=False)
+        one, other = job_file.address.load()
     finally:
         job_file.close()
     assert one is other
@@ -267,69 +265,17 @@ def test_large_buffers_take_their_size_once():
     assert 16 * LARGE < size < 24 * LARGE + 5000  # a view is an array of its own
 
 
-def test_large_bytes_are_bytes(ship):
-    blob = bytes(range(256)) * (LARGE // 256)
-    others = [b"", b"small", blob[:-1], blob + b"tail", bytes(5 * LARGE), b"x" * LARGE]
-    code = """
-import ctypes, gc, sys
-blob = bytes(range(256)) * (LARGE // 256)
-one, other, third, nested, others = obj
-assert type(one) is bytes and one == blob and hash(one) == hash(blob)
-assert one is other is nested["deep"][0] and third == blob
-assert {blob: 1}[one] == 1 and len(one) == LARGE
-assert one[1:4] == b"\\1\\2\\3" and one + b"!" == blob + b"!" and one.find(b"\\xff") == 255
-assert one.decode("latin-1") == blob.decode("latin-1") and bytearray(one) == blob
-assert others == [b"", b"small", blob[:-1], blob + b"tail", bytes(5 * LARGE), b"x" * LARGE]
-assert len(ctypes.string_at(others[-1])) == LARGE  # C code relies on the zero at the end
-assert bytes(memoryview(one)) == blob and one[:] == blob and int(one[-1]) == 255
-sys.kept_until_the_very_end = one, others[4]
-del obj, other, nested, one, third, others
-gc.collect()
-assert sys.kept_until_the_very_end == (blob, bytes(5 * LARGE))
-print("well")
-""".replace("LARGE", str(LARGE))
-    obj = [blob, blob, bytes(bytearray(blob)), {"deep": (blob,)}, others]
-    address = ship(obj).address
-    for forever in (True, False):
-        assert elsewhere(address, code, forever=forever) == "well\n"
-
-
-@pytest.mark.skipif(
-    sys.implementation.name != "cpython" or bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="bytes are copied on this interpreter",
-)
-def test_large_bytes_are_mapped_only_for_good():
-    """In a process of its own, because what is mapped for good stays."""
-    job_file = JobFile([b"x" * LARGE, b"y" * (LARGE - 1), b"z" * (2 * LARGE)])
-    code = """
-import numpy as np
-def inside(data):
-    address = np.frombuffer(data, np.uint8).ctypes.data
-    with open("/proc/self/maps") as maps:
-        ends = [line.split()[0].split("-") for line in maps if MARK in line]
-    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ends)
-print(*map(inside, obj))
-""".replace(
-        "MARK", repr("memfd:minloader" if not job_file.address.named else job_file.address.path)
-    )
-    try:
-        assert elsewhere(job_file.address, code) == "True False True\n"
-        assert elsewhere(job_file.address, code, forever=False) == "False False False\n"
-    finally:
-        job_file.close()
-
-
 def test_many_small_objects(ship):
     obj = {"rows": [{"id": i, "name": f"n{i}", "x": (i, None)} for i in range(20_000)]}
     obj["arrays"] = [np.arange(i % 5) for i in range(1000)]
-    loaded = ship(obj).address.load(forever=False)
+    loaded = ship(obj).address.load()
     assert loaded["rows"] == obj["rows"]
     assert all(map(np.array_equal, loaded["arrays"], obj["arrays"]))
 
 
 def test_many_large_buffers(ship):
     obj = [(np.full(LARGE, i, np.uint8), bytes([i]) * LARGE) for i in range(100)]
-    for i, (array, blob) in enumerate(ship(obj).address.load(forever=False)):
+    for i, (array, blob) in enumerate(ship(obj).address.load()):
         assert (array == i).all()
         assert blob == bytes([i]) * LARGE
 
@@ -338,7 +284,7 @@ def test_identities_inside_survive(ship):
     shared = [1]
     obj = {"a": shared, "b": shared}
     obj["self"] = obj
-    loaded = ship(obj).address.load(forever=False)
+    loaded = ship(obj).address.load()
     assert loaded["a"] is loaded["b"]
     assert loaded["self"] is loaded
 
@@ -348,7 +294,7 @@ def test_a_job_file_is_of_now(ship):
     address = ship(obj).address
     obj[0][:] = 1
     obj.append(2)
-    (loaded,) = address.load(forever=False)
+    (loaded,) = address.load()
     assert not loaded.any()
 
 
@@ -361,12 +307,12 @@ def test_close_lets_go(ship):
     address = pickle.loads(pickle.dumps(job_file.address))
     assert address == job_file.address
     assert address.exists()
-    loaded = address.load(forever=False)
+    loaded = address.load()
     assert len(descriptors()) == len(before) + 2  # the job_file's, and the mapping's own
     job_file.close()
     assert not address.exists()
     with pytest.raises(FileNotFoundError):
-        address.load(forever=False)
+        address.load()
     job_file.close()  # a second time is harmless
     assert_array_equal(loaded, np.arange(LARGE))  # what is mapped stays usable
     del loaded
@@ -383,7 +329,7 @@ def test_a_descriptor_used_again_is_not_mistaken_for_the_job_file():
             assert second.address.path == address.path
         assert not address.exists()
         with pytest.raises(FileNotFoundError):
-            address.load(forever=False)
+            address.load()
     finally:
         second.close()
 
@@ -403,7 +349,7 @@ def test_unnamed_files_have_no_name_to_forget(tmp_path, monkeypatch):
     assert not address.named
     assert list(tmp_path.iterdir()) == []
     address.unlink()
-    assert address.load(forever=False) == 1
+    assert address.load() == 1
     job_file.close()
 
 
@@ -466,11 +412,11 @@ address = job_file.address
 child = os.fork()
 if not child:
     mine = job_file.address
-    ok = mine.load(forever=False) == 7 and (NAMED or str(os.getpid()) in mine.path)
+    ok = mine.load() == 7 and (NAMED or str(os.getpid()) in mine.path)
     job_file.close()
     os._exit(0 if ok else 3)
 assert os.waitpid(child, 0)[1] == 0
-assert address.load(forever=False) == 7
+assert address.load() == 7
 job_file.close()
 assert not address.exists()
 """
@@ -775,7 +721,7 @@ def test_a_memmap_is_opened_again_rather_than_read(tmp_path, mode):
     job_file = JobFile(forms)
     copied = sum(form.nbytes for form in forms if not form.flags.forc)  # no block of the file
     assert job_file.size < copied + 10_000
-    back = job_file.address.load(forever=False)
+    back = job_file.address.load()
     job_file.close()
     for got, sent in zip(back, forms, strict=True):
         assert np.array_equal(got, sent)
@@ -791,5 +737,5 @@ def test_a_private_memmap_travels_with_its_changes(tmp_path):
     array = np.memmap(path, np.float64, "c")
     array[5] = 1
     job_file = JobFile(array)
-    assert np.array_equal(job_file.address.load(forever=False), array)
+    assert np.array_equal(job_file.address.load(), array)
     job_file.close()

@@ -34,6 +34,9 @@ annotationlib: Any = None
 if sys.version_info >= (3, 14):
     annotationlib = importlib.import_module("annotationlib")  # dataclasses needs it anyway
 
+MAIN = ("__main__", "__mp_main__")
+"""Names of the main module: in a process that multiprocessing has spawned it is the second."""
+
 OTHER_REDUCERS: dict[type, Callable[[Any], Any]] = {}
 """How objects of other types than classes and functions are reduced, if cloudpickle fails."""
 
@@ -112,29 +115,13 @@ def _reduce_named(obj: Any) -> Any:
     """Reduce what typing itself reduces to a name, unless it is in a module to import."""
     kind: Any = type(obj)
     module = sys.modules.get(obj.__module__)
-    if obj.__module__ != "__main__" and getattr(module, obj.__name__, None) is obj:
+    if obj.__module__ not in MAIN and getattr(module, obj.__name__, None) is obj:
         return NotImplemented
     if kind is typing.NewType:
         return kind, (obj.__name__, obj.__supertype__), dict(vars(obj))
     if kind in (typing.ParamSpec, typing.TypeVarTuple):
         return kind, (obj.__name__,)
-    with suppress(Exception):  # it may name what exists for type checkers only
-        if not _is_recursive(obj):
-            return partial(kind, obj.__name__, obj.__value__, type_params=obj.__type_params__), ()
-    return typing.ForwardRef, (obj.__name__,)
-
-
-def _is_recursive(alias: Any) -> bool:
-    """Whether the alias of a type stands for something that refers to the alias."""
-    found: list[Any] = [alias.__value__]
-    for each in found:  # grows while we walk
-        parts = each if isinstance(each, list) else typing.get_args(each)
-        for part in (*parts, getattr(each, "__value__", None)):
-            if part is alias:
-                return True
-            if not any(part is other for other in found):
-                found.append(part)
-    return found[0] is alias
+    return typing.ForwardRef, (obj.__name__,)  # an alias, whose value only annotations may need
 
 
 def _reduce_lazy_import(lazy: Any) -> Any:

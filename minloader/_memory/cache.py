@@ -190,6 +190,8 @@ class cached:  # noqa: N801  # used as a function
         """Add a sample to the cache if there is room, unless another process just did."""
         if sample is SKIP or not 0 <= number < len(self._places):
             return
+        if _least_size(sample) > self.bytes - os.fstat(self._fd).st_size:
+            return  # to pack it takes long
         entry = _pack(sample, number)
         import fcntl  # not on Windows
 
@@ -219,6 +221,19 @@ class _Buffers(NoSlot):
         self.data += bytes(-len(self.data) % ALIGN)
         self.data += data
         return len(self.data) - data.nbytes, len(self.data)
+
+
+def _least_size(sample: Any) -> int:
+    """Return how many bytes an entry has at least, for the usual kinds of samples."""
+    if isinstance(sample, dict | list | tuple):
+        parts = sample.values() if isinstance(sample, dict) else sample
+        return sum(map(_least_size, parts))
+    if isinstance(sample, bytes | bytearray | str):
+        return len(sample)
+    is_array = type(sample).__name__ == "ndarray" or (
+        type(sample).__name__ == "Tensor" and str(sample.layout) == "torch.strided"
+    )
+    return int(sample.nbytes) if is_array else 0
 
 
 def _pack(sample: Any, number: int) -> bytearray:

@@ -10,6 +10,7 @@ from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+from minloader._memory.by_value import MAIN
 from minloader._memory.inherited import check, must_be_inherited
 from minloader._memory.pickling import Pickler
 
@@ -76,7 +77,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(value, types.FunctionType) or not name.startswith("_"):
                 yield f".{name}", value
     else:
-        if type(obj).__module__ == "__main__":  # it is sent with all that its methods use
+        if type(obj).__module__ in MAIN:  # it is sent with all that its methods use
             yield "", type(obj)
         try:
             state = obj.__reduce_ex__(5)[2]

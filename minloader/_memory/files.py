@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ALIGN = 64
 
 
 class SharedFile:
-    """A file that this process owns and that others can open by its path and inode.
+    """A file that this process owns and that others can open by its path.
 
     Args:
         folder: where the file is, if it must have a name; None for that of temporary files.
@@ -36,7 +37,7 @@ class SharedFile:
     Attributes:
         fd: descriptor of the file; -1 when it is closed.
         name: path of a file with a name; None for one without.
-        inode: number by which other processes know the file, for :func:`open_shared`.
+        inode: device and inode, by which other processes know the file, for :func:`open_shared`.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -45,7 +46,7 @@ class SharedFile:
             self.fd = os.memfd_create("minloader")
         else:
             self.fd, self.name = tempfile.mkstemp(prefix="minloader-", dir=folder)
-        self.inode = os.fstat(self.fd).st_ino
+        self.inode = inode_of(self.fd)
         self._pid = os.getpid()
 
     @property
@@ -69,7 +70,17 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
-def is_there(path: str, inode: int) -> bool:
+Inode = tuple[int, int]
+"""Device and inode of a file, which no other file of this machine has while it is open."""
+
+
+def inode_of(fd: int) -> Inode:
+    """Return the device and the inode of an open file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def is_there(path: str, inode: Inode) -> bool:
     """Whether a path still leads to the shared file that it was given for.
 
     A number of a descriptor is used again for anything: another file, a pipe, a device.
@@ -78,18 +89,40 @@ def is_there(path: str, inode: int) -> bool:
         status = os.stat(path)
     except OSError:
         return False
-    return status.st_ino == inode and stat.S_ISREG(status.st_mode)
+    return (status.st_dev, status.st_ino) == inode and stat.S_ISREG(status.st_mode)
 
 
-def open_shared(path: str, inode: int, flags: int) -> int:
+def check_access(path: str) -> None:
+    """Look whether the system lets this process open files of the loader's.
+
+    Raises:
+        PermissionError: it does not.
+    """
+    process, _, number = path.rpartition("/fd/")
+    if process and number.isdigit() and os.path.isdir(process):
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return
+        except PermissionError as error:
+            raise PermissionError(
+                f"{path} may not be opened: the loader's process has changed its user, or may not "
+                "be looked into (prctl PR_SET_DUMPABLE); make the Loader in a process that has had "
+                "its user from the start, or use executor='thread'"
+            ) from error
+
+
+def open_shared(path: str, inode: Inode, flags: int) -> int:
     """Open a shared file of any process and return a descriptor.
 
     Raises:
-        OSError: it is closed, or belongs to another machine.
+        OSError: it is closed, or belongs to another machine, or to a process that may not be looked
+            into.
     """
+    check_access(path)
     if is_there(path, inode):  # else not to be opened: a pipe would block us
         fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-        if os.fstat(fd).st_ino == inode:
+        if inode_of(fd) == inode:
             return fd
         os.close(fd)  # its owner closed it just now, and opened another file
     raise FileNotFoundError(f"{path} is gone, or now holds something else")
@@ -102,6 +135,25 @@ if libc is not None:  # elsewhere batches go through the pipe
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, _SIZE, _FLAG, _FLAG, _FLAG, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
+
+
+class _Anchor:
+    __slots__ = ("__weakref__",)
+
+
+def when_gone(owner: Any, function: Callable[..., object], *args: Any) -> None:
+    """Call a function when an object is gone, and every finalizer that could reach it has run.
+
+    The collector calls the weak references of a cycle before the finalizers in it, which may still
+    look at a batch. So the reference is to an object of which the collector does not know: it goes
+    when its owner is taken apart.
+    """
+    owner.anchor = anchor = _Anchor()
+    ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(anchor))
+    weakref.finalize(anchor, function, *args).atexit = False
+
+
+_MAP_FIXED = 0x10  # on Linux and macOS; the module has no name for it
 
 
 class SharedMapping:
@@ -118,7 +170,20 @@ class SharedMapping:
         self.address: int = address
         self.size = size
         self._type = ctypes.c_char * size
-        weakref.finalize(self, libc.munmap, address, size).atexit = False
+        when_gone(self, libc.munmap, address, size)
+
+    def make_private(self, fd: int) -> None:
+        """Keep from others what this process, a fork, writes from now on.
+
+        Args:
+            fd: of the file, whose pages are then copied as they are written to; -1 if there is none
+                any more: then all of them are copied now.
+        """
+        assert libc is not None
+        content = ctypes.string_at(self.address, self.size) if fd < 0 else b""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+        libc.mmap(self.address, self.size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        ctypes.memmove(self.address, content, len(content))
 
     def lease(self) -> Any:
         """Return a new object over the memory that lives as long as any view made of it.
@@ -164,7 +229,7 @@ class SlotAddress(NamedTuple):
     """
 
     path: str
-    inode: int
+    inode: Inode
     size: int
     limit: int
     closed: int

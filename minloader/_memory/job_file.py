@@ -3,10 +3,10 @@
 An object is serialized once, into a shared file, however many processes load it, now or later. The
 file holds, in this order:
 
-    | pickle of the object | its names in __main__ | large buffers | large bytes | table | token |
+    | pickle of the object | its names in __main__ | large buffers | table | token |
 
 Processes map the file copy-on-write: they share its pages until one of them writes to its own, and
-what is large is not copied. The table says where in the file buffers and bytes objects lie.
+what is large is not copied. The table says where in the file the buffers lie.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import mmap
 import os
 import pickle
 import secrets
-import struct
 import sys
 import types
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
+from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
@@ -49,8 +48,7 @@ class _JobPickler(Pickler):
 
     Attributes:
         buffers: large buffers, in the order in which the stream asks for them.
-        blobs: large bytes objects, by their id; the stream has their numbers.
-        inherited: objects that must be inherited, likewise; their numbers are below 0.
+        inherited: objects that must be inherited, by their id; the stream has their numbers.
         descriptors: of the shared memory of tensors, to be kept open.
         modules: names of those that have the classes and functions which the stream refers to.
     """
@@ -60,7 +58,6 @@ class _JobPickler(Pickler):
         # A method would be a reference cycle: the pickler, and with it the buffers, would live
         # until the garbage collector finds it.
         super().__init__(file, down=True, buffer_callback=partial(_keep_large, self.buffers))
-        self.blobs: dict[int, tuple[int, bytes]] = {}
         self.inherited: dict[int, tuple[int, Any]] = {}
         self._ordinary: set[type] = set()  # types of what stays in the stream
         self._start_method = start_method
@@ -68,22 +65,17 @@ class _JobPickler(Pickler):
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Any] = {}
 
-    # The C pickler asks this before it writes a bytes object in-band, and nothing else does.
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
         if kind in self._ordinary:
             return None
-        if kind is bytes:
-            if len(obj) < LARGE:
-                return None
-            return self.blobs.setdefault(id(obj), (len(self.blobs), obj))[0]
         if not may_be_inherited(kind):
             self._ordinary.add(kind)
         if not must_be_inherited(obj):
             return None
         if id(obj) not in self.inherited:
             check(obj, self._start_method)
-        return ~self.inherited.setdefault(id(obj), (len(self.inherited), obj))[0]
+        return self.inherited.setdefault(id(obj), (len(self.inherited), obj))[0]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -182,49 +174,15 @@ def _address(array: Any) -> int:
     return address
 
 
-# A bytes object keeps its data behind its own header, so it can only be mapped together with
-# one. The layout is CPython's with a global lock; elsewhere, known by the size, bytes are copied.
-_BYTES_HEADER = struct.Struct("nPnn")  # reference count, type, length, hash
-
-_CAN_MAP_BYTES = (
-    sys.implementation.name == "cpython" and bytes.__basicsize__ == _BYTES_HEADER.size + 1
-)
-
-_ENDLESS = 1 << 30
-"""Reference count of a mapped bytes object: it is never freed, since no allocator owns it."""
-
-
-def _map_bytes(mapping: mmap.mmap, start: int, size: int) -> bytes:
-    """Makes the data at ``start`` a bytes object in place. The mapping must never go away."""
-    import ctypes
-
-    header = start - _BYTES_HEADER.size
-    _BYTES_HEADER.pack_into(mapping, header, _ENDLESS, id(bytes), size, -1)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, header))
-    blob: bytes = ctypes.cast(address, ctypes.py_object).value
-    return blob
-
-
 class _JobUnpickler(pickle.Unpickler):
-    def __init__(
-        self, mapping: mmap.mmap, address: JobAddress, forever: bool, inherited: Sequence[Any]
-    ) -> None:
-        spans, blobs = pickle.loads(memoryview(mapping)[address.index :])
+    def __init__(self, mapping: mmap.mmap, index: int, inherited: Sequence[Any]) -> None:
         view = memoryview(mapping)
+        spans = pickle.loads(view[index:])
         super().__init__(mapping, buffers=[view[start:stop] for start, stop in spans])
-        if forever and blobs and _CAN_MAP_BYTES:
-            import ctypes
-
-            # Mapped bytes may outlive every other object, even at interpreter exit.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-            self._blobs = [_map_bytes(mapping, start, stop - start) for start, stop in blobs]
-        else:
-            self._blobs = [bytes(view[start:stop]) for start, stop in blobs]
-
         self._inherited = inherited
 
     def persistent_load(self, pid: int) -> Any:
-        return self._blobs[pid] if pid >= 0 else self._inherited[~pid]
+        return self._inherited[pid]
 
 
 @dataclass(frozen=True)
@@ -237,12 +195,11 @@ class JobAddress:
         index: offset in bytes of the table that says where the buffers lie.
         named: whether the file has a name, which somebody must unlink.
         size: bytes of the file.
-        token: what the file ends with, and nobody can guess: the proof that a file is this one,
-            and that whoever asks for it elsewhere (``job_server.py``) was sent by its owner.
+        token: what the file ends with, and nobody can guess: the proof that a file is this one.
     """
 
     path: str
-    inode: int
+    inode: Inode
     index: int
     named: bool
     size: int
@@ -252,18 +209,16 @@ class JobAddress:
         """Whether the job file is still there."""
         return is_there(self.path, self.inode)
 
-    def load(self, *, forever: bool, inherited: Sequence[Any] = ()) -> Any:
+    def load(self, *, inherited: Sequence[Any] = ()) -> Any:
         """Map the job file and unpickle the object.
 
         Args:
-            forever: True if this process will need the object as long as it lives. Only then
-                can bytes objects be mapped rather than copied.
             inherited: what this process has inherited of the job file's objects.
 
         Raises:
             OSError: the job file is gone, or the process is on another machine.
         """
-        return self.unpickle(self.map(), forever=forever, inherited=inherited)
+        return self.unpickle(self.map(), inherited=inherited)
 
     def map(self) -> mmap.mmap:
         """Map the file copy-on-write. On another machine the path may lead to any other file.
@@ -282,9 +237,9 @@ class JobAddress:
             os.close(fd)
         return mapping
 
-    def unpickle(self, mapping: mmap.mmap, *, forever: bool, inherited: Sequence[Any] = ()) -> Any:
+    def unpickle(self, mapping: mmap.mmap, *, inherited: Sequence[Any] = ()) -> Any:
         """Return the object in a private mapping of the file, or of a copy; see :meth:`load`."""
-        unpickler = _JobUnpickler(mapping, self, forever, inherited)
+        unpickler = _JobUnpickler(mapping, self.index, inherited)
         obj = unpickler.load()
         # Known under their names here too, these classes and functions go back by name, and
         # can be the target of a process that the worker itself starts.
@@ -308,6 +263,7 @@ class JobFile(SharedFile):
 
     Attributes:
         size: bytes of the file.
+        token: what it ends with.
         inherited: those objects which each process that loads it must inherit.
         modules: names of the modules that whoever loads the object needs.
 
@@ -317,7 +273,7 @@ class JobFile(SharedFile):
 
     def __init__(self, obj: Any, start_method: str | None = None) -> None:
         super().__init__()
-        self._token = secrets.token_bytes(32)
+        self.token = secrets.token_bytes(32)
         self._descriptors: list[int] = []
         try:
             with open(self.fd, "wb", closefd=False) as file:
@@ -325,7 +281,7 @@ class JobFile(SharedFile):
                 self._descriptors = pickler.descriptors
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
-                file.write(self._token)
+                file.write(self.token)
             self.size = os.fstat(self.fd).st_size
             self.inherited = [each for _, each in pickler.inherited.values()]
         except BaseException:
@@ -336,11 +292,11 @@ class JobFile(SharedFile):
     def address(self) -> JobAddress:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
         place = self.path, self.inode, self._index, self.name is not None
-        return JobAddress(*place, self.size, self._token)
+        return JobAddress(*place, self.size, self.token)
 
-    def duplicate(self) -> int:
-        """Return another descriptor of the file, for the caller to close."""
-        return os.dup(self.fd)
+    def content(self) -> mmap.mmap:
+        """Map the file, to be sent to where nobody can open it."""
+        return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ)
 
     def close(self) -> None:
         """Let the file go. What is mapped already stays usable."""
@@ -350,22 +306,18 @@ class JobFile(SharedFile):
 
 
 def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
-    """Write streams, buffers, bytes objects and table; return where the table begins."""
+    """Write streams, buffers and table; return where the table begins."""
     pickler.dump(obj)
     # A second load() of the same stream: what the object needs of __main__, by name.
     pickler.dump(pickler.main_globals)
 
-    def append(data: memoryview | bytes, room_before: int, end: bytes) -> tuple[int, int]:
-        file.write(bytes(-(file.tell() + room_before) % ALIGN + room_before))
-        start = file.tell()
-        file.write(data)
-        file.write(end)
-        return start, start + len(data)
-
-    spans = [append(view.cast("B"), 0, b"") for view in pickler.buffers]
-    blobs = [append(blob, _BYTES_HEADER.size, b"\0") for _, blob in pickler.blobs.values()]
+    spans = []
+    for view in pickler.buffers:
+        file.write(bytes(-file.tell() % ALIGN))
+        spans.append((file.tell(), file.tell() + view.nbytes))
+        file.write(view)
     index = file.tell()
-    pickle.dump((spans, blobs), file, protocol=5)
+    pickle.dump(spans, file, protocol=5)
     return index
 
 
@@ -412,5 +364,5 @@ def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
     pickler = _Fingerprinter(SimpleNamespace(write=digest.update))  # a file that is not kept
     pickler.dump(obj)
     places = [(_address(np.frombuffer(each, np.uint8)), each.nbytes) for each in pickler.buffers]
-    digest.update(repr((places, list(pickler.blobs), list(pickler.inherited))).encode())
-    return digest.digest(), [pickler.kept, pickler.buffers, pickler.blobs, pickler.inherited]
+    digest.update(repr((places, list(pickler.inherited))).encode())
+    return digest.digest(), [pickler.kept, pickler.buffers, pickler.inherited]

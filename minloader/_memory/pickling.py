@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from minloader._memory.by_value import OTHER_REDUCERS, reduce_by_value
+from minloader._memory.by_value import MAIN, OTHER_REDUCERS, reduce_by_value
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_typed_storage
@@ -74,7 +74,7 @@ def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)
     return (
-        getattr(obj, "__module__", None) == "__main__"
+        getattr(obj, "__module__", None) in MAIN
         and name is not None
         and vars(sys.modules["__main__"]).get(name) is obj
     )
@@ -84,7 +84,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     """A cloudpickle pickler that knows in which of the two directions it writes.
 
     Attributes:
-        main_globals: classes and functions of ``__main__`` that were sent down, by their names.
+        main_globals: classes and functions of ``__main__`` that were sent, by their names.
     """
 
     def __init__(
@@ -96,15 +96,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         numpy_random: Any = sys.modules.get("numpy.random")
         if hasattr(numpy_random, "RandomState"):  # else it is just being imported
             OTHER_REDUCERS[numpy_random.RandomState] = _refer_to_generator
+        main = sys.modules["__main__"]
+        if main.__name__ in MAIN[1:]:  # which cloudpickle takes for a module to import
+            cloudpickle.register_pickle_by_value(main)
         self.down = down
         self.main_globals: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             if _is_main_global(obj):
+                self.main_globals[obj.__qualname__] = obj
                 if not self.down:
                     return obj.__qualname__  # a string means: by name, from obj.__module__
-                self.main_globals[obj.__qualname__] = obj
             return reduce_by_value(obj, super().reducer_override)
         # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
         reducer = OTHER_REDUCERS.get(type(obj))
@@ -150,7 +153,7 @@ def pack(obj: Any, *, down: bool) -> bytes:
         # Plain pickle refers to __main__ by name, which only the way back may do, copies the
         # generators of modules, and refuses no connection. A mere string of such a name costs the
         # slower pickler, nothing else.
-        special = [b"multiprocessing.connection", *([b"__main__", b"random"] if down else [])]
+        special = [b"multiprocessing.connection", *([b"main__", b"random"] if down else [])]
         if not any(name in payload for name in special):
             return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
@@ -182,13 +185,14 @@ _PackOne = Callable[[Any], bytes | PackedBatch]
 class OutOfBand(NoSlot):
     """Keeps large buffers beside the stream, as arrays of bytes.
 
-    For an executor that sends arrays without copying them, as Dask's does.
+    For an executor that sends arrays without copying them, as Dask's does. It may send them while
+    the next batch is made, in the same array of the dataset's: so they are copied here.
     """
 
     def put(self, data: memoryview) -> Any:
         import numpy as np
 
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(data, np.uint8).copy()
 
 
 class BatchPacker:

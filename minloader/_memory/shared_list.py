@@ -4,24 +4,22 @@ A list of a million strings is a million objects. Each worker would have all of 
 would need a second to make them. Two arrays it maps at once, and it makes a value when asked for
 it. The layout, one entry for each value::
 
-    data:  | s | h e l l o | b | \\x00 \\x01 | - | r | pickle or JSON | ...
-    ends:    0             6               9   10                  ...
+    data:  | pickle | pickle | pickle | ...
+    ends:  0        21       40       59
 
-An entry begins with a letter for the type of its value: str, bytes, None or a record.
+Classes of the main module are in the pickles by their names. They are kept beside the arrays, so
+that they go to the workers with them.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
-_RECORDS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    "pickle": (lambda value: pickle.dumps(value, 5), pickle.loads),
-    "json": (lambda value: json.dumps(value, separators=(",", ":")).encode(), json.loads),
-}
+from minloader._memory.pickling import Pickler
 
 
 class SharedList(Sequence[Any]):
@@ -31,33 +29,41 @@ class SharedList(Sequence[Any]):
     changed. A value is made anew each time it is asked for, in the process that asks.
 
     Args:
-        values: strings (also numpy's), bytes, None, or records: anything else, as dicts of a few
-            fields. They are read once, and not kept.
-        records: how records are kept: by "pickle", or by "json", which has no tuples, sets or
-            keys that are not strings, but needs nothing of your code to be read.
+        values: strings (also numpy's), bytes, numbers, or records, such as dicts of a few fields.
+            They are read once, and not kept.
 
     Raises:
-        TypeError: a record cannot be pickled, or written as JSON; ``values`` is a single string.
+        TypeError: a value cannot be pickled; ``values`` is a single string.
     """
 
-    def __init__(self, values: Iterable[Any], *, records: str = "pickle") -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         import numpy as np
 
-        if records not in _RECORDS:
-            raise ValueError(f"records must be 'pickle' or 'json', not {records!r}")
         if isinstance(values, (str, bytes)):
             raise TypeError(f"values must be a list of values, not one {type(values).__name__}")
         data, ends = bytearray(), array("q", [0])
+        self._main_globals: dict[str, Any] = {}
         for number, value in enumerate(values):
             try:
-                data += _encode(value, records)
+                data += self._encode(value)
             except Exception as error:
-                raise TypeError(f"values[{number}] cannot be kept by {records}: {error}") from error
+                raise TypeError(f"values[{number}] cannot be pickled: {error}") from error
             ends.append(len(data))
-        self._records = records
         self._data = np.frombuffer(data, np.uint8)
         self._ends = np.frombuffer(ends, np.int64)
         self._first = 0  # where the first entry begins; the data of a slice begins there
+
+    def _encode(self, value: Any) -> bytes:
+        if type(value).__name__ == "str_":  # numpy's
+            value = str(value)
+        entry = pickle.dumps(value, 5)
+        if b"main__" in entry:
+            stream = io.BytesIO()
+            pickler = Pickler(stream, down=False)
+            pickler.dump(value)
+            self._main_globals |= pickler.main_globals
+            entry = stream.getvalue()
+        return entry
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -80,13 +86,13 @@ class SharedList(Sequence[Any]):
             return self._part(place)
         start, stop = self._ends[place : place + 2].tolist()
         first = self._first
-        return _decode(self._data[start - first : stop - first].tobytes(), self._records)
+        return pickle.loads(self._data[start - first : stop - first].data)
 
     def _part(self, places: range) -> SharedList:
         if places.step != 1:
-            return SharedList((self[place] for place in places), records=self._records)
+            return SharedList(self[place] for place in places)
         part = object.__new__(SharedList)
-        part._records = self._records
+        part._main_globals = self._main_globals
         part._ends = self._ends[places.start : places.start + len(places) + 1]
         part._first, stop = part._ends[[0, -1]].tolist()
         part._data = self._data[part._first - self._first : stop - self._first]
@@ -107,22 +113,3 @@ class SharedList(Sequence[Any]):
     def __repr__(self) -> str:
         first = ", ".join(repr(value) for value in self[:3])
         return f"SharedList([{first}{', ...' if len(self) > 3 else ''}], {len(self)} values)"
-
-
-def _encode(value: Any, records: str) -> bytes:
-    if value is None:
-        return b"-"
-    if type(value) is str or type(value).__name__ == "str_":  # the latter is numpy's
-        return b"s" + str(value).encode("utf-8", "surrogatepass")  # names of files have surrogates
-    if type(value) is bytes:
-        return b"b" + value
-    return b"r" + _RECORDS[records][0](value)
-
-
-def _decode(entry: bytes, records: str) -> Any:
-    kind, payload = entry[:1], entry[1:]
-    if kind == b"s":
-        return payload.decode("utf-8", "surrogatepass")
-    if kind == b"b":
-        return payload
-    return None if kind == b"-" else _RECORDS[records][1](payload)

@@ -19,9 +19,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-from minloader._memory.files import ALIGN, LARGE, SharedMapping, SlotAddress, is_there, open_shared
+from minloader._checks import copied
+from minloader._memory.files import (
+    ALIGN,
+    LARGE,
+    Inode,
+    SharedMapping,
+    SlotAddress,
+    is_there,
+    open_shared,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -100,7 +109,7 @@ class SlotWriter(NoSlot):
         import numpy as np
 
         kind = np.dtype(dtype)
-        lengths = shape if isinstance(shape, Sequence) else (shape,)
+        lengths: Any = shape if np.ndim(cast(Any, shape)) else (shape,)
         size = math.prod(operator.index(length) for length in lengths) * kind.itemsize
         place = self.reserve(size) if size >= LARGE and not kind.hasobject else None
         return np.empty(shape, dtype) if place is None else np.ndarray(shape, kind, *place)
@@ -202,7 +211,7 @@ class SlotWriter(NoSlot):
             self.end([])
 
 
-_mappings: dict[tuple[str, int], SharedMapping] = {}
+_mappings: dict[tuple[str, Inode], SharedMapping] = {}
 """The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
 
 _closed = 0
@@ -213,9 +222,14 @@ def _forget_closed(closed: int) -> None:
     global _closed
     if closed != _closed:
         _closed = closed
-        for place in list(_mappings):
-            if not is_there(*place):
-                del _mappings[place]
+        unmap_closed()
+
+
+def unmap_closed() -> None:
+    """Unmap slots that are closed, from any thread."""
+    for place in copied(_mappings):
+        if not is_there(*place):
+            _mappings.pop(place, None)
 
 
 def _allocate(fd: int, start: int, stop: int) -> None:

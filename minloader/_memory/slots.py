@@ -36,7 +36,14 @@ import weakref
 from typing import Any
 
 from minloader._checks import amount, copied
-from minloader._memory.files import SharedFile, SharedMapping, SlotAddress, libc, make_folder
+from minloader._memory.files import (
+    SharedFile,
+    SharedMapping,
+    SlotAddress,
+    libc,
+    make_folder,
+    when_gone,
+)
 from minloader._memory.limits import free_memory, most_files
 
 
@@ -47,11 +54,13 @@ class Slot(SharedFile):
         size: bytes that the file has, as far as the parent knows.
         limit: bytes that it may have when the task that it was lent to is done.
         mapping: of the file; None if it was not mapped at this size.
+        leased: refers to the mapping that was leased last.
     """
 
     size = 0
     limit = 0
     mapping: SharedMapping | None = None
+    leased: weakref.ref[SharedMapping] | None = None
 
     def retire(self) -> None:
         """Close the file. Views of its memory stay."""
@@ -122,7 +131,7 @@ class Slots:
     def address(self, slot: Slot | None) -> SlotAddress:
         """Return where a worker finds a slot that was lent to it."""
         if slot is None:
-            return SlotAddress("", 0, 0, 0, self._closed)
+            return SlotAddress("", (0, 0), 0, 0, self._closed)
         return SlotAddress(slot.path, slot.inode, slot.size, slot.limit, self._closed)
 
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
@@ -147,6 +156,7 @@ class Slots:
                 if slot.mapping is None:
                     slot.mapping = SharedMapping(slot.fd, slot.size)
                 memory = slot.mapping.lease()
+                slot.leased = weakref.ref(slot.mapping)
             except OSError:  # no address space: a private copy is dear, but always works
                 memory = _copy(slot)
                 self.discard(slot)
@@ -155,7 +165,7 @@ class Slots:
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
-            weakref.finalize(memory, self._end_lease, slot).atexit = False
+            when_gone(memory, self._end_lease, slot)
             return memory
 
     def _end_lease(self, slot: Slot) -> None:
@@ -184,12 +194,25 @@ class Slots:
             self._open -= 1
             self._closed += 1
 
-    def retire_leased(self) -> None:
-        """Let no memory that is in use be written again: a fork, about to be made, uses it too."""
+    def retire_leased(self) -> list[tuple[SharedMapping, int]]:
+        """Let no memory that is in use be written again: a fork, about to be made, uses it too.
+
+        Returns:
+            The mappings of that memory, each with a descriptor of its file; -1 if there is none.
+        """
+        found: list[tuple[SharedMapping, int]] = []
         with self._lock:
             for slot in list(self._leased):
-                if slot in self._leased:  # collecting garbage may have ended it meanwhile
-                    self._retire(slot)
+                if slot not in self._leased:
+                    continue  # collecting garbage has ended it meanwhile
+                mapping = None if slot.leased is None else slot.leased()
+                if mapping is not None:
+                    try:
+                        found.append((mapping, os.dup(slot.fd)))
+                    except OSError:  # it is closed already, or there are no descriptors
+                        found.append((mapping, -1))
+                self._retire(slot)
+        return found
 
     def close(self) -> None:
         """End all slots; batches that are still in use keep their memory."""
@@ -232,15 +255,28 @@ def _free_space(folder: str | None) -> int:
 all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 
 
+_forking = threading.local()  # .found: what this thread's fork is to have for itself
+
+
 def before_fork() -> None:
-    for slots in copied(all_slots):
-        slots.retire_leased()
+    _forking.found = [each for slots in copied(all_slots) for each in slots.retire_leased()]
+
+
+def in_parent() -> None:
+    for _, fd in _forking.__dict__.pop("found", ()):
+        if fd >= 0:
+            os.close(fd)
 
 
 def in_forked_child() -> None:
+    for mapping, fd in _forking.__dict__.get("found", ()):
+        mapping.make_private(fd)
+    in_parent()
     for slots in copied(all_slots):
         slots.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=before_fork, after_in_child=in_forked_child)
+    os.register_at_fork(
+        before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child
+    )

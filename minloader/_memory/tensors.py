@@ -23,7 +23,7 @@ import os
 import sys
 from typing import Any, NamedTuple
 
-from minloader._memory.files import open_shared
+from minloader._memory.files import Inode, inode_of, open_shared
 
 MOST_SPAN = 2
 """How many times its numbers the memory of a tensor may be that is sent as it is. A copy without
@@ -110,7 +110,7 @@ class StorageAddress(NamedTuple):
     """Where shared memory of torch's is: a file to open, its inode, the bytes it has."""
 
     path: str
-    inode: int
+    inode: Inode
     size: int
 
 
@@ -128,7 +128,7 @@ def share(storage: Any) -> tuple[StorageAddress, int]:
         )
     fd, size = storage._share_fd_cpu_()
     fd = os.dup(fd)  # that one is torch's
-    return StorageAddress(f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino, size), fd
+    return StorageAddress(f"/proc/{os.getpid()}/fd/{fd}", inode_of(fd), size), fd
 
 
 def load_storage(memory: Any) -> Any:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -165,6 +165,18 @@ class Pool:
     def close(self) -> None:
         """End the workers, whatever they are doing. Harmless when repeated, or in a fork."""
         close_pools([self])
+
+
+def finish(future: Future[Reply], outcome: Reply | BaseException) -> bool:
+    """Give a future its outcome. Return whether it had none yet: who closes may be first."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def close_pools(pools: Iterable[Pool]) -> None:

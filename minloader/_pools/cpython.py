@@ -28,6 +28,7 @@ Guarantees of :class:`Executor` over its base class:
 
 from __future__ import annotations
 
+import multiprocessing.process
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -37,9 +38,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool, _ExecutorManagerThread
+from concurrent.futures.process import _ExecutorManagerThread
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, cast
 
 # --- 1. The main module ------------------------------------------------------------------------
@@ -75,10 +77,21 @@ multiprocessing.spawn.get_preparation_data = _leave_main_out
 
 
 def start_worker(process: BaseProcess) -> None:
-    """Start a process without the parent's main module; it may die at once, and keeps its pid."""
+    """Start a process without the parent's main module; it may die at once, and keeps its pid.
+
+    Raises:
+        BaseException: whatever the start raised; no child is left then.
+    """
     _starting.pid = os.getpid()
     try:
         process.start()
+    except BaseException as error:
+        if sys.platform == "win32" or not _adopt(process, error.__traceback__):
+            raise
+        if not isinstance(error, BrokenPipeError):
+            process.kill()
+            process.join()
+            raise
     finally:
         _starting.pid = None
     if sys.platform != "win32":
@@ -117,30 +130,25 @@ def _before_joins(function: Callable[[], None]) -> None:
 # Versions: "forkserver" all; "spawn" from 3.13.8 and 3.14.1, where the parent closes its copy of
 # that end first (cpython #118981).
 # Without this piece: a worker that is killed while it starts ends the epoch, and stays a zombie.
+#
+# The same holds where anything else is raised in the middle, by the handler of a signal, say. The
+# frames of the error lead to the child.
 
 if sys.platform != "win32":
-    from multiprocessing import (
-        connection,
-        forkserver,
-        popen_fork,
-        popen_forkserver,
-        popen_spawn_posix,
-    )
+    from multiprocessing import connection, forkserver, popen_fork, popen_forkserver
 
-    def _start_though_dead(launch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def _launch(popen: Any, process: Any) -> None:
-            try:
-                launch(popen, process)
-            except BrokenPipeError:
-                if not (_is_starting() and hasattr(popen, "sentinel")):  # only a child has one
-                    raise
-                if isinstance(popen, popen_forkserver.Popen):  # it comes after the write
+    def _adopt(process: Any, trace: TracebackType | None) -> bool:
+        """Make the child known that a failed start has left; return whether there is one."""
+        while trace is not None:
+            popen = trace.tb_frame.f_locals.get("self")
+            if isinstance(popen, popen_fork.Popen) and hasattr(popen, "sentinel"):
+                if not hasattr(popen, "pid"):  # that of "forkserver" comes after the write
                     popen.pid = forkserver.read_signed(popen.sentinel)
-
-        return _launch
-
-    for _each in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        cast(Any, _each)._launch = _start_though_dead(cast(Any, _each)._launch)
+                process._popen, process._sentinel = popen, popen.sentinel
+                cast(Any, multiprocessing.process)._children.add(process)
+                return True
+            trace = trace.tb_next
+        return False
 
 
 # --- 4. The pid of a dead child ----------------------------------------------------------------
@@ -150,6 +158,14 @@ if sys.platform != "win32":
 # pid to another process. From 3.15 the manager thread does so just before it calls terminate().
 # Versions: all.
 # Without this piece: the signal for what a dead worker left may hit somebody else's process.
+#
+# CPython: a child that the system itself has reaped, since SIGCHLD is ignored (launchers hand that
+# down), or that somebody else has waited for, is taken for one that has not ended.
+# Versions: all.
+# Without this piece: the manager thread waits for its end for ever, as fast as it can.
+
+UNKNOWN = 255
+"""Exit code of a child that is gone, when nobody knows its own."""
 
 if sys.platform != "win32":
 
@@ -160,11 +176,14 @@ if sys.platform != "win32":
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             if self.returncode is None:
-                with suppress(ChildProcessError):  # somebody waits for any child
+                try:
                     found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
-                    if found is not None:
-                        has_exited = found.si_code == os.CLD_EXITED
-                        self.returncode = found.si_status if has_exited else -found.si_status
+                except ChildProcessError:
+                    self.returncode = UNKNOWN
+                    return UNKNOWN
+                if found is not None:
+                    has_exited = found.si_code == os.CLD_EXITED
+                    self.returncode = found.si_status if has_exited else -found.si_status
             return self.returncode
 
     def _keep_pid(process: Any) -> None:
@@ -248,17 +267,11 @@ class _TolerantFuture(Future[Any]):
 # Versions: 3.11 and 3.12.0. From 3.12.1 it holds the lock.
 # Without this piece: "dictionary changed size during iteration" ends the manager thread, and no
 # future is ever done; a task that was added just after the walk is never done either; and a
-# worker started then gets queues that are closed already, so that submit() raises an OSError.
-
-
-class CopyingDict(dict[int, Any]):
-    """Tasks or processes of an executor, which may grow while somebody walks over them."""
-
-    def items(self) -> Any:
-        return list(super().items())
-
-    def values(self) -> Any:
-        return list(super().values())
+# worker started then gets queues that are closed already, so that submit() raises an OSError. A
+# worker whose start has just returned is missed by the walk: it takes a task, and leaves well.
+#
+# So the executor is marked as broken with that lock, before the walk. From then on submit() adds
+# nothing.
 
 
 # --- 9. Waiting --------------------------------------------------------------------------------
@@ -269,10 +282,16 @@ class CopyingDict(dict[int, Any]):
 # Versions: all.
 # Without this piece: the main process needs a third more time for each task, and the manager thread
 # of 64 workers is busy with no more than that.
+#
+# CPython: submit() wakes the manager thread first, and then starts a worker, for whose end that
+# does not wait before the next message.
+# Versions: all.
+# Without this piece: the death of the worker that was started last is not seen as long as nothing
+# else happens.
 
 
 class _ManagerThread(_ExecutorManagerThread):
-    """A manager thread that waits with one epoll object for all of them."""
+    """A manager thread that waits with one epoll object for all of them, and breaks in one step."""
 
     watch: Any = None
     watched = -1
@@ -295,15 +314,24 @@ class _ManagerThread(_ExecutorManagerThread):
     def wait_for(self, files: list[int]) -> set[int]:
         """Wait for files or the end of a worker; return those that are ready, if that is known."""
         try:
-            # A worker that starts meanwhile is seen with the next message, as in the base class.
+            # A worker that starts meanwhile is seen with the next message, which its start sends.
             if len(self.processes) != self.watched:
+                workers = list(self.processes.values())  # once: it grows meanwhile
                 self.watch = select.epoll()
-                for file in [*files, *(worker.sentinel for worker in self.processes.values())]:
+                for file in [*files, *(worker.sentinel for worker in workers)]:
                     self.watch.register(file, select.EPOLLIN)
-                self.watched = len(self.processes)
+                self.watched = len(workers)
             return {file for file, _ in self.watch.poll()}
         except OSError:  # no descriptors
             return set()
+
+    def terminate_broken(self, cause: Any) -> None:
+        executor = self.executor_reference()
+        if executor is not None:
+            with self.shutdown_lock:  # submit() has it while it starts a worker
+                executor.mark_broken("a worker process died")
+            del executor
+        super().terminate_broken(cause)
 
 
 # --- 10. Room for replies ----------------------------------------------------------------------
@@ -340,13 +368,11 @@ class Executor(ProcessPoolExecutor):
 
     def __init__(self, num_workers: int, context: Any) -> None:
         super().__init__(num_workers, mp_context=context)
-        self._processes = CopyingDict()
-        self._pending_work_items = CopyingDict()
-        self._calls = cast(Any, self)._call_queue  # shutdown() forgets it, and the next
-        self._calls.pending_work_items = self._pending_work_items
+        self._calls = cast(Any, self)._call_queue  # shutdown() forgets it
         self._results = cast(Any, self._result_queue)
         _make_room(self._results._writer.fileno())
         self.manager: threading.Thread | None = None
+        self._noticed = 0  # workers for whose end the manager thread waits, or soon will
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit a call as the base class does.
@@ -354,18 +380,22 @@ class Executor(ProcessPoolExecutor):
         Raises:
             BrokenProcessPool: the executor is broken; the call is not, and never was, under way.
         """
-        try:
-            future = super().submit(fn, *args, **kwargs)
-        except Exception:
-            if self._broken:
-                raise BrokenProcessPool(self._broken) from None
-            raise
+        future = super().submit(fn, *args, **kwargs)
         future.__class__ = _TolerantFuture
-        if self._broken:
-            # Either the manager thread walks over the tasks after this one was added, or it has
-            # set the flag before that, and this line sees it.
-            future.set_exception(BrokenProcessPool(self._broken))
         return future
+
+    def mark_broken(self, reason: str) -> None:
+        """Take no more calls, and note whose death that is."""
+        self.note_deaths()
+        self._broken = reason  # type: ignore[assignment]  # a string or False
+
+    def note_deaths(self) -> None:
+        """Called just before the executor counts as broken, while no worker is being started."""
+
+    @property
+    def may_start_workers(self) -> bool:
+        """Whether the next :meth:`submit` may start workers."""
+        return len(self._processes or ()) < int(cast(Any, self)._max_workers)
 
     @property
     def broken(self) -> bool:
@@ -395,6 +425,9 @@ class Executor(ProcessPoolExecutor):
             raise
         self.manager = cast(Any, self._executor_manager_thread)
         self.manager.__class__ = _ManagerThread  # piece 9; it may wait once as CPython does
+        if len(self._processes) != self._noticed:
+            self._noticed = len(self._processes)
+            cast(Any, self)._executor_manager_thread_wakeup.wakeup()
 
     # CPython: the manager thread waits for the call queue's feeder thread, with the lock that
     # shutdown() needs, and so does the end of the executor: weakref_cb() (until 3.13.0).
@@ -419,9 +452,10 @@ class Executor(ProcessPoolExecutor):
         """Break the executor as its manager thread would, which finds it broken, too.
 
         This closes the parent's end of the pipe for replies. All workers must be dead, because
-        they hold ends as well.
+        they hold ends as well. No other thread may submit meanwhile; the lock of submit() may be
+        the manager thread's for as long as it is stuck.
         """
-        self._broken = reason  # type: ignore[assignment]  # a string or False
+        self.mark_broken(reason)
         self._results._writer.close()
 
 

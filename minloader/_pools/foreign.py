@@ -1,42 +1,58 @@
 """Executors that the user brings: threads, processes of this machine, or those of a cluster.
 
 All that is asked of one is ``submit``. A task carries a reference to the loader's job, some 300
-bytes, and each worker process gets the job itself once, with the first task:
+bytes, and each worker process gets the job itself once:
 
 * in the loader's own process (threads) the job is there;
 * on the loader's machine it is mapped from its file (``job_file.py``);
-* elsewhere it is fetched from the loader's process (``job_server.py``).
+* elsewhere it comes through the executor::
+
+    task ──> a worker that lacks the job ──> Lacking ──> the task again, the job attached ──> Reply
+
+With Dask the job is scattered once, and what is attached is Dask's future of it: Dask fetches it
+to the worker that lacks it, from another worker, as it fetches everything. With any other executor
+it is attached as bytes.
 
 An executor of which it is not known that its workers are on this machine gets no slots either, and
 for one more reason: a scheduler that believes a worker dead runs its tasks once more elsewhere. If
 the worker lives after all, it would write into memory that has been lent to another batch.
+
+A worker process lets a job go when its loader is closed: on the loader's machine within a second or
+two, since the file is gone then; elsewhere when Dask brings the news, or after IDLE_SECONDS without
+a task. It is sent again if it is needed after all.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
+import mmap
 import os
 import random
 import secrets
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from minloader._checks import copied
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand
-from minloader._pools.base import RemotePool
-from minloader._pools.job_server import JobServer, fetch, wait_for_end
+from minloader._memory.slot_writer import unmap_closed
+from minloader._pools.base import RemotePool, finish
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
+from minloader._worker.start import serve
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -63,8 +79,7 @@ class JobReference(NamedTuple):
         seed: of the loader.
         versions: of what must be the same on both sides.
         address: the job, for other processes; None if the executor has none.
-        hosts: names and addresses of the loader's machine; none if all workers are on it.
-        port: where the loader gives them the job.
+        may_be_remote: whether workers may be on other machines.
     """
 
     token: bytes
@@ -72,13 +87,67 @@ class JobReference(NamedTuple):
     seed: int
     versions: tuple[str, str]
     address: JobAddress | None
-    hosts: tuple[str, ...]
-    port: int
+    may_be_remote: bool
+
+
+class Lacking(NamedTuple):
+    """Comes in place of a reply: the worker has no job for the task.
+
+    Attributes:
+        where: address of the worker in Dask's cluster; None with other executors.
+    """
+
+    where: str | None
+
+
+LOOK_SECONDS = 1.0
+"""How often a worker of the user's executor looks whether loaders were closed."""
+
+IDLE_SECONDS = 300.0
+"""How long a worker on another machine keeps a job for which no task comes."""
 
 
 def versions() -> tuple[str, str]:
     """Return minloader's version and Python's, of which functions that are sent are the code."""
     return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
+
+
+class JobSender:
+    """Has an executor send the job to its workers on other machines.
+
+    Args:
+        executor: the user's.
+        job_file: the job.
+    """
+
+    def __init__(self, executor: Executor, job_file: JobFile) -> None:
+        self._job_file, self._pid = job_file, os.getpid()
+        self._client: Any = getattr(executor, "_client", None)  # Dask's
+        self._lock = threading.Lock()  # held while the job is scattered
+        self._scattered: Any = None  # Dask's future of it
+
+    def attach(self, lacking: Lacking) -> tuple[Any, dict[str, Any]]:
+        """Return what stands for the job in the arguments of a task, and how to submit that."""
+        if lacking.where is None:
+            return bytes(self._job_file.content()), {}
+        with self._lock:
+            if self._scattered is None:
+                import numpy as np
+
+                data = np.frombuffer(self._job_file.content(), np.uint8)
+                self._scattered = self._client.scatter(data, workers=[lacking.where], hash=False)
+        # Another worker may run the task too, should this one die.
+        return self._scattered, {"workers": [lacking.where], "allow_other_workers": True}
+
+    def close(self) -> None:
+        """Have the workers of a Dask cluster let the job go. Does not wait for them."""
+        scattered, self._scattered = self._scattered, None
+        if scattered is not None and os.getpid() == self._pid:
+            threading.Thread(target=self._tell, name="minloader-job", daemon=True).start()
+
+    def _tell(self) -> None:
+        with suppress(Exception):  # the cluster is gone, or about to go, and the job with it
+            self._client.run(forget, self._job_file.token, on_error="ignore")
 
 
 @dataclass(eq=False, repr=False)
@@ -90,21 +159,21 @@ class ForeignPool(RemotePool):
         owner: process that made the executor; in a fork of it nothing would ever run.
         job: what workers in this process use as it is.
         job_file: what others load; None if the executor has no others.
-        job_server: gives the job to workers on other machines; None if there are none.
+        sender: sends it to those that do not find it; None if all are on this machine.
     """
 
     executor: Executor
     owner: int
     job: Job
     job_file: JobFile | None
-    job_server: JobServer | None
+    sender: JobSender | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._reference: JobReference | None = None
         self._token = secrets.token_bytes(16)
         if self.job_file is not None:
-            self._token = self.job_file.address.token
+            self._token = self.job_file.token
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
         self._job = _Job(self.job, threading.local(), ids, nullcontext(), {})
@@ -123,11 +192,56 @@ class ForeignPool(RemotePool):
         reference = self._reference  # once: another thread may change the settings
         if reference is None:
             address = self.job_file.address if self.job_file is not None else None
-            hosts, port = self.job_server.open() if self.job_server is not None else ((), 0)
             told = self.num_workers, self.settings.seed, versions()
-            reference = JobReference(self._token, *told, address, hosts, port)
+            reference = JobReference(self._token, *told, address, self.sender is not None)
             self._reference = reference
-        return self.executor.submit(run_task, reference, task, **self._options)
+        if not reference.may_be_remote:
+            submit: Any = self.executor.submit  # its own job is never lacking
+            return cast("Future[Reply]", submit(run_task, reference, task, **self._options))
+        future: Future[Reply] = Future()
+        self._send(future, reference, task)
+        return future
+
+    def _send(
+        self, future: Future[Reply], reference: JobReference, task: Task, *job: Any, **options: Any
+    ) -> None:
+        """Have the executor run a task, maybe with the job attached; its reply is the future's."""
+        options |= self._options
+        sent: Future[Any] = self.executor.submit(run_task, reference, task, *job, **options)
+        watched = weakref.ref(sent)  # no cycle: the reply is large
+
+        def cancel(future: Future[Reply]) -> None:
+            if future.cancelled() and (sent := watched()) is not None:
+                sent.cancel()
+
+        future.add_done_callback(cancel)
+        sent.add_done_callback(partial(self._receive, future, reference, task))
+
+    def _receive(
+        self, future: Future[Reply], reference: JobReference, task: Task, sent: Future[Any]
+    ) -> None:
+        if sent.cancelled():
+            future.cancel()
+        elif (error := sent.exception()) is not None:
+            finish(future, error)
+        elif isinstance(sent.result(), Lacking):
+            # Not here: this is a thread of the executor, which may have to send the job.
+            args = future, reference, task, sent.result()
+            threading.Thread(
+                target=self._send_with_job, args=args, name="minloader-job", daemon=True
+            ).start()
+        else:
+            finish(future, sent.result())
+
+    def _send_with_job(
+        self, future: Future[Reply], reference: JobReference, task: Task, lacking: Lacking
+    ) -> None:
+        try:
+            assert self.sender is not None
+            job, options = self.sender.attach(lacking)
+            self._send(future, reference, task, job, **options)
+        except BaseException as error:  # raised where it is waited for
+            finish(future, error)
 
     def replace_workers(self) -> None:
         self._reference = None  # the next one has other settings
@@ -141,16 +255,20 @@ class ForeignPool(RemotePool):
 # --- in a worker of the user's executor ----------------------------------------------------------
 
 
-def run_task(reference: JobReference, task: Task) -> Reply:
+def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply | Lacking:
     """Make the batches of a task. The executor runs it, wherever its workers are."""
     try:
-        job = find_job(reference)
+        job = find_job(reference, attached)
+        if job is None:
+            return Lacking(_dask_address())
         worker = job.worker(reference)
     except Exception as error:
         stage = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         return Reply(-1, os.getpid(), True, [failure] * len(task.items))
     with job.lock:
+        if job.lock is _lock:  # the process is the worker: threads of the dataset's too
+            serve(worker)
         return worker.run(task)
 
 
@@ -168,8 +286,9 @@ class _Job:
         ids: ids for workers, below 0.
         lock: held while a worker is made, and while it makes a batch.
         how: keyword arguments of the worker.
-        address: where the job was loaded from; None in the process of its loader.
-        connection: what the job was fetched over; it ends when the loader does.
+        address: where the job was loaded from; None in the process of its loader, and where it
+            came with a task.
+        used: when a task for it came last, by ``time.monotonic``.
         pid: this process.
     """
 
@@ -179,12 +298,13 @@ class _Job:
     lock: AbstractContextManager[Any]
     how: dict[str, Any]
     address: JobAddress | None = None
-    connection: socket.socket | None = None
+    used: float = 0.0
     pid: int = field(default_factory=os.getpid)
 
     def worker(self, reference: JobReference) -> Worker:
         """Return the worker, which is told what the loader says now."""
         with self.lock:
+            self.used = time.monotonic()
             worker: Worker | None = getattr(self.store, "worker", None)
             if worker is None or worker.info.seed != reference.seed:
                 info = WorkerInfo(-1, reference.num_workers, os.getpid(), reference.seed)
@@ -196,7 +316,9 @@ class _Job:
     @property
     def may_be_needed(self) -> bool:
         """Whether its loader is not known to be closed."""
-        return self.connection is not None or (self.address is not None and self.address.exists())
+        if self.address is not None:
+            return self.address.exists()
+        return time.monotonic() - self.used < IDLE_SECONDS
 
 
 _jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
@@ -209,8 +331,8 @@ _lock = threading.Lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
 
 
-def find_job(reference: JobReference) -> _Job:
-    """Return the job of a task, loaded if need be."""
+def find_job(reference: JobReference, attached: Any = None) -> _Job | None:
+    """Return the job of a task, loaded if need be; None if it is not here."""
     token = reference.token
     here = _jobs_here.get(token)
     if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
@@ -218,32 +340,21 @@ def find_job(reference: JobReference) -> _Job:
     with _lock:
         job = loaded_jobs.get(token)
         if job is None:
-            for former, each in list(loaded_jobs.items()):  # _forget() takes out, with no lock
-                if not each.may_be_needed:
-                    loaded_jobs.pop(former, None)
-            job = loaded_jobs[token] = _load_job(reference)
-            if job.connection is not None:
-                args = token, job.connection
-                threading.Thread(
-                    target=_forget, args=args, name="minloader-job", daemon=True
-                ).start()
+            job = _load_job(reference, attached)
+            if job is not None:
+                loaded_jobs[token] = job
+                _watch_loaders()
         return job
 
 
-def _forget(token: bytes, connection: socket.socket) -> None:
-    """Let a fetched job go when its loader is closed."""
-    wait_for_end(connection)
-    loaded_jobs.pop(token, None)
-
-
-def _load_job(reference: JobReference) -> _Job:
-    """Load the job of a loader of another process.
+def _load_job(reference: JobReference, attached: Any) -> _Job | None:
+    """Load the job of a loader of another process; return None if it has to be sent.
 
     Raises:
         RuntimeError: the loader's versions are others.
-        OSError: the job is not on this machine, and cannot be fetched.
+        OSError: the loader is closed.
     """
-    address, connection = reference.address, None
+    address: JobAddress | None = reference.address
     if address is None:
         raise RuntimeError("this is no thread of the loader's process, or the loader is closed")
     if reference.versions != versions():
@@ -255,19 +366,62 @@ def _load_job(reference: JobReference) -> _Job:
     if "distributed" in sys.modules:
         _give_dask_a_generator()
     try:
-        mapping = address.map()
+        mapping, found = address.map(), address
     except OSError:
-        if not reference.hosts:
+        if not reference.may_be_remote:
             raise
-        mapping, connection = fetch(address, reference.hosts, reference.port)
-    try:
-        job = address.unpickle(mapping, forever=False)
-    except BaseException:
-        if connection is not None:
-            connection.close()
-        raise
+        if attached is None:
+            return None
+        mapping, found = mmap.mmap(-1, address.size), None
+        mapping[:] = memoryview(attached)  # a copy of its own, for the dataset to change
     how = {"packer": BatchPacker(OutOfBand()), "seed": seed_globals}
-    return _Job(job, SimpleNamespace(), itertools.repeat(-1), _lock, how, address, connection)
+    ids = itertools.repeat(-1)
+    return _Job(
+        address.unpickle(mapping), SimpleNamespace(), ids, _lock, how, found, time.monotonic()
+    )
+
+
+_watcher: threading.Thread | None = None  # it does not follow a fork
+
+
+def _watch_loaders() -> None:
+    """Have a thread look after the jobs that are loaded here, unless one does. Under the lock."""
+    global _watcher
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_forget_closed, name="minloader-jobs", daemon=True)
+        _watcher.start()
+
+
+def _forget_closed() -> None:
+    """Let go of what closed loaders have left, now and then, until there are no more jobs."""
+    global _watcher
+    while True:
+        threading.Event().wait(LOOK_SECONDS)
+        for token, job in copied(loaded_jobs.items()):
+            if not job.may_be_needed:
+                forget(token)
+            del job
+        unmap_closed()
+        with _lock:
+            if not loaded_jobs:
+                _watcher = None
+                return
+
+
+def forget(token: bytes) -> None:
+    """Let a job go."""
+    if loaded_jobs.pop(token, None) is not None:
+        serve(None)
+        gc.collect()  # a dataset may be in a cycle
+
+
+def _dask_address() -> str | None:
+    """Return where Dask's worker is that runs this; None where it is none of Dask's."""
+    try:
+        address: str = sys.modules["distributed"].get_worker().address
+    except (KeyError, ValueError):
+        return None
+    return address
 
 
 _DASK = ("dask", "distributed", "tornado")

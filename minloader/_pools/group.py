@@ -21,8 +21,7 @@ from minloader._memory.job_file import JobFile
 from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, PoolSettings, close_pools
-from minloader._pools.foreign import ForeignPool, is_in_process, is_local
-from minloader._pools.job_server import JobServer
+from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._worker.messages import Job
@@ -75,7 +74,7 @@ class PoolGroup:
     def __post_init__(self) -> None:
         self._owner = os.getpid()
         self._job_file: JobFile | None = None
-        self._job_server: JobServer | None = None
+        self._job_sender: JobSender | None = None
         self._pools: list[Pool] = []  # those that take tasks
         self._former: list[Pool] = []  # those that may still have some, or belong to a fork
         self._replaced = 0  # workers of pools that are closed
@@ -162,8 +161,8 @@ class PoolGroup:
     def close(self) -> None:
         """End all workers, whatever they are doing, and let the job go."""
         close_pools(self._former + self._pools)
-        if self._job_server is not None:
-            self._job_server.close()
+        if self._job_sender is not None:
+            self._job_sender.close()
         if self._job_file is not None:
             self._job_file.close()
 
@@ -194,19 +193,20 @@ class PoolGroup:
             return ThreadPool(settings, None, self.job, self.timeout)
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
+        on_this_machine = not is_foreign or is_local(executor)
         if not is_here:
-            self._write_job_file(local=not is_foreign or is_local(executor))
+            self._write_job_file(on_this_machine)
         slots = None
-        if self.budget != 0 and not is_here and self._job_server is None:
+        if self.budget != 0 and not is_here and on_this_machine:
             slots = Slots(self.budget, self.depth // self._count, share=self._count)
         if is_foreign:
-            job = self.job, self._job_file, self._job_server
+            job = self.job, self._job_file, self._job_sender
             return ForeignPool(settings, slots, executor, self._owner, *job)
         assert self._job_file is not None
         return ProcessPool(settings, slots, self._job_file, self.context, self.timeout)
 
-    def _write_job_file(self, *, local: bool) -> None:
-        """Serialize the job, unless it is; workers that are not local have it served."""
+    def _write_job_file(self, on_this_machine: bool) -> None:
+        """Serialize the job, unless it is; look whether workers of this machine have room."""
         if self._job_file is not None:
             return
         start_method = self.context.get_start_method() if self.executor == "process" else None
@@ -215,8 +215,8 @@ class PoolGroup:
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
             start_fork_server(self.context, self._job_file.modules)
-        if not local:
-            self._job_server = JobServer(self._job_file)
+        if not on_this_machine:
+            self._job_sender = JobSender(self.executor, self._job_file)
             return
         limit = memory_limit()
         needed = self._job_file.size + self.num_workers * (self.job.memory_limit or WORKER_BYTES)

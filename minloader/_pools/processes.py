@@ -41,7 +41,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -68,6 +68,10 @@ logger = logging.getLogger("minloader")
 MOST_FAILED_STARTS = 8
 """How many workers in a row may die before they are ready. Fewer might be bad luck."""
 
+LONGEST_START = 60.0
+"""Seconds that a worker may take to load the dataset, if ``timeout`` is set and not longer. On a
+busy machine the imports of many workers take their time."""
+
 STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
@@ -79,12 +83,14 @@ class WorkerProcess:
     here is that process's own (``pid``, ``sentinel``, ``exitcode``, ``join()``, ...).
 
     Attributes:
-        ended_by_us: whether it was killed because another worker had died, or at the end.
+        ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
         stack: its Python stack, if it was killed because a batch took too long; else None.
+        began: when it was started, by ``time.monotonic``; None if that failed.
     """
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
+        self.began: float | None = None
         self.ended_by_us = False
         self.stack: str | None = None
 
@@ -95,12 +101,13 @@ class WorkerProcess:
         """Start the process, without the main module.
 
         Ctrl-C is held off the child until it can ignore it: the child inherits the blocked SIGINT,
-        and unblocks it when it has its handler. In the parent the signal is not lost, only late.
+        and unblocks it when it has its handler.
         """
         masks = hasattr(signal, "pthread_sigmask")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if masks else ()
         try:
             start_worker(self._process)
+            self.began = time.monotonic()
         finally:
             if masks:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -111,7 +118,6 @@ class WorkerProcess:
         SIGTERM would leave alive what the worker started, and a worker that ignores it too: the
         executor would wait for that, from CPython 3.12 with the lock that ``shutdown()`` needs.
         """
-        self.ended_by_us |= not self.has_ended()
         # Also one that seems to have ended: it may just have closed its descriptors.
         _kill([self])
 
@@ -161,7 +167,7 @@ class _WorkerContext:
     @property
     def workers(self) -> list[WorkerProcess]:
         """The workers that were started, in the order of their numbers; also those that ended."""
-        return [process for process in self._started if process.pid is not None]
+        return [process for process in self._started if process.began is not None]
 
     def Process(self, *, target: Callable[..., Any], args: Any) -> WorkerProcess:  # noqa: N802
         """Return a process that is set up as the next worker before it runs ``target``."""
@@ -212,6 +218,27 @@ class _Tasks:
             future.set_exception(BrokenProcessPool(reason))
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C off this thread; it comes when the block is over.
+
+    In the middle of a start it would leave a child that nobody knows. To block the signal does not
+    do: another thread may take it, and Python raises in the main thread all the same.
+    """
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if held:
+            former(*held[0])
+
+
 class _Executor(Executor):
     """An executor whose workers are watched, and of which nothing is left.
 
@@ -256,9 +283,15 @@ class _Executor(Executor):
 
     def send(self, task: Task) -> Future[Reply]:
         """Submit a task to the workers."""
-        future = self.submit(run, task)
-        self.tasks.add(task.id, future)
+        with _interrupts_held() if self.may_start_workers else nullcontext():
+            future = self.submit(run, task)
+            self.tasks.add(task.id, future)
         return future
+
+    def start_one(self) -> None:
+        """Start a worker: an executor does so with a task for which none is idle."""
+        with _interrupts_held():
+            self.submit(warm_up)
 
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
@@ -309,6 +342,11 @@ class _Executor(Executor):
             worker.ended_by_us = True
         _kill(workers)
 
+    def note_deaths(self) -> None:
+        # Only what has ended by now is to blame. Others may still take a task, and leave well.
+        for worker in self.workers:
+            worker.ended_by_us |= not worker.has_ended()
+
     def watch(self, timeout: float | None) -> None:
         """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
         if self.broken:
@@ -331,14 +369,23 @@ class _Executor(Executor):
     def _kill_late(self, timeout: float) -> None:
         for n, worker in enumerate(self.workers):
             heartbeat = self.heartbeats.last(n)
-            is_late = time.perf_counter() - heartbeat.began > timeout
-            is_working = heartbeat.task in self.tasks.unfinished
-            if not is_late or not is_working or worker.stack is not None or not worker.holds_pid():
+            if not self._is_late(worker, heartbeat, timeout) or worker.stack is not None:
+                continue
+            if not worker.holds_pid():
                 continue
             stack = self.heartbeats.stack(worker.pid, GRACE)
-            if self.heartbeats.last(n) == heartbeat and heartbeat.task in self.tasks.unfinished:
+            now = self.heartbeats.last(n)
+            if now == heartbeat and self._is_late(worker, now, timeout):
                 worker.stack = stack
                 _kill([worker])
+
+    def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
+        if heartbeat.task == 0:  # it has not started
+            assert worker.began is not None
+            late = time.monotonic() - worker.began > max(timeout, LONGEST_START)
+            return late and bool(self.tasks.unfinished)
+        late = time.perf_counter() - heartbeat.began > timeout
+        return late and heartbeat.task in self.tasks.unfinished
 
     def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
         """Find the workers that died by themselves, or were killed for taking too long."""
@@ -350,6 +397,8 @@ class _Executor(Executor):
             if worker.stack is not None:
                 cause = "killed, since a batch took too long"
             heartbeat, number = self.heartbeats.last(n), self.setup.first_id + n
+            if worker.stack is not None and heartbeat.task == 0:
+                cause = f"killed, since its start took too long, here:\n{worker.stack}"
             death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
             yield heartbeat, Death(*death)
 
@@ -462,10 +511,11 @@ class ProcessPool(RemotePool):
     def start(self) -> None:
         with self._lock:
             self.failed_starts.clear()  # the machine may have recovered
-            executor = self._current()
-            # An executor starts a process with a task for which none is idle.
-            for _ in range(self.num_workers - len(executor.workers)):
-                executor.submit(warm_up)
+            # If it breaks just now, another takes its place with the first task.
+            with suppress(BrokenExecutor):
+                executor = self._current()
+                for _ in range(self.num_workers - len(executor.workers)):
+                    executor.start_one()
 
     def watch(self) -> None:
         with self._lock:
@@ -479,7 +529,9 @@ class ProcessPool(RemotePool):
 
     def renew(self, pid: int) -> None:
         with self._lock:
-            workers = self._executors[-1].workers if self._executors else []
+            # Others are leaving already: all that they still send says the same.
+            current = [each for each in self._executors[-1:] if not each.leaving]
+            workers = [worker for executor in current for worker in executor.workers]
             if pid in [worker.pid for worker in workers]:
                 logger.warning(
                     "worker (pid %d) takes more than worker_memory_limit: all workers are "

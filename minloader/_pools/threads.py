@@ -11,13 +11,13 @@ import re
 import threading
 import time
 import weakref
-from concurrent.futures import BrokenExecutor, CancelledError, Future, InvalidStateError
+from concurrent.futures import BrokenExecutor, CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from minloader._checks import copied
 from minloader._memory.files import SharedFile
-from minloader._pools.base import Death, Pool
+from minloader._pools.base import Death, Pool, finish
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 
@@ -85,7 +85,7 @@ class ThreadPool(Pool):
         cause = f"thread {thread.name} took too long"
         death = Death(item, thread.info.id, os.getpid(), None, cause, stack, final=True)
         self.deaths[task.id] = death  # before whoever waits for the future looks for it
-        if not _finish(future, BrokenExecutor(cause)):
+        if not finish(future, BrokenExecutor(cause)):
             del self.deaths[task.id]
             return thread  # it has finished since
         # It cannot be ended: it is left alone, and ends when its batch does.
@@ -111,7 +111,7 @@ class ThreadPool(Pool):
         for future in copied(self.futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
-                _finish(future, CancelledError())
+                finish(future, CancelledError())
         self.replace_workers()
 
     def end(self, deadline: float) -> None:
@@ -164,9 +164,9 @@ class _Thread(threading.Thread):
             try:
                 if worker is None:
                     worker = Worker(self._job, self.info, beat=self.beat)
-                _finish(future, worker.run(task))
+                finish(future, worker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
-                _finish(future, error)
+                finish(future, error)
             self.work = None
             del entry, future, task  # while it waits, it must not keep the last batch alive
 
@@ -188,15 +188,3 @@ def _stack(thread: threading.Thread) -> str:
     file.close()
     found = re.search(rf"^Thread 0x0*{thread.ident:x} .*\n(?: .*\n)+", text, re.MULTILINE)
     return found[0] if found else ""
-
-
-def _finish(future: Future[Reply], outcome: Reply | BaseException) -> bool:
-    """Give a future its outcome. Return whether it had none yet."""
-    try:
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        return False  # the other side was first: the thread with its batch, leave() or watch()
-    return True

@@ -91,10 +91,12 @@ class BatchMaker:
     def _gather(self, indices: Any, as_torch: bool = False) -> Any:
         indices = check_indices(indices)
         dataset = self.job.dataset
-        if hasattr(dataset, "__getfutures__"):  # as minloader.concurrent makes
+        # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
+        kind = type(dataset)
+        if hasattr(kind, "__getfutures__"):  # as minloader.concurrent makes
             samples = self._each(Future.result, dataset.__getfutures__(indices), indices)
             return self.combine(samples, indices)
-        if not hasattr(dataset, "__getitems__"):
+        if not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
             return self.combine(self._each(self._get, indices, indices), indices)
         samples = dataset.__getitems__(indices)
         return self.combine(samples if as_torch else check_samples(samples, indices), indices)

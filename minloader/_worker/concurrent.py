@@ -184,10 +184,22 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def _await_on(
     loop: asyncio.AbstractEventLoop, limit: Any, dataset: Any, index: Any, info: WorkerInfo | None
 ) -> Future[Any]:
-    return asyncio.run_coroutine_threadsafe(_await(limit, dataset, index, info), loop)
+    future: Future[Any] = Future()
+    task = asyncio.run_coroutine_threadsafe(_await(future, limit, dataset, index, info), loop)
+    future.add_done_callback(lambda done: done.cancelled() and task.cancel())
+    return future
 
 
-async def _await(limit: Any, dataset: Any, index: Any, info: WorkerInfo | None) -> Any:
+async def _await(
+    future: Future[Any], limit: Any, dataset: Any, index: Any, info: WorkerInfo | None
+) -> None:
     async with limit:
         current_info.set(info)  # each coroutine has a context of its own
-        return await dataset[index]
+        try:
+            sample = await dataset[index]
+        except BaseException as error:  # sys.exit() would end the loop, and all that it awaits
+            if not future.cancelled():
+                future.set_exception(error)
+        else:
+            if not future.cancelled():
+                future.set_result(sample)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from minloader._memory.files import SharedFile
+from minloader._memory.files import SharedFile, check_access
 
 Beat = Callable[[int, int, float], None]
 """Called by a worker before it begins with an item: id of the task, index of the item, and the time
@@ -94,6 +94,7 @@ class Heartbeats:
 
 def open_heartbeat(path: str, index: int) -> Beat:
     """Return what a worker writes its heartbeats with, and have it answer the stack signal."""
+    check_access(path)
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     if _STACK_SIGNAL is not None and hasattr(faulthandler, "register"):

@@ -138,7 +138,8 @@ def send_logs(connection: socket.socket, index: int) -> None:
     for each in (root, *root.manager.loggerDict.values()):
         if isinstance(each, logging.Logger):
             each.handlers.clear()  # in a fork they are the parent's
-    root.addHandler(sender)
+            if each is root or not each.propagate:
+                each.addHandler(sender)
     basic_config = logging.basicConfig
 
     def set_up(**options: Any) -> None:

@@ -147,11 +147,6 @@ class Worker:
                     break
             if reader is not None:
                 state = self._end_stream_task(reader, outcomes)
-        except BaseException:  # Ctrl-C in the calling process, say
-            # The batches before it are good. The parent sends the rest again, one by one.
-            if len(task.items) == 1:
-                raise
-            now = time.perf_counter()
         finally:
             if self._packer is not None:
                 self._packer.close()

@@ -54,6 +54,12 @@ def get_worker_info() -> WorkerInfo | None:
     return info
 
 
+def serve(worker: Worker | None) -> None:
+    """Make a worker the one that all threads of this process belong to."""
+    global _process_worker
+    _process_worker = worker
+
+
 class WorkerSetup(NamedTuple):
     """All that a worker process is given when it starts.
 
@@ -81,7 +87,7 @@ class WorkerSetup(NamedTuple):
 
     def load_dataset(self, inherited: list[Any]) -> Any:
         """Return another copy of the dataset; large arrays are mapped, not copied."""
-        return self.address.load(forever=True, inherited=inherited).dataset
+        return self.address.load(inherited=inherited).dataset
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -115,10 +121,10 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
     try:
+        beat = open_heartbeat(setup.heartbeats, index)  # it answers where it is stuck, from now on
         inherited = inheritance.load()
-        job = setup.address.load(forever=True, inherited=inherited)
+        job = setup.address.load(inherited=inherited)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
-        beat = open_heartbeat(setup.heartbeats, index)
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         wait_until_asked()
         packer, reload = BatchPacker(), partial(setup.load_dataset, inherited)
