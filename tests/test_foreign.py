@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require
+from conftest import lacking, require
 from helpers import Echo
 
 from minloader import Loader
@@ -250,7 +250,6 @@ def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_loky(tmp_path):
     require("loky")
     assert run_program(tmp_path, LOKY) == "mapped\n"
@@ -261,19 +260,17 @@ def mpiexec() -> str:
     require("mpi4py")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     found = shutil.which("mpiexec", path=path)
-    return found or pytest.skip("there is no mpiexec")
+    return found or lacking("mpiexec")
 
 
 WORKER = [sys.executable, "-m", "mpi4py.futures"]
 
 
-@pytest.mark.slow
 def test_mpi(tmp_path):
     launcher = [mpiexec(), "-n", "3", *WORKER]
     assert run_program(tmp_path, MPI, *launcher) == "mapped\n"
 
 
-@pytest.mark.slow
 def test_mpi_workers_that_do_not_find_the_file(tmp_path):
     """As on another machine."""
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)

@@ -448,7 +448,6 @@ def size_of(sampler: Any) -> int | None:
         return None
 
 
-@pytest.mark.slow
 @invariant
 @given(kind=st.one_of(batch_samplers(), dynamic_samplers()), epoch=st.integers(0, 3))
 def test_a_state_restores_every_position(kind, epoch):
@@ -719,7 +718,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_four_processes():
     processes = [
         subprocess.Popen(

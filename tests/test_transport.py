@@ -173,7 +173,6 @@ def test_round_trip(ship):
     assert loaded["h"] == [1]
 
 
-@pytest.mark.slow
 def test_round_trip_to_another_process(ship):
     obj = Holder(array=np.arange(50_000), blob=b"ab" * LARGE, small=[None, "x"])
     code = """
@@ -573,7 +572,6 @@ def siblings(n):
     return dataset
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("obj", "path"), [(siblings(1000), "dataset.lock"), (Endless(), "dataset")]
 )
