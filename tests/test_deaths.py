@@ -464,6 +464,7 @@ def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path
         assert loader.stats.batches == 16
 
 
+@pytest.mark.slow
 def test_a_disturbed_epoch_out_of_order(tmp_path):
     with Loader(Noisy({}), range(30), num_workers=0) as loader:
         expected = list(loader)

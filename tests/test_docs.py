@@ -43,7 +43,10 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Their code starts many workers or ffmpeg, or imports torch.
-SLOW = {"bad_samples", "recipes", "speech", "stats", "torch", "trainers"}
+SLOW = {
+    *("bad_samples", "memory", "recipes", "samplers", "speech", "state", "stats", "streams"),
+    *("torch", "trainers"),
+}
 FENCE = "```"
 
 

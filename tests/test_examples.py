@@ -46,6 +46,7 @@ def number(text: str) -> float:
 # --- quickstart --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     require("tqdm")
     budget = 65_536

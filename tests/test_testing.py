@@ -254,12 +254,14 @@ def test_a_counter_that_needs_several_workers():
     assert "a counter, a cache or an open generator in the dataset" in str(error)
 
 
+@pytest.mark.slow
 def test_a_counter_in_the_only_worker():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), batches=50)
     assert error.run == "an epoch left after 10 of its batches, num_workers=1"
     assert "remembers the epoch that was left" in str(error)
 
 
+@pytest.mark.slow
 def test_a_counter_and_resuming():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), epochs=1)
     assert (error.run, error.ordinal) == ("a resume after 1 batches, num_workers=1", 1)
