@@ -153,7 +153,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=environment,
     )
 
@@ -247,7 +247,7 @@ if __name__ == "__main__":
         [sys.executable, "-W", "ignore", str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
     )
     assert done.stdout == f"0\n{code}\n"

@@ -104,13 +104,13 @@ def test_reads_no_further_ahead_than_depth(depth):
 
     with prefetch(source(), gate, depth) as batches:
         for n in range(depth):  # before the consumer asks for anything
-            assert gate.called.get(timeout=100) == n
+            assert gate.called.get(timeout=250) == n
             gate.may.release()
         assert eventually(lambda: made_and_room(batches) == (depth, 0))  # so that the thread waits
         assert drawn == list(range(depth))
         assert next(batches) == 0
         # While the consumer has batch 0, one more is being made.
-        assert gate.called.get(timeout=100) == depth
+        assert gate.called.get(timeout=250) == depth
         assert drawn == list(range(depth + 1))
         gate.may.release()
 
@@ -120,7 +120,7 @@ def test_is_made_while_the_consumer_works():
     gate.may.release()
     with prefetch(range(3), gate) as batches:
         assert next(batches) == 0
-        assert [gate.called.get(timeout=100) for _ in range(2)] == [0, 1]  # nobody has called next
+        assert [gate.called.get(timeout=250) for _ in range(2)] == [0, 1]  # nobody has called next
         gate.may.release(2)
         assert list(batches) == [1, 2]
 
@@ -347,7 +347,7 @@ def test_closing_wakes_the_consumer(monkeypatch):
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    gate.called.get(timeout=100)
+    gate.called.get(timeout=250)
     batches.close()
     consumer.join(60)
     assert found == ["this prefetch is closed; make a new one"]
@@ -444,7 +444,7 @@ loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EX
 {SCRIPTS[name]}
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -476,7 +476,7 @@ except KeyboardInterrupt:
     main = Path(f"/proc/{process.pid}/wchan")  # where the kernel tells, it is in next() by then
     eventually(lambda: "futex" in main.read_text() if main.exists() else True, 2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     assert (out, err, process.returncode) == ("[0, 1, 2]\n", "", 7)
 
 

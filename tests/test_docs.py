@@ -111,7 +111,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -567,7 +567,7 @@ def test_the_command(tmp_path: Path):
     )
     os.close(theirs)
     shown = read_all(ours)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=250)
     assert process.returncode == 0, shown
     found = json.loads((tmp_path / "report.json").read_text())
     assert [row["num_workers"] for row in found["rows"]][:2] == [0, 1]
@@ -629,6 +629,6 @@ def test_ctrl_c(tmp_path: Path):
     workers = eventually(lambda: [each for each in itself.children() if each.num_threads() > 1])
     assert workers
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     assert (process.returncode, out, err) == (130, "", "")
     assert eventually(lambda: not any(worker.is_running() for worker in workers))

@@ -28,7 +28,7 @@ def run_example(name: str, *arguments: object, cwd: Path) -> subprocess.Complete
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=100,  # only so that a hang fails the test
+        timeout=250,  # only so that a hang fails the test
         check=False,
     )
 
@@ -124,7 +124,7 @@ def write_flac(path: Path, seconds: float) -> None:
     write_wav(path.with_suffix(".wav"), seconds)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-i"]
     command += [str(path.with_suffix(".wav")), str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
         [*(launcher or [sys.executable]), str(path)],
         capture_output=True,
         text=True,
-        timeout=100,  # only so that a hang fails the test
+        timeout=250,  # only so that a hang fails the test
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -192,7 +192,7 @@ def run(program: str, warning: str = "") -> str:
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0

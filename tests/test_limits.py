@@ -116,7 +116,7 @@ def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path
         [sys.executable, "-c", STREAMER, str(folder), str(large)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.stderr == ""
@@ -135,7 +135,7 @@ def python(code: str, *before: str) -> str:
         [*before, sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.stderr == ""

@@ -209,7 +209,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=True,
     )
 

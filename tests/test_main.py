@@ -102,7 +102,7 @@ def test_plain_programs(way, tmp_path):
         input=given,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         cwd=tmp_path,
         env=_environment(),
     )
@@ -325,7 +325,7 @@ def run(program, folder, *options):
     (folder / "package" / "program.py").write_text(program)
     command = [sys.executable, *options, "-m", "package.program"]
     streams = {"capture_output": True, "text": True}
-    result = subprocess.run(command, **streams, timeout=100, cwd=folder, env=_environment())
+    result = subprocess.run(command, **streams, timeout=250, cwd=folder, env=_environment())
     assert result.stderr == ""
     assert (result.stdout, result.returncode) == ("well\n", 0)
 
@@ -381,7 +381,7 @@ def test_notebook(tmp_path):
         [sys.executable, "-c", EXECUTE, tmp_path / "notebook.ipynb"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=_environment(),
     )
     assert (result.stdout, result.returncode) == (EXPECTED + "[107]\n", 0), result.stderr

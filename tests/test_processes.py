@@ -118,7 +118,7 @@ assert threads == "1" and "OMP_NUM_THREADS" not in os.environ
         env=environment | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.stdout, done.stderr.count("Error")) == ("main runs\n", 0), done.stderr
@@ -393,7 +393,7 @@ print(list(loader))
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         start_new_session=True,
     )
     assert (result.stdout, result.stderr) == ("['0', '1', '2', '3']\n", "")
@@ -433,7 +433,7 @@ batches = iter(loader)
 begun.wait()
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
@@ -586,7 +586,7 @@ def test_other_processes_still_get_their_main_module(tmp_path):
         "    p.start(); p.join()\n"
     )
     result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr) == ("['1']\nf of __mp_main__\n", "")
 
@@ -604,7 +604,7 @@ def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
         "    print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr) == ("f of __mp_main__\n[None]\n", "")
 

@@ -729,7 +729,7 @@ def test_four_processes():
         )
         for rank in range(4)
     ]
-    outcomes = [process.communicate(timeout=100) for process in processes]
+    outcomes = [process.communicate(timeout=250) for process in processes]
     assert [error for _, error in outcomes] == [""] * 4
     ranks = [json.loads(output) for output, _ in outcomes]
 

@@ -374,7 +374,7 @@ def dump(url: str, folder: Path, *, dark: bool) -> str:
         env={**os.environ, "HOME": str(folder)},  # where it leaves more than its profile
     )
     try:
-        return browser.communicate(timeout=100)[0].decode()
+        return browser.communicate(timeout=250)[0].decode()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(browser.pid, signal.SIGKILL)  # its helpers leave a moment after itself

@@ -67,7 +67,7 @@ def python(code: str, *before: str) -> str:
         env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -714,7 +714,7 @@ os.kill(os.getpid(), 9)
         stderr=subprocess.DEVNULL,
         text=True,
     ) as program:
-        output, _ = program.communicate(timeout=100)
+        output, _ = program.communicate(timeout=250)
     assert program.returncode == -9
     folder, files = output.split()
     assert int(files) >= 2

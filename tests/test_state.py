@@ -126,7 +126,7 @@ def restored():
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
         capture_output=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -843,7 +843,7 @@ kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
         capture_output=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

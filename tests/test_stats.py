@@ -705,7 +705,7 @@ with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
             os.kill(os.getpid(), 9)
 """
     path = tmp_path / "run.json"
-    subprocess.run([sys.executable, "-c", script, path], timeout=100)
+    subprocess.run([sys.executable, "-c", script, path], timeout=250)
     path.write_text(path.read_text() + "]")
     assert {entry["name"] for entry in read_trace(path)} >= {"wait", "draw", "task"}
 

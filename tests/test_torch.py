@@ -1219,7 +1219,7 @@ def test_one_import_changed():
         )
         for each in (script, changed)
     ]
-    (theirs, _), (ours, errors) = (program.communicate(timeout=100) for program in programs)
+    (theirs, _), (ours, errors) = (program.communicate(timeout=250) for program in programs)
     assert errors == ""
     assert len(ours.split()) == 2 * 8
     assert ours == theirs

@@ -37,7 +37,7 @@ def python(code: str) -> str:
         env={**os.environ, "PYTHONPATH": PATH, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
