@@ -11,75 +11,78 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
 from minloader import Loader
 from minloader._inspect import inspect
+from minloader._memory.limits import processors
 
-SLOW_MODULES = ["chaos", "dask", "examples", "lhotse", "main", "report", "trainers", "training"]
-"""Tests that run whole programs, clusters or a browser."""
-
-SLOW_WAYS = ["process-2", "process-3", "foreign-process"]
-"""Parameters that mean several processes, where one process is a parameter too."""
-
-SLOW_TESTS = {
-    "deaths": [
-        *("a_hang", "what_a_hung_worker", "a_slow_chunk_of_quick", "all_threads_hang"),
-        *("threads_that_hang", "a_fork_made_at_the_start", "each_try_is_counted"),
-    ],
-    "processes": [
-        *("the_parent_is_killed", "ctrl_c_just", "impatient_ctrl_c", "no_file_is_left"),
-        *("close_from_another_thread", "no_thread_for_the_manager"),
-    ],
-    "cpython": ["2_a_child_of_multiprocessing", "8_an_unfinished_message"],
-    "foreign": ["only_the_one_that_fails"],
-    "docs": ["the_code_of_a_page_runs"],
-    "skip": ["the_same_after", "streams", "batches_of_several_shards"],
-    "logs": ["long_messages", "filters_of", "nothing_is_lost_when"],
-    "limits": ["slots_in_a_control_group"],
-    "shared_list": ["frames_of_polars", "workers_share_it"],
-    "mistakes": ["none_among_the_samples_of_a_torch", "until_counts", "a_notebook_that_has_shown"],
-    "chunks": ["slow_batches_end_the_chunks", "a_slow_batch_in_a_chunk"],
-    "stats": [
-        *("streams_are_counted", "the_verdict_names", "deaths_and_what_is_sent_again"),
-        *("every_moment_of_the_loop", "what_is_between_epochs", "the_parts_add_up"),
-        *("what_programs_compute", "waiting_for_a_processor", "what_comes_before_the_first"),
-        *("the_timeline_has_all",),
-    ],
-    "torch": [
-        *("the_order_is_torchs_with_workers", "state_with", "streams_in", "a_worker_init_fn"),
-        *("timeout", "pinning", "a_dataset_that_changes"),
-    ],
-    "doctor": [
-        *("a_healthy_loader", "a_sampler_that_is_the_limit", "a_cache_is_no_leak", "the_command"),
-        *("workers_that_wait", "threads_and_one", "a_stream_has_its_shards", "settings_are"),
-        *("the_step_decides", "all_that_a_dataset_may_keep", "a_data_loader_of_torchs_kind"),
-        *("programs_that_a_dataset", "a_stream_of_torchs_kind", "what_grew_is_told"),
-    ],
-    "testing": [
-        *("quickstart", "audio", "passes", "report", "a_worker_is_killed", "a_counter", "tensors"),
-        *("what_a_killed_worker_takes_along", "several_workers_take_part", "the_id_of_the_worker"),
-        *("global_generators", "the_order_of_a_set"),
-    ],
-}
-"""Beginnings of names, in modules whose tests are mostly quick."""
+SLOW = pytest.mark.slow
+"""What is left out unless it is asked for: variants of what another test shows, and soaks."""
 
 
-def is_slow(module: str, name: str) -> bool:
-    """Whether a test belongs to the slow ones by its module, its name or its parameters."""
-    if module in SLOW_MODULES or name.startswith(tuple(SLOW_TESTS.get(module, ["\0"]))):
-        return True
-    parameters = name.partition("[")[2].rstrip("]")
-    return module != "streams" and any(way in parameters for way in SLOW_WAYS)
+def variants(
+    names: str | tuple[str, ...], values: Iterable[Any], quick: int = 1, **options: Any
+) -> Any:
+    """``parametrize``, of whose values only the first ones are tested in any case."""
+    parameters = []
+    for n, value in enumerate(values):
+        each = [value] if isinstance(names, str) else value
+        parameters.append(pytest.param(*each, marks=[] if n < quick else SLOW))
+    return pytest.mark.parametrize(names, parameters, **options)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many tests are too slow to be run unless that is asked for."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two for each processor, since most tests wait; but each may hold much memory."""
+    return min(2 * processors(), 16)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if all("slow" in item.keywords for item in items):  # else it was by other words
+        items[0].config.stash[LEFT_OUT] = len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist, all of which collect alike, tells the one that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    told = getattr(node, "workeroutput", {}).get("left_out", 0)  # none by one that has crashed
+    node.config.stash[LEFT_OUT] = max(told, node.config.stash.get(LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says what was left out, and how to run it."""
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    slow = config.stash.get(LEFT_OUT, 0)
+    if not (reasons or slow):
+        return
+    terminalreporter.section("left out")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count:5} {reason}")
+    if any(reason.endswith(" is not installed") for reason in reasons):
+        terminalreporter.line("      CONTRIBUTING.md says how to install what is optional")
+    if slow:
+        terminalreporter.line(f"{slow:5} slow tests, variants and soaks: pytest -m slow runs them")
 
 
 def pytest_unconfigure() -> None:
@@ -88,21 +91,27 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is slow; puts the tests with JAX last, since it must not be forked."""
-    for item in items:
-        if is_slow(item.path.stem.removeprefix("test_"), item.name.removeprefix("test_")):
-            item.add_marker(pytest.mark.slow)
+    """The tests with JAX come last, since it must not be forked."""
     items.sort(key=lambda item: item.path.name == "test_jax.py")
 
 
-def require(name: str) -> Any:
-    """Imports an optional module, or skips; where all must be there, it fails instead."""
+def lacking(what: str) -> NoReturn:
+    """Skips a test for want of something to be installed; where all must be there, it fails."""
+    reason = f"{what} is not installed"
     if os.environ.get("MINLOADER_REQUIRE_ALL"):
+        pytest.fail(reason)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def require(name: str) -> Any:
+    """Imports an optional module, for want of which the test is skipped."""
+    try:
         return importlib.import_module(name)
-    return pytest.importorskip(name)
+    except ModuleNotFoundError as error:
+        lacking(error.name or name)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Looks until the condition holds, and gives its value; at the deadline, whatever it is."""
     deadline = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < deadline:
@@ -267,7 +276,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
     if left():  # else there is no need to look twice
         eventually(lambda: not left())
-        assert left() == {}
+        assert left() == {}, psutil.Process().children(recursive=True)
 
 
 EXECUTORS = {
@@ -297,7 +306,9 @@ def making(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
         yield factory
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=SLOW if name == "process-1" else []) for name in EXECUTORS]
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
     """Makes a Loader as the test says, on each of the executors in turn."""
     with making(request) as factory:

@@ -342,7 +342,6 @@ def test_a_fork_that_another_thread_makes_does_not_keep_the_lock(monkeypatch):
         other.join()
 
 
-@pytest.mark.slow
 def test_a_worker_is_killed_while_it_keeps_a_sample(tmp_path):
     dataset = Noted(tmp_path / "calls", 40, deadly=11)
     shared = cached(dataset, bytes=4 * MEGABYTE)
@@ -435,7 +434,6 @@ def own_memory(sample: Any) -> Any:
     return sample[0], memory.rss - memory.shared
 
 
-@pytest.mark.slow
 def test_workers_share_it():
     shared = cached(LargeSamples("", 150), bytes=200 * MEGABYTE)
     with Loader(shared, range(150), num_workers=2, transform=own_memory) as loader:
@@ -446,7 +444,6 @@ def test_workers_share_it():
     assert max(memory) < 80e6
 
 
-@pytest.mark.slow
 def test_workers_of_torchs_loader_stay_while_it_fills(tmp_path):
     require("torch")
     from minloader.torch import DataLoader

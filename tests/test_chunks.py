@@ -95,7 +95,8 @@ def outcomes(epoch: Any) -> list[Any]:
 # --- it happens by itself, where it is worth it ------------------------------------------------
 
 
-def test_tiny_batches_travel_together(make):
+def test_tiny_batches_travel_together(make, monkeypatch):
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     loader, sent = make(Squares(), range(3000)), []
     record(loader, sent)
     assert list(loader) == [n * n for n in range(3000)]
@@ -117,7 +118,6 @@ def test_an_epoch_begins_with_what_the_last_one_found_out(chunks):
     assert chunks.sent[before] == (0, min(N, share))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False, 100])
 def test_large_batches_travel_alone(shared_memory):
     sent: list[Any] = []

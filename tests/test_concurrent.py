@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import eventually, require
+from conftest import eventually, require, variants
 
 from minloader import SKIP, BatchError, BatchTimeout, Loader, concurrent, get_worker_info
 
@@ -67,8 +67,7 @@ def readers() -> int:
     return sum(thread.name == "minloader-read" for thread in threading.enumerate())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Meeting, Awaited])
+@variants("kind", [Meeting, Awaited])
 def test_the_same_batches_for_any_number_of_workers(kind):
     """In the order of their indices; each sample has a generator of its own."""
     first, *others = (batches(concurrent(kind(), threads=4), **options) for options in WAYS)
@@ -110,7 +109,6 @@ class Failing:
         return index
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS[::2], ids=str)
 def test_errors_are_those_of_their_samples(options, caplog):
     """Of several, the first in the order of the batch is told."""
@@ -186,7 +184,6 @@ def test_wrong_arguments():
         concurrent([1], threads=0)
 
 
-@pytest.mark.slow
 def test_torchs_kind_of_loader():
     require("torch")
     from minloader.torch import DataLoader
@@ -195,7 +192,6 @@ def test_torchs_kind_of_loader():
         assert [len(batch[0]) for batch in loader] == [4, 3, 4, 4, 4, 4]
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_never_read():
     """The worker is killed, and its threads with it."""
     dataset = concurrent(Meeting(together=5), threads=5)

@@ -238,7 +238,6 @@ def test_the_batchs_generator_depends_on_its_place_alone(make):
             assert np.array_equal(batch, expected.random(4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [GlobalNoise, TorchNoise])
 def test_global_generators_are_seeded_alike(dataset):
     if dataset is TorchNoise:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import numpy as np
 import psutil
 import pytest
 import trouble
-from conftest import alive, dead_at_once, eventually, workers
+from conftest import alive, dead_at_once, eventually, variants, workers
 from helpers import SHARED, Echo, Gate, Squares
 from trouble import (
     Noisy,
@@ -49,9 +48,8 @@ from minloader._pools import cpython
 from minloader._pools import processes as spawned
 from minloader._worker import lifetimes
 
-AT_ONCE = 4.0
-"""Seconds within which a hang must be reported that ``timeout=2`` forbids."""
-
+HANG = 4.0
+"""Seconds after which a batch is taken to hang: far more than one takes on a busy machine."""
 
 NOT_OURS = Exception, KeyboardInterrupt, GeneratorExit, CancelledError, trouble.Demanding
 """Errors of the user's code."""
@@ -275,8 +273,7 @@ def test_an_item_that_fails_when_unpickled(trap, expected, text):
     assert re.search(text, str(error), re.DOTALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     ("start", "way", "num_workers"),
     [
         (SpringsWhenLoaded, EXITS, 1),
@@ -314,7 +311,6 @@ def test_a_fork_made_at_the_start_is_no_worker(start):
         assert loader.stats.replaced == 0
 
 
-@pytest.mark.slow
 def test_workers_get_ready_when_the_cause_is_gone(tmp_path):
     """Bad luck at the start is not counted against anybody, and a failed epoch is not the end."""
     bad = tmp_path / "bad"
@@ -352,7 +348,6 @@ def test_a_worker_that_dies_before_it_is_told_what_to_run(method, monkeypatch):
         assert not any(map(psutil.pid_exists, pids))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", STARTS)
 def test_workers_that_all_die_before_they_are_told_what_to_run(method, monkeypatch):
     options = {"num_workers": 1, "on_error": "skip", "mp_context": method}
@@ -368,9 +363,8 @@ def test_workers_that_all_die_before_they_are_told_what_to_run(method, monkeypat
 # --- what a dead worker leaves behind does not hide its death -----------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["fork", "multiprocessing", "detached fork"])
-@pytest.mark.parametrize("always", [False, True])
+@variants("way", ["fork", "multiprocessing", "detached fork"])
+@variants("always", [False, True])
 def test_a_fork_outlives_the_worker(way, always, tmp_path):
     """It holds open the pipe by whose end an executor knows that a worker is dead."""
     path = str(tmp_path / "end")
@@ -401,7 +395,6 @@ def groups(pids: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_no_signal_goes_to_a_pid_that_was_reaped(method, tmp_path, monkeypatch):
     """It may be another process's by then. CPython 3.15 reads ``exitcode``, which reaps, before
@@ -457,9 +450,8 @@ def assert_equal(left: Any, right: Any) -> None:
     np.testing.assert_equal(left, right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 300_000])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@variants("size", [4, 300_000])
+@variants("num_workers", [1, 2, 3])
 def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path):
     """Random data of every kind; tiny batches, and large ones in shared memory."""
     with Loader(Noisy({}, size=size), range(16), num_workers=0) as loader:
@@ -484,7 +476,6 @@ def test_a_disturbed_epoch_out_of_order(tmp_path):
         assert 1 <= loader.stats.retries <= 4
 
 
-@pytest.mark.slow
 def test_several_disturbed_epochs_at_once(tmp_path):
     """They share the workers, so each loses batches by what happens in the other."""
     dataset = Noisy({4: trouble.die, 9: trouble.die}, tmp_path)
@@ -500,7 +491,6 @@ def test_several_disturbed_epochs_at_once(tmp_path):
         assert [next(epoch, None) for epoch in epochs] == [None, None]
 
 
-@pytest.mark.slow
 def test_batches_that_are_finished_are_not_made_again(tmp_path):
     """Only what was unfinished is, and an epoch that was left does not come back."""
     calls, go = tmp_path / "calls", tmp_path / "go"
@@ -539,7 +529,6 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
 
 
-@pytest.mark.slow
 def test_two_killers_at_once(tmp_path):
     """Each has its own try."""
     script = {
@@ -573,9 +562,9 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         assert len(lines(tmp_path / "begun")) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
-def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path):
+def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path, monkeypatch):
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     deeds = {700: trouble.die}
     dataset = Noisy(deeds, None if always else tmp_path)
     with Loader(Noisy({}), range(1000), num_workers=0) as loader:
@@ -625,7 +614,6 @@ def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
         assert 1 <= loader.stats.retries <= 4
 
 
-@pytest.mark.slow
 def test_large_items_on_their_way_down(tmp_path):
     """Someone is writing to the pipe that nobody reads any more."""
     items = [bytes([n]) * 3_000_000 for n in range(8)]
@@ -635,9 +623,8 @@ def test_large_items_on_their_way_down(tmp_path):
         assert loader.stats.retries == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("on_error", ["skip", "replace", "decline", "raise another"])
-@pytest.mark.parametrize("error_type", [WorkerDied, BatchTimeout])
+@variants("on_error", ["skip", "replace", "decline", "raise another"])
+@variants("error_type", [WorkerDied, BatchTimeout])
 def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
     reports: list[BatchError] = []
 
@@ -648,7 +635,7 @@ def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
         return -1 if on_error == "replace" else minloader.SKIP
 
     step = ("die",) if error_type is WorkerDied else ("hang",)
-    options = {"num_workers": 1, "retries": 0, "timeout": 0.5}
+    options = {"num_workers": 1, "retries": 0, "timeout": HANG}
     options["on_error"] = "skip" if on_error == "skip" else handle
     with Loader(Scripted({2: [step]}), range(5), **options) as loader:
         results = outcomes(iter(loader))
@@ -668,7 +655,6 @@ def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
     assert not alive(report.pid)
 
 
-@pytest.mark.slow
 def test_each_replacement_is_logged(caplog, tmp_path):
     dataset = Noisy({3: trouble.die, 6: trouble.Exit(9)}, tmp_path)
     with caplog.at_level(logging.INFO, "minloader"), Loader(dataset, range(9)) as loader:
@@ -734,17 +720,14 @@ HANGS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", HANGS)
+@variants("way", HANGS)
 def test_a_hang_is_found_and_shown(way):
     function, line = HANGS[way]
-    with Loader(Zoo(function), range(6), num_workers=2, timeout=2, retries=0) as loader:
+    with Loader(Zoo(function), range(6), num_workers=2, timeout=HANG, retries=0) as loader:
         batches = iter(loader)
         before = [int(next(batches)[0][0]) for _ in range(2)]
-        begin = time.monotonic()
         with pytest.raises(BatchTimeout) as caught:
             next(batches)
-        assert time.monotonic() - begin < AT_ONCE
         assert before + [int(array[0]) for array, _ in batches] == [0, 1, 3, 4, 5]
     error = caught.value
     assert (error.ordinal, error.epoch, error.item) == (2, 0, 2)
@@ -765,27 +748,26 @@ def test_a_hang_is_found_and_shown(way):
 def test_what_a_hung_worker_started_is_killed(tmp_path):
     path = tmp_path / "pids"
     dataset = Scripted({1: [("call", trouble.starts_children, path)]})
-    with Loader(dataset, range(3), num_workers=1, timeout=1, retries=0) as loader:
+    with Loader(dataset, range(3), num_workers=1, timeout=HANG, retries=0) as loader:
         first, error, last = outcomes(iter(loader))
         assert (first, type(error), last) == (0, BatchTimeout, 2)
         children = list(map(int, lines(path)))
         assert len(children) == 2
-        assert eventually(lambda: not any(map(alive, children)), 2)
+        assert eventually(lambda: not any(map(alive, children)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [trouble.hang, trouble.holds_the_interpreter, trouble.stops])
+@variants("way", [trouble.hang, trouble.holds_the_interpreter, trouble.stops])
 def test_a_batch_that_hangs_once_is_made_again(way, tmp_path):
     with Loader(Noisy({}), range(10), num_workers=0) as loader:
         expected = list(loader)
     dataset = Noisy({4: way}, tmp_path)
-    with Loader(dataset, range(10), num_workers=2, timeout=1, retries=1) as loader:
+    with Loader(dataset, range(10), num_workers=2, timeout=HANG, retries=1) as loader:
         assert_equal(list(loader), expected)
         assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
 
 
 def test_a_hang_that_uses_up_its_tries(caplog):
-    with Loader(Scripted({1: [("hang",)]}), range(3), timeout=0.5, retries=2) as loader:
+    with Loader(Scripted({1: [("hang",)]}), range(3), timeout=HANG, retries=2) as loader:
         first, error, last = outcomes(iter(loader))
         assert (first, type(error), last) == (0, BatchTimeout, 2)
         assert "took longer than timeout allows (tried 3 times)" in str(error)
@@ -794,9 +776,10 @@ def test_a_hang_that_uses_up_its_tries(caplog):
     assert len(caplog.messages) == 3
 
 
-def test_a_hang_in_the_middle_of_a_chunk():
+def test_a_hang_in_the_middle_of_a_chunk(monkeypatch):
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     dataset = Noisy({700: trouble.hang})
-    with Loader(dataset, range(1000), num_workers=1, timeout=1, retries=0) as loader:
+    with Loader(dataset, range(1000), num_workers=1, timeout=HANG, retries=0) as loader:
         batches = iter(loader)
         assert [next(batches)[0] for _ in range(600)] == list(range(600))
         assert loader.stats.chunk_size > 1
@@ -806,10 +789,9 @@ def test_a_hang_in_the_middle_of_a_chunk():
         assert (type(error), error.ordinal, error.item) == (BatchTimeout, 700, 700)
 
 
-@pytest.mark.slow
 def test_two_workers_hang_at_once():
     script = {0: [("hang",)], 1: [("hang",)]}
-    with Loader(Scripted(script), range(4), num_workers=2, timeout=2, retries=0) as loader:
+    with Loader(Scripted(script), range(4), num_workers=2, timeout=HANG, retries=0) as loader:
         loader.start()
         results = outcomes(iter(loader))
         assert [type(error) for error in results[:2]] == [BatchTimeout] * 2
@@ -820,55 +802,52 @@ def test_two_workers_hang_at_once():
 
 def test_a_hang_found_out_of_order():
     dataset = Scripted({0: [("hang",)]})
-    options = {"num_workers": 2, "timeout": 1, "retries": 0, "in_order": False}
+    options = {"num_workers": 2, "timeout": HANG, "retries": 0, "in_order": False}
     with Loader(dataset, range(6), **options) as loader:
         *batches, error = outcomes(iter(loader))
         assert sorted(batches) == [1, 2, 3, 4, 5]
         assert type(error) is BatchTimeout
 
 
-@pytest.mark.slow
 def test_time_in_the_queue_and_at_the_start_does_not_count():
-    dataset = trouble.Slow(0.3, start=1.5)
-    with Loader(dataset, range(6), num_workers=1, prefetch_factor=6, timeout=1) as loader:
+    dataset = trouble.Slow(HANG / 4, start=1.25 * HANG)
+    with Loader(dataset, range(6), num_workers=1, prefetch_factor=6, timeout=HANG) as loader:
         assert list(loader) == list(range(6))
         assert loader.stats.replaced == 0
 
 
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
     """The time is each batch's own."""
-    script = {n: [("once", tmp_path / f"{n}", ("work", 0.15))] for n in range(300, 306)}
-    with Loader(Scripted(script), range(400), num_workers=1, timeout=0.5) as loader:
+    script = {n: [("once", tmp_path / f"{n}", ("work", HANG / 4))] for n in range(300, 306)}
+    with Loader(Scripted(script), range(400), num_workers=1, timeout=HANG) as loader:
         assert list(loader) == list(range(400))
         assert loader.stats.replaced == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", [False, True])
+@variants("shared_memory", [False, True])
 def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
     """It even holds the interpreter, so that nobody takes the replies: they are made all the same.
 
     Replies of that size do not fit into a pipe.
     """
-    options = {"num_workers": 2, "timeout": 1.5, "retries": 0, "shared_memory": shared_memory}
+    options = {"num_workers": 2, "timeout": HANG, "retries": 0, "shared_memory": shared_memory}
     with Loader(trouble.Large(8_000_000), range(12), **options) as loader:
         for n, batch in enumerate(loader):
             assert batch == bytes([n]) * 8_000_000
             if n in (2, 6):
-                ctypes.PyDLL(None).usleep(1_900_000)
+                ctypes.PyDLL(None).usleep(int(1.25e6 * HANG))
         assert loader.stats.replaced == 0
 
 
-@pytest.mark.slow
 def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
     """The executor's own thread is held up, so that the worker waits with its reply."""
-    options = {"num_workers": 1, "timeout": 0.3, "retries": 0, "shared_memory": False}
+    options = {"num_workers": 1, "timeout": HANG, "retries": 0, "shared_memory": False}
     gate, never = tmp_path / "gate", threading.Event()
     with Loader(trouble.Large(8_000_000), range(8), **options) as loader:
         batches = iter(loader)
         next(batches)
         held = inspect(loader).executors[-1].submit(Gate(str(gate)).__getitem__, 0)
-        held.add_done_callback(lambda _: never.wait(1.5))
+        held.add_done_callback(lambda _: never.wait(1.25 * HANG))
         gate.touch()
         assert [batch[0] for batch in batches] == [1, 2, 3, 4, 5, 6, 7]
         assert loader.stats.replaced == 0
@@ -876,15 +855,13 @@ def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
 
 def test_threads_that_hang_are_left_alone():
     trouble.RELEASED.clear()
-    options = {"executor": "thread", "num_workers": 2, "timeout": 1}
+    options = {"executor": "thread", "num_workers": 2, "timeout": HANG}
     try:
         with Loader(trouble.Stuck(), range(8), **options) as loader:
             batches = iter(loader)
             assert [next(batches), next(batches)] == [0, 1]
-            begin = time.monotonic()
             with pytest.raises(BatchTimeout) as caught:
                 next(batches)
-            assert time.monotonic() - begin < AT_ONCE
             line = line_of(trouble.Stuck.__getitem__, "RELEASED.wait()")
             assert f'trouble.py", line {line} in __getitem__' in caught.value.stack
             assert (caught.value.ordinal, caught.value.item) == (2, 2)
@@ -898,7 +875,7 @@ def test_threads_that_hang_are_left_alone():
 
 def test_all_threads_hang(caplog):
     trouble.RELEASED.clear()
-    options = {"executor": "thread", "num_workers": 2, "timeout": 0.5, "on_error": "skip"}
+    options = {"executor": "thread", "num_workers": 2, "timeout": HANG, "on_error": "skip"}
     try:
         with Loader(trouble.Stuck(), [2, 2, 3, 2, 4], **options) as loader:
             assert list(loader) == [9, 16]
@@ -943,8 +920,7 @@ def test_wrong_arguments_for_a_foreign_executor():
 # --- in the middle of a message ------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@variants("num_workers", [1, 2])
 def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
     """The executor waits for the rest of it, and would for ever."""
     init = trouble.DiesSending(tmp_path / "did")
@@ -957,7 +933,6 @@ def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
 
 
-@pytest.mark.slow
 def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
     init = trouble.DiesSending(tmp_path / "did")
     options = {"worker_init_fn": init, "shared_memory": False}
@@ -965,14 +940,11 @@ def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
         loader.start()
         batches = iter(loader)
         assert eventually(lambda: workers(loader)[0].exitcode is not None)
-        begin = time.monotonic()
         loader.close()
-        assert time.monotonic() - begin < 2
         with pytest.raises(RuntimeError, match="this Loader is closed"):
             next(batches)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reads", [0, 1])
 def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
     """Before it knows what it would have made, or with half of it."""
@@ -984,7 +956,6 @@ def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
 
 
-@pytest.mark.slow
 def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
     """The executor takes no more tasks, since its workers have grown too large."""
     init = trouble.DiesSending(tmp_path / "did", least=3_000_000)
@@ -1193,7 +1164,6 @@ def base() -> int:
     return int(memory)
 
 
-@pytest.mark.slow
 def test_workers_that_leak_are_replaced(caplog):
     leak = 8_000_000
     with Loader(Noisy({}), range(20), num_workers=0) as loader:
@@ -1222,7 +1192,6 @@ def test_a_limit_below_what_a_start_takes():
         assert loader.stats.replaced == 0
 
 
-@pytest.mark.slow
 def test_a_death_leaves_the_programs_of_new_workers_alone(tmp_path):
     """While a worker of the old ones dies, the new ones' batches run programs."""
     script: dict[int, list[Any]] = {n: [("work", 0.01)] for n in range(8)}
@@ -1267,7 +1236,6 @@ with Loader(Greedy(), [1000, 2_000_000_000, 2000], retries=1) as loader:
 """
 
 
-@pytest.mark.slow
 def test_out_of_memory_in_a_control_group(small_group):
     folder, limit = small_group
     result = subprocess.run(

@@ -23,7 +23,7 @@ import numpy as np
 import patients
 import psutil
 import pytest
-from conftest import eventually
+from conftest import eventually, require
 
 from minloader import Loader
 from minloader._insight.counters import Stats
@@ -108,6 +108,7 @@ def is_leaking(report: Report) -> bool:
 # --- verdicts
 
 
+@pytest.mark.slow
 def test_a_healthy_loader():
     """More workers help, so the most that were tried are recommended."""
     shares, texts = [], []
@@ -156,6 +157,7 @@ def test_a_healthy_loader():
     assert len({line.removesuffix("  <--").__len__() for line in table}) == 1  # aligned
 
 
+@pytest.mark.slow
 def test_all_that_a_dataset_may_keep():
     report = examined(
         lambda: Loader(patients.Ill(), shuffle=True),
@@ -175,6 +177,7 @@ def test_all_that_a_dataset_may_keep():
     assert "this process" not in report.leaking.text
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
     """In a process with much free memory, where what is kept would go unseen."""
     *holes, last = [np.ones(12_500) for _ in range(4000)]
@@ -192,6 +195,7 @@ def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
     assert "worker 0" not in report.leaking.text
 
 
+@pytest.mark.slow
 def test_a_cache_is_no_leak():
     """Not when it is full; while it fills, it cannot be told from one."""
     report = quick(lambda: Loader(patients.Caching(40), shuffle=True), workers=[1])
@@ -205,10 +209,12 @@ def test_a_cache_is_no_leak():
     assert "a cache is still being filled" in report.leaking.text
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_each_other():
     serialized(lambda: Loader(patients.Locked()), "a lock that they share")
 
 
+@pytest.mark.slow
 def test_threads_and_one_processor():
     def threads() -> Loader:
         return Loader(patients.Computing(), executor="thread")
@@ -223,6 +229,7 @@ def test_threads_and_one_processor():
         os.sched_setaffinity(0, before)
 
 
+@pytest.mark.slow
 def test_a_stream_has_its_shards():
     examined(
         lambda num_workers: Loader(patients.Stream(), num_workers=num_workers),
@@ -263,6 +270,7 @@ def test_why_more_workers_do_not_help(
     assert ("lock" in verdict.text) == ("asleep" in spent)
 
 
+@pytest.mark.slow
 def test_programs_that_a_dataset_starts_count():
     """Each batch takes two processors, and there are two."""
     before = os.sched_getaffinity(0)
@@ -346,7 +354,6 @@ def test_it_takes_as_long_as_was_said(start: float, batch: float, monkeypatch: p
         assert 0.75 < (now[0] - said[0]) / said[1] < 1.25
 
 
-@pytest.mark.slow
 def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Schedule, "is_over", lambda schedule, workers: True)
     report = quick(lambda: Loader(patients.Healthy()), workers=[0], seconds=0.1)
@@ -359,6 +366,7 @@ def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
 # --- settings
 
 
+@pytest.mark.slow
 def test_the_step_decides_how_many_workers_are_enough():
     report = examined(
         lambda: Loader(patients.Unlike()),
@@ -399,8 +407,9 @@ def test_one_epoch_and_an_executor_of_ones_own():
 # --- torch's DataLoader
 
 
+@pytest.mark.slow
 def test_a_data_loader_of_torchs_kind():
-    pytest.importorskip("torch")
+    require("torch")
     from minloader.torch import DataLoader
 
     report = quick(
@@ -417,8 +426,9 @@ def test_a_data_loader_of_torchs_kind():
     assert "the sampler" not in report.bottleneck
 
 
+@pytest.mark.slow
 def test_a_stream_of_torchs_kind():
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from minloader.torch import DataLoader
 
     class Numbers(torch.utils.data.IterableDataset):  # type: ignore[misc]
@@ -433,7 +443,7 @@ def test_a_stream_of_torchs_kind():
 
 
 def test_the_order_of_torchs_samplers_follows_from_the_epoch():
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from minloader.torch import DataLoader
 
     def orders(**options: Any) -> list[Any]:
@@ -457,7 +467,7 @@ def test_the_order_of_torchs_samplers_follows_from_the_epoch():
 
 
 def test_torchs_own_loader_has_a_stand_in():
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     with pytest.raises(TypeError, match=r"import DataLoader from minloader\.torch instead"):
         quick(lambda: torch.utils.data.DataLoader([1, 2]))
 
@@ -466,9 +476,12 @@ def test_torchs_own_loader_has_a_stand_in():
 
 
 def test_what_grew_is_told_with_an_error():
-    with pytest.raises(OSError, match="no more") as caught:
-        quick(lambda: Loader(patients.Failing()), workers=[1], seconds=1)
-    assert any("until then worker 0 had" in note for note in caught.value.__notes__)
+    def is_told() -> bool:
+        with pytest.raises(OSError, match="no more") as caught:
+            quick(lambda: Loader(patients.Failing()), workers=[1], seconds=1)
+        return any("until then worker 0 had" in note for note in caught.value.__notes__)
+
+    assert eventually(is_told)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +502,6 @@ def test_wrong_arguments(make: Any, options: dict[str, Any], message: str):
         quick(make, **options)
 
 
-@pytest.mark.slow
 def test_a_loader_must_be_new():
     with (
         Loader(list(range(9))) as loader,
@@ -555,7 +567,7 @@ def test_the_command(tmp_path: Path):
     )
     os.close(theirs)
     shown = read_all(ours)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=250)
     assert process.returncode == 0, shown
     found = json.loads((tmp_path / "report.json").read_text())
     assert [row["num_workers"] for row in found["rows"]][:2] == [0, 1]
@@ -617,6 +629,6 @@ def test_ctrl_c(tmp_path: Path):
     workers = eventually(lambda: [each for each in itself.children() if each.num_threads() > 1])
     assert workers
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=250)
     assert (process.returncode, out, err) == (130, "", "")
     assert eventually(lambda: not any(worker.is_running() for worker in workers))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, making, workers
+from conftest import alive, eventually, making, variants, workers
 from helpers import Squares, TwoArguments
 from raising import (
     FailsToLoad,
@@ -190,9 +190,8 @@ def test_a_dataset_that_fails_to_load(across):
 # --- a worker that dies ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("retries", [0, 1, 3])
+@variants("num_workers", [1, 2])
+@variants("retries", [0, 1, 3])
 def test_a_batch_that_always_kills_its_worker(num_workers, retries):
     with Loader(kill_self, range(10), num_workers=num_workers, retries=retries) as loader:
         batches = iter(loader)
@@ -218,7 +217,6 @@ def test_workers_killed_between_epochs_are_replaced():
         assert list(loader) == [i * i for i in range(6)]
 
 
-@pytest.mark.slow
 def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
     """On CPython 3.11 the executor's manager died of cancelled futures, and nothing went on."""
     with Loader(Squares(1000, delay=0.2), num_workers=1, prefetch_factor=16) as loader:
@@ -234,7 +232,6 @@ def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
         assert next(iter(loader)) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["go on", "close"])
 def test_a_death_beside_a_worker_that_ignores_sigterm(end):
     """From CPython 3.12 the executor waits for it, and holds the lock that shutdown() needs."""

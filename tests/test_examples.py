@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import eventually, require
+from conftest import eventually, require, variants
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def run_example(name: str, *arguments: object, cwd: Path) -> subprocess.Complete
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=100,  # only so that a hang fails the test
+        timeout=250,  # only so that a hang fails the test
         check=False,
     )
 
@@ -46,6 +46,7 @@ def number(text: str) -> float:
 # --- quickstart --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     require("tqdm")
     budget = 65_536
@@ -74,6 +75,7 @@ def test_quickstart(tmp_path: Path) -> None:
 # --- mixture_text ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mixture_is_killed_and_goes_on(tmp_path: Path) -> None:
     done = run_example("mixture_text.py", cwd=tmp_path)
     assert_clean(done)
@@ -122,9 +124,10 @@ def write_flac(path: Path, seconds: float) -> None:
     write_wav(path.with_suffix(".wav"), seconds)
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-v", "error", "-i"]
     command += [str(path.with_suffix(".wav")), str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_audio_of_its_own(tmp_path: Path) -> None:
     require("tqdm")
     require("imageio_ffmpeg")
@@ -168,7 +171,7 @@ def assert_blamed(done: subprocess.CompletedProcess[str], name: str, *texts: str
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@variants("workers", [0, 2])
 def test_audio_that_breaks_off_is_named(tmp_path: Path, workers: int) -> None:
     """It starts well, so that only a worker finds out."""
     require("tqdm")

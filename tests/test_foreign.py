@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, require
+from conftest import eventually, lacking, require
 from helpers import Echo
 
 from minloader import Loader, get_worker_info
@@ -325,14 +325,13 @@ def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
         [*(launcher or [sys.executable]), str(path)],
         capture_output=True,
         text=True,
-        timeout=100,  # only so that a hang fails the test
+        timeout=250,  # only so that a hang fails the test
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
-@pytest.mark.slow
 def test_loky(tmp_path):
     require("loky")
     assert run_program(tmp_path, LOKY) == "mapped\n"
@@ -343,19 +342,17 @@ def mpiexec() -> str:
     require("mpi4py")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     found = shutil.which("mpiexec", path=path)
-    return found or pytest.skip("there is no mpiexec")
+    return found or lacking("mpiexec")
 
 
 WORKER = [sys.executable, "-m", "mpi4py.futures"]
 
 
-@pytest.mark.slow
 def test_mpi(tmp_path):
     launcher = [mpiexec(), "-n", "3", *WORKER]
     assert run_program(tmp_path, MPI, *launcher) == "mapped\n"
 
 
-@pytest.mark.slow
 def test_mpi_workers_that_do_not_find_the_file(tmp_path):
     """As on another machine."""
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)

@@ -365,7 +365,7 @@ def test_round_trip_in_a_new_process(
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,  # only so that a hang fails the test
+        timeout=250,  # only so that a hang fails the test
         check=False,
     )
     assert done.stderr.decode() == ""

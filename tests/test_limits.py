@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import variants
 
 import minloader
 from minloader._memory.limits import free_memory, memory_limit, processors, remedy
@@ -104,7 +105,7 @@ with Loader(np.ones, [1_000_000] * 8, num_workers=1) as loader:
 """
 
 
-@pytest.mark.parametrize("size", [280 << 20, 500 << 20])
+@variants("size", [280 << 20, 500 << 20])
 def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path, size):
     """Twice: the kernel takes a file for one in use then, unless it does not fit."""
     folder, limit = small_group
@@ -115,7 +116,7 @@ def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path
         [sys.executable, "-c", STREAMER, str(folder), str(large)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.stderr == ""
@@ -134,7 +135,7 @@ def python(code: str, *before: str) -> str:
         [*before, sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.stderr == ""

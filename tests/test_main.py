@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import require
+from conftest import require, variants
 
 import minloader
 
@@ -83,7 +83,7 @@ print(values)
 EXPECTED = "main runs\n[100, 101, 102, 'Refused(1)', 101, 105]\n"
 
 
-@pytest.mark.parametrize("way", ["script", "-c", "-m", "stdin", "fork", "forkserver"])
+@variants("way", ["script", "-c", "-m", "stdin", "fork", "forkserver"])
 def test_plain_programs(way, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -102,7 +102,7 @@ def test_plain_programs(way, tmp_path):
         input=given,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         cwd=tmp_path,
         env=_environment(),
     )
@@ -325,7 +325,7 @@ def run(program, folder, *options):
     (folder / "package" / "program.py").write_text(program)
     command = [sys.executable, *options, "-m", "package.program"]
     streams = {"capture_output": True, "text": True}
-    result = subprocess.run(command, **streams, timeout=60, cwd=folder, env=_environment())
+    result = subprocess.run(command, **streams, timeout=250, cwd=folder, env=_environment())
     assert result.stderr == ""
     assert (result.stdout, result.returncode) == ("well\n", 0)
 
@@ -381,7 +381,7 @@ def test_notebook(tmp_path):
         [sys.executable, "-c", EXECUTE, tmp_path / "notebook.ipynb"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=_environment(),
     )
     assert (result.stdout, result.returncode) == (EXPECTED + "[107]\n", 0), result.stderr

@@ -87,7 +87,6 @@ def test_epochs_in_several_threads():
         assert loader.epoch == 3
 
 
-@pytest.mark.slow
 def test_a_stream_in_several_threads():
     with Loader(Numbers(N), num_workers=2) as loader:
         assert sorted(chain(*take_in_threads(iter(loader)))) == sorted([*range(N)] * 2)
@@ -507,7 +506,6 @@ def test_batches_of_what_a_sampler_gives():
         Loader(Squares(), range(10), batch_size=4)
 
 
-@pytest.mark.slow
 def test_a_data_frame_is_told_from_a_dataset():
     frame = require("pandas").DataFrame({"x": [1, 2]})
     text = r"dataset is a DataFrame of pandas, .* function of row numbers, such as lambda rows"

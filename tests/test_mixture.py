@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import variants
 from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -914,9 +915,8 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exact", "random", "dynamic", "permutation", "packed"])
-@pytest.mark.parametrize("way", WAYS)
+@variants("kind", ["exact", "random", "dynamic", "permutation", "packed"])
+@variants("way", WAYS)
 def test_a_loader_goes_on_at_every_batch(monkeypatch, kind, way):
     monkeypatch.setattr(dynamic, "WINDOW", 64)
     for rank, world_size in [(0, 1), (1, 2), (3, 4)]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import require, variants
 from helpers import SelfIterating, Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,7 +127,6 @@ test_every_sample_once_in_rows_that_hold_it = invariant(PLANS(check_plan))
 test_so_it_is_for_many_more = pytest.mark.slow(thorough(PLANS(check_plan)))
 
 
-@pytest.mark.slow
 @invariant
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=60),
@@ -444,8 +443,7 @@ def test_a_state_of_one_rank_restores_every_position_of_all(kind, world_size):
         assert resumed.dropped == last.dropped
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     "options",
     [{"num_workers": 0}, {"num_workers": 3, "executor": "thread"}, {"num_workers": 2}],
     ids=["inline", "thread", "process"],
@@ -623,8 +621,7 @@ def test_a_sampler_of_items_that_fails_or_is_empty():
         PackedBatchSampler([1], 5, sampler=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     "options",
     [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}, {"num_workers": 2}],
     ids=["inline", "thread", "process"],

@@ -92,6 +92,7 @@ def scores(order: np.ndarray) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "orders"),
     [

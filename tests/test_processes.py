@@ -32,7 +32,7 @@ from children import (
     run_subprocess,
     wait_for_release,
 )
-from conftest import alive, belongings, eventually, workers
+from conftest import alive, belongings, eventually, variants, workers
 from helpers import Gate, Squares, Whereabouts
 
 import minloader
@@ -42,15 +42,15 @@ from minloader._pools import fork_server
 from minloader._worker import lifetimes
 from minloader._worker.messages import Task
 
-PROMISE = 2.0
-"""Seconds within which everything must be gone."""
+AT_LAST = 60.0
+"""Seconds within which everything must be gone: two are promised, on a machine that is not busy.
+What is left here would wait for ten minutes."""
 
 
 # --- what a worker may do --------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     ("work", "expected"),
     [
         (run_subprocess, ["0", "3", "6", "9"]),
@@ -73,7 +73,6 @@ def test_start_methods(method):
         multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
-@pytest.mark.slow
 def test_a_fork_server_imports_what_the_job_needs(tmp_path):
     """Once: for a worker, for the one that replaces it, and for those of the next loader."""
     (tmp_path / "heavy.py").write_text(
@@ -119,7 +118,7 @@ assert threads == "1" and "OMP_NUM_THREADS" not in os.environ
         env=environment | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (done.stdout, done.stderr.count("Error")) == ("main runs\n", 0), done.stderr
@@ -150,15 +149,14 @@ class Pickled:
         return int, ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("thread", ["manager", "feeder"])
+@variants("thread", ["manager", "feeder"])
 def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thread):
     """The garbage collector comes in any thread, also in the executor's own: another one closes."""
     gate, dropped, collected = tmp_path / "gate", threading.Event(), threading.Event()
     threads = []
 
     def collect(future: Any = None) -> None:
-        dropped.wait(10)
+        dropped.wait(60)
         gc.collect()
         threads.extend(thread.name for thread in threading.enumerate())
         collected.set()
@@ -179,7 +177,7 @@ def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thr
         del loader, batches, cycle
         dropped.set()
         gate.touch()
-        assert collected.wait(10)
+        assert collected.wait(60)
     finally:
         gc.enable()
     assert "minloader-close" in threads  # it waits for workers, so that it cannot have ended
@@ -259,7 +257,7 @@ def run_program(
     def stuck() -> bool:
         return len(list(folder.glob("*.json"))) == 2 or program.poll() is not None
 
-    assert eventually(stuck, 30)
+    assert eventually(stuck)
     pids = [pid for path in folder.glob("*.json") for pid in json.loads(path.read_text())]
     for pid in list(pids):
         if alive(pid):
@@ -270,8 +268,8 @@ def run_program(
 def assert_gone(program: subprocess.Popen[str], pids: list[int]) -> tuple[int, str]:
     """All of them end within the promise; gives the program's exit code and errors."""
     try:
-        _, errors = program.communicate(timeout=PROMISE)
-        left = eventually(lambda: not any(map(alive, pids)), PROMISE)
+        _, errors = program.communicate(timeout=AT_LAST)
+        left = eventually(lambda: not any(map(alive, pids)))
         assert left, [pid for pid in pids if alive(pid)]
         return program.returncode, errors
     finally:
@@ -281,8 +279,8 @@ def assert_gone(program: subprocess.Popen[str], pids: list[int]) -> tuple[int, s
         program.wait()
 
 
-@pytest.mark.parametrize("hang", HANGS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@variants("hang", HANGS)
+@variants("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_parent_is_killed(tmp_path, number, hang):
     program, pids = run_program(tmp_path, "next(batches)", hang)
     assert len(pids) >= 8
@@ -294,24 +292,27 @@ def test_the_parent_is_killed(tmp_path, number, hang):
     assert "leaked semaphore" in errors or not errors
 
 
-@pytest.mark.slow
 def test_the_parent_is_killed_while_a_fork_of_it_lives(tmp_path):
     """The fork holds every pipe of the parent open, so that no end of file tells of its death."""
     end = """
-if os.fork() == 0:
+fork = os.fork()
+if fork == 0:
     os.close(1), os.close(2)
-    signal.alarm(5)
+    signal.alarm(600)
     signal.pause()
+with open(os.path.join(sys.argv[1], "fork"), "w") as file:
+    print(fork, file=file)
 next(batches)"""
     program, pids = run_program(tmp_path, end)
-    assert eventually(lambda: len(psutil.Process(program.pid).children()) == 4)  # and a tracker
+    path = tmp_path / "fork"
+    fork = int(eventually(lambda: path.exists() and path.read_text().strip()))
     program.kill()
     try:
-        assert eventually(lambda: not any(map(alive, pids)), PROMISE)
+        assert eventually(lambda: not any(map(alive, pids)))
     finally:
-        for pid in filter(alive, pids):
+        for pid in filter(alive, [fork, *pids]):
             os.kill(pid, signal.SIGKILL)
-        program.communicate()  # until the fork's alarm
+        program.communicate()
 
 
 def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatch):
@@ -334,8 +335,7 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     assert all(seen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hang", HANGS)
+@variants("hang", HANGS)
 def test_ctrl_c(tmp_path, hang):
     program, pids = run_program(tmp_path, "next(batches)", hang)
     os.killpg(program.pid, signal.SIGINT)
@@ -355,7 +355,7 @@ def test_impatient_ctrl_c(tmp_path):
             os.killpg(program.pid, signal.SIGINT)
         return program.poll() is not None
 
-    eventually(ended, PROMISE)
+    eventually(ended)
     assert_gone(program, pids)
 
 
@@ -374,7 +374,6 @@ loader.close()"""
     assert errors.count("Traceback") == 1
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_workers_start():
     """They are hit by the terminal's signal before they have a process group of their own."""
     code = """
@@ -394,14 +393,13 @@ print(list(loader))
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         start_new_session=True,
     )
     assert (result.stdout, result.stderr) == ("['0', '1', '2', '3']\n", "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     ("end", "code", "error"),
     [
         ("", 0, ""),
@@ -422,7 +420,6 @@ def test_the_program_ends(tmp_path, end, code, error):
     assert errors.count("Traceback") == bool(error)
 
 
-@pytest.mark.slow
 def test_threads_do_not_hold_up_the_exit(tmp_path):
     code = """
 import threading
@@ -436,7 +433,7 @@ batches = iter(loader)
 begun.wait()
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
@@ -464,7 +461,7 @@ def test_garbage_collection_ends_the_workers():
     assert all(map(alive, pids))
     del loader
     gc.collect()
-    assert eventually(lambda: not any(map(alive, pids)), PROMISE)
+    assert eventually(lambda: not any(map(alive, pids)))
 
 
 def test_a_handled_error_does_not_keep_the_loader():
@@ -480,7 +477,7 @@ def test_a_handled_error_does_not_keep_the_loader():
         assert next(batches) == 3
         pid = process.pid
         del loader, batches, process
-        assert eventually(lambda: not alive(pid), PROMISE)
+        assert eventually(lambda: not alive(pid))
     finally:
         gc.enable()
 
@@ -495,7 +492,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
         assert eventually(lambda: len(list(tmp_path.iterdir())) == 2)
         loader.close()
         with pytest.raises(RuntimeError, match="this Loader is closed"):
-            waiting.result(PROMISE)
+            waiting.result(AT_LAST)
     if executor == "process":  # a consumer that was just past the check
         with pytest.raises(RuntimeError, match="closed"):
             inspect(loader).pools[0].submit(Task(0, 0, b""))
@@ -503,7 +500,6 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
     RELEASE.clear()
 
 
-@pytest.mark.slow
 def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
     batches = []
     for batch in Loader(Squares(20), num_workers=2):
@@ -517,7 +513,7 @@ def test_a_worker_leaves_in_good_order(tmp_path):
     with Loader(register_exit, [str(tmp_path)], num_workers=1) as loader:
         (child,) = loader
     assert (tmp_path / "left").exists()
-    assert eventually(lambda: not alive(child), PROMISE)
+    assert eventually(lambda: not alive(child))
 
 
 def test_what_a_killed_worker_started_is_killed():
@@ -527,7 +523,7 @@ def test_what_a_killed_worker_started_is_killed():
             next(iter(loader))
         child = int(path.read_text())
         path.unlink()
-        assert eventually(lambda: not alive(child), PROMISE)
+        assert eventually(lambda: not alive(child))
 
 
 def used(loader: Loader) -> list[Any]:
@@ -590,7 +586,7 @@ def test_other_processes_still_get_their_main_module(tmp_path):
         "    p.start(); p.join()\n"
     )
     result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr) == ("['1']\nf of __mp_main__\n", "")
 
@@ -608,7 +604,7 @@ def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
         "    print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=250
     )
     assert (result.stdout, result.stderr) == ("f of __mp_main__\n[None]\n", "")
 
@@ -624,8 +620,7 @@ def close_early(loader: Loader) -> None:
     loader.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", [list, leave_early, close_early])
+@variants("use", [list, leave_early, close_early])
 def test_nothing_is_left_to_the_garbage_collector(use):
     """A pool in a cycle has semaphores, whose end CPython 3.12 refuses if it comes while others
     are being made: they are counted by the same resource tracker."""

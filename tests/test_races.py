@@ -217,7 +217,7 @@ def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
         env={**os.environ, "PYTHONPATH": str(Path(minloader.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

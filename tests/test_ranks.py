@@ -448,7 +448,6 @@ def size_of(sampler: Any) -> int | None:
         return None
 
 
-@pytest.mark.slow
 @invariant
 @given(kind=st.one_of(batch_samplers(), dynamic_samplers()), epoch=st.integers(0, 3))
 def test_a_state_restores_every_position(kind, epoch):
@@ -719,7 +718,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_four_processes():
     processes = [
         subprocess.Popen(
@@ -731,7 +729,7 @@ def test_four_processes():
         )
         for rank in range(4)
     ]
-    outcomes = [process.communicate(timeout=100) for process in processes]
+    outcomes = [process.communicate(timeout=250) for process in processes]
     assert [error for _, error in outcomes] == [""] * 4
     ranks = [json.loads(output) for output, _ in outcomes]
 

@@ -19,7 +19,7 @@ def test_the_quickstart_runs_as_a_plain_script(tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert result.stderr == ""
     lines = result.stdout.splitlines()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from conftest import variants
 
 from minloader import Loader
 from minloader._worker import seeds
@@ -79,7 +80,7 @@ class Holder:
         return item() if callable(item) else self.function()
 
 
-@pytest.mark.parametrize("module", ["random", "numpy.random"])
+@variants("module", ["random", "numpy.random"])
 @pytest.mark.parametrize("in_items", [False, True])
 def test_a_function_that_is_sent_draws_from_the_workers_generator(module, in_items):
     function = importlib.import_module(module).random

@@ -170,7 +170,6 @@ def test_frames_of_polars_are_shared():
         assert list(loader) == [(frame.row(0), True), (frame.row(99_999), True)]
 
 
-@pytest.mark.slow
 def test_frames_that_arrow_would_change_come_as_they_are():
     polars = require("polars")
     require("pyarrow")

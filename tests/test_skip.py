@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import require, variants
 from helpers import once_in
 
 from minloader import SKIP, BatchSampler, Loader, get_worker_info
@@ -147,7 +147,7 @@ def test_the_same_after_a_kill(tmp_path):
         assert (loader.stats.replaced, loader.stats.skipped_samples) == (1, 4)
 
 
-@pytest.mark.parametrize("k", range(4))
+@variants("k", range(4))
 def test_the_same_after_a_resume(make, k):
     with make(Readings(), batch_size=3) as loader:
         whole = lists(loader)

@@ -21,7 +21,7 @@ import helpers
 import numpy as np
 import psutil
 import pytest
-from conftest import eventually, require, workers
+from conftest import eventually, require, variants, workers
 from helpers import (
     SHARED,
     Forker,
@@ -147,7 +147,7 @@ def python(code: str, *before: str) -> str:
         env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -248,7 +248,6 @@ def test_whatever_is_sent_arrives_and_is_private(make):
     assert loader.stats.overflowed == 0
 
 
-@pytest.mark.slow
 def test_tensors_arrive_as_they_were():
     torch = require("torch")
     items = [
@@ -291,8 +290,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@variants(
     ("kind", "size"),
     [("arrays", 20_000), ("arrays", 240_000), ("buffers", 240_000), ("tensors", 240_000)],
 )
@@ -338,7 +336,6 @@ def test_slots_are_used_again_when_nothing_is_kept():
         assert loader.stats.slot_bytes <= 6 * 3 * slot_writer.GRAIN
 
 
-@pytest.mark.slow
 def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     """Garbage is collected when it likes; here it is whenever a slot is closed."""
     retire = slots.Slot.retire
@@ -359,7 +356,6 @@ def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     assert bench.pool.used == (0, 0)
 
 
-@pytest.mark.slow
 def test_nothing_accumulates():
     def held(loader: Loader) -> list[int]:
         """Descriptors but for slots, threads; and the same of the workers."""
@@ -532,8 +528,7 @@ def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     libc.munmap(start + slot_writer.GRAIN, more)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3_000, 60_000])
+@variants("size", [3_000, 60_000])
 def test_what_a_dataset_keeps_is_its_own(bench, size):
     dataset = Keeper(size)
     batches = [*bench.trip(dataset, [0, 1, 2])]
@@ -597,7 +592,6 @@ def test_collated_batches_are_born_in_the_slot(bench, collate_fn):
     assert writer.used == used
 
 
-@pytest.mark.slow
 def test_a_fork_of_a_worker_has_no_share_in_its_slot():
     with Loader(fork_and_fill, range(1, 5)) as loader:
         for n, (ours, theirs) in enumerate(loader, 1):
@@ -640,7 +634,6 @@ def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
     assert "no room in shared memory" in record.message
 
 
-@pytest.mark.slow
 def test_few_descriptors():
     code = """
 import logging, resource
@@ -762,7 +755,6 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
 
 
-@pytest.mark.slow
 def test_files_with_names():
     code = """
 import helpers, minloader
@@ -783,7 +775,6 @@ print(folder)
     assert folder.startswith("/dev/shm/minloader-")
 
 
-@pytest.mark.slow
 def test_files_with_names_are_gone_when_the_parent_is_killed():
     code = """
 import helpers, minloader
@@ -803,7 +794,7 @@ os.kill(os.getpid(), 9)
         stderr=subprocess.DEVNULL,
         text=True,
     ) as program:
-        output, _ = program.communicate(timeout=50)
+        output, _ = program.communicate(timeout=250)
     assert program.returncode == -9
     folder, files = output.split()
     assert int(files) >= 2
@@ -841,8 +832,7 @@ def small_machine():
     return "unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+@variants("named", [True, False], ids=["named", "unnamed"])
 def test_a_small_dev_shm(small_machine, named):
     """No bus error: what does not fit comes through the pipe."""
     code = f"""
@@ -959,7 +949,6 @@ def test_a_worker_computes_in_one_thread(monkeypatch, users):
     assert os.environ.get("OMP_NUM_THREADS") == users
 
 
-@pytest.mark.slow
 def test_torch_computes_in_one_thread(monkeypatch):
     require("torch")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alive, eventually, making, require, workers
+from conftest import alive, eventually, making, require, variants, workers
 from helpers import SAMPLERS, Guarded, Numbers, SelfIterating, Stateful, make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,9 +92,8 @@ def run(kind: str, way: str) -> tuple[list[Any], list[Any]]:
     return expected, states
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("way", list(WAYS)[1:])
+@variants("kind", SAMPLERS)
+@variants("way", list(WAYS)[1:])
 def test_after_every_batch_of_an_epoch(kind, way):
     """The states of one run, restored without workers."""
     expected, states = run(kind, way)
@@ -127,7 +126,7 @@ def restored():
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
         capture_output=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -143,7 +142,6 @@ def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
     assert given == [[expected[k:] for k in range(N + 1)]] * len(ELSEWHERE)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(list(SAMPLERS)),
@@ -197,7 +195,6 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
         assert sorted(first + [batch[0] for batch in loader]) == list(range(N))
 
 
-@pytest.mark.slow
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
@@ -483,7 +480,6 @@ def test_an_iterator_is_drawn_from_once_and_only_as_far_as_needed():
         assert drawn[:6] == list(range(6))
 
 
-@pytest.mark.slow
 def test_torch_samplers(make):
     torch = require("torch")
     data = torch.utils.data
@@ -753,8 +749,7 @@ def test_epochs_need_a_number(n):
 # --- other numbers of workers --------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["process", "thread"])
+@variants("executor", ["process", "thread"])
 def test_resized_in_the_middle(executor):
     """The batches stay the same, all of them."""
     sampler = BatchSampler(80, 4, shuffle=True)
@@ -773,7 +768,6 @@ def test_resized_in_the_middle(executor):
     assert got == expected
 
 
-@pytest.mark.slow
 def test_resized_between_epochs(make):
     loader = make(Guarded(), range(20))
     expected = [plain(list(loader)) for _ in range(4)]
@@ -830,7 +824,6 @@ def test_several_epochs_at_once_while_resized(make):
 # --- the end of the program ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["inline", "thread-3", "process-1"])
 def test_a_program_that_ends_in_the_middle_says_nothing(way):
     """Iterators that are collected last of all still note where they are."""
@@ -851,7 +844,7 @@ kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
         capture_output=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,7 +21,7 @@ from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
 from minloader._worker.processor_time import Meter
-from tests.conftest import eventually
+from tests.conftest import eventually, variants
 from tests.helpers import Squares
 
 SLOW = 0.02
@@ -51,7 +51,7 @@ class Uneven(Sleepy):
     """Every 16th takes long."""
 
     def __getitem__(self, index):
-        time.sleep(0.06 if index % 16 == 0 else 0.001)
+        time.sleep(0.3 if index % 16 == 0 else 0.001)
         return index
 
 
@@ -150,13 +150,17 @@ def test_the_parts_add_up(make):
         time.sleep(3 * SLOW)
         return values
 
-    with make(Sleepy(6), [[0], [1], [2]], transform=slow_transform, collate_fn=slow_collate) as it:
-        stats = run(it)
-    assert stats.dataset >= 3 * SLOW
-    assert stats.transform >= 3 * 2 * SLOW
-    assert stats.collate >= 3 * 3 * SLOW
-    assert stats.slowest >= 6 * SLOW
-    assert stats.dataset < stats.transform < stats.collate
+    def in_order():
+        items, slow = [[0], [1], [2]], {"transform": slow_transform, "collate_fn": slow_collate}
+        with make(Sleepy(6), items, **slow) as loader:
+            stats = run(loader)
+        assert stats.dataset >= 3 * SLOW
+        assert stats.transform >= 3 * 2 * SLOW
+        assert stats.collate >= 3 * 3 * SLOW
+        assert stats.slowest >= 6 * SLOW
+        return stats.dataset < stats.transform < stats.collate
+
+    assert eventually(in_order)
 
 
 def test_streams_are_counted():
@@ -175,7 +179,7 @@ def test_streams_are_counted():
 
 
 def test_every_moment_of_the_loop_is_waiting_or_the_consumers_own(make):
-    """Within 2 % of the wall clock; what a busy machine does in between may take three tries."""
+    """Within 2 % of the wall clock, as soon as a busy machine does nothing in between."""
     with make(Sleepy(30, 0.002), range(30)) as loader:
 
         def missing():
@@ -185,22 +189,22 @@ def test_every_moment_of_the_loop_is_waiting_or_the_consumers_own(make):
                 assert epoch >= 0
                 time.sleep(0.001)
             wall = time.perf_counter() - begin
-            return 1 - (loader.stats.seconds - before) / wall
+            share = 1 - (loader.stats.seconds - before) / wall
+            assert share >= 0  # no moment is counted twice
+            return share
 
-        shares = [missing() for _ in range(3)]
-    assert 0 <= min(shares) < 0.02
-    assert min(shares) >= 0  # no moment is counted twice
+        assert eventually(lambda: missing() < 0.02)
 
 
 def test_what_is_between_epochs_is_nobodys(make):
     with make(Squares(4), range(4)) as loader:
         for _ in loader:
             break
-        time.sleep(0.2)
+        time.sleep(1)
         assert len(list(loader)) == 4
-        time.sleep(0.2)
+        time.sleep(1)
         list(loader)
-        assert loader.stats.consumer < 0.2
+        assert loader.stats.consumer < 1
 
 
 def test_failures_are_counted(make):
@@ -218,7 +222,6 @@ def test_failures_are_counted(make):
     assert failed[0].args["error"] == "ValueError: 1"
 
 
-@pytest.mark.slow
 def test_tasks_in_flight():
     with Loader(Sleepy(), range(40), num_workers=2, prefetch_factor=3) as loader:
         iterator = iter(loader)
@@ -354,20 +357,22 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@variants("name", SETUPS, quick=3)
 def test_the_verdict_names_the_bottleneck(name):
-    """In one of three tries, where other programs may have the machine in between."""
+    """In one of some tries, where other programs may have the machine in between."""
     args, options, step, said = SETUPS[name]
-    for _ in range(3):
+    texts = []
+
+    def is_said():
         with Loader(*args, **options) as loader:
             stats = run(loader, step)
             if name != "start" and not name.startswith("sampler"):
                 stats = run(loader, step)
-        if all(part in stats.verdict for part in said):
-            break
-    for part in said:
-        assert part in stats.verdict, str(stats)
-    assert stats.verdict in str(stats)
+        texts.append(str(stats))
+        assert stats.verdict in texts[-1]
+        return all(part in stats.verdict for part in said)
+
+    assert eventually(is_said), texts[-1]
 
 
 def test_more_workers_help_where_there_are_processors_for_them(monkeypatch):
@@ -434,6 +439,7 @@ class Burning:
 LIVING: list[subprocess.Popen[bytes]] = []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "ended", "living"])
 def test_what_programs_compute_counts_as_computing(where):
     with Loader(Burning(where), range(10), num_workers=1) as loader:
@@ -442,6 +448,7 @@ def test_what_programs_compute_counts_as_computing(where):
     assert "\ncomputing " in str(stats)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_processor_is_not_waiting_for_files():
     before = os.sched_getaffinity(0)
     try:
@@ -451,11 +458,12 @@ def test_waiting_for_a_processor_is_not_waiting_for_files():
     finally:
         os.sched_setaffinity(0, before)
     assert stats.queued > max(0.2 * stats.computing, 2 * stats.asleep), str(stats)
-    with Loader(Sleepy(), num_workers=2) as loader:
+    with Loader(Sleepy(seconds=0.2), num_workers=2) as loader:
         stats = run(loader)
     assert stats.asleep > 2 * (stats.computing + stats.queued), str(stats)
 
 
+@pytest.mark.slow
 def test_what_comes_before_the_first_batch_is_not_computed_for_it():
     init = lambda info: burn(1.0)  # noqa: E731
     with Loader(Sleepy(5), num_workers=1, worker_init_fn=init) as loader:
@@ -572,7 +580,6 @@ def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said)
     assert said in stats.verdict
 
 
-@pytest.mark.slow
 def test_shared_memory_is_what_is_used_and_the_limit_apart():
     """While tasks are under way, each of which may take a part of the limit."""
     with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:
@@ -698,7 +705,7 @@ with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
             os.kill(os.getpid(), 9)
 """
     path = tmp_path / "run.json"
-    subprocess.run([sys.executable, "-c", script, path], timeout=60)
+    subprocess.run([sys.executable, "-c", script, path], timeout=250)
     path.write_text(path.read_text() + "]")
     assert {entry["name"] for entry in read_trace(path)} >= {"wait", "draw", "task"}
 

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from conftest import workers
+from conftest import variants, workers
 from helpers import Deadly, StatefulIterator, StatefulNumbers
 from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
 from test_streams import in_turns, plain
@@ -16,6 +16,7 @@ from minloader import Loader
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 every_idiom = pytest.mark.parametrize("stream", IDIOMS)
+one_idiom = variants("stream", IDIOMS)
 EPOCHS = 3
 
 
@@ -72,8 +73,7 @@ def test_resumed_after_each_batch_of_each_epoch(stream):
                 assert lists(resumed) == epoch(number + 1, 3)
 
 
-@pytest.mark.slow
-@every_idiom
+@one_idiom
 def test_resumed_by_workers(stream):
     with Loader(stream(), batch_size=2, num_workers=2) as loader:
         states, given = run(loader)
@@ -89,8 +89,7 @@ def test_resumed_by_workers(stream):
         assert lists(loader) == epoch(0, 2)[1:]
 
 
-@pytest.mark.slow
-@every_idiom
+@one_idiom
 def test_counted_on_when_a_worker_dies(stream, tmp_path):
     """At the first batch of an epoch, in the middle, and at the last one."""
     deadly = Deadly({100, 107, 113, 201, 304}, str(tmp_path))
@@ -104,8 +103,9 @@ def test_counted_on_when_a_worker_dies(stream, tmp_path):
 
 @pytest.mark.slow
 @every_idiom
-def test_counted_on_in_chunks(stream):
+def test_counted_on_in_chunks(stream, monkeypatch):
     """A worker is killed between the tasks of an epoch that is read ahead, and between epochs."""
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     n = 1500
     with Loader(stream(n), batch_size=2, num_workers=1) as loader:
         assert lists(loader) == epoch(0, 1, n)
@@ -123,9 +123,10 @@ def test_counted_on_in_chunks(stream):
         loader.load_state_dict(state)
         assert lists(loader) == epoch(3, 1, n)[749:]
         assert lists(loader) == epoch(4, 1, n)
-        # The end may be here already when it is left.
         assert lists(islice(loader, 748)) == epoch(5, 1, n)[:748]
-        assert lists(loader) == epoch(6 if stream is OwnIterator else 5, 1, n)
+        # The worker may have come to the end already when it is left, and one idiom counts that.
+        after = [epoch(5, 1, n), epoch(6, 1, n)][: 1 + (stream is OwnIterator)]
+        assert lists(loader) in after
 
 
 @every_idiom

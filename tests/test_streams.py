@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, require, workers
+from conftest import eventually, require, variants, workers
 from helpers import (
     BrokenStream,
     Deadly,
@@ -98,7 +98,8 @@ def test_infinite_streams(make):
         assert [batch.tolist() for batch in itertools.islice(loader, 100)] == expected
 
 
-def test_tiny_batches_share_tasks():
+def test_tiny_batches_share_tasks(monkeypatch):
+    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
     with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
         assert [batch.tolist() for batch in loader] == in_turns(4000, 2, 2)
         assert loader.stats.chunk_size > 1
@@ -150,9 +151,8 @@ def test_several_passes_at_once(make):
     assert [batch.tolist() for batch in third] == expected
 
 
-@pytest.mark.slow
 @own
-@pytest.mark.parametrize("stream", STREAMS)
+@variants("stream", STREAMS)
 def test_left_early_and_begun_anew(make, stream):
     loader = make(stream(20), batch_size=3)
     expected = in_turns(20, max(1, loader.num_workers), 3)
@@ -191,7 +191,6 @@ def test_no_length(make):
         len(make(Numbers(3)))
 
 
-@pytest.mark.slow
 def test_torch_streams():
     torch = require("torch")
 
@@ -212,8 +211,7 @@ def test_torch_streams():
 # --- randomness ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kept", "asked", "global"])
+@variants("kind", ["kept", "asked", "global"])
 def test_random_streams_are_the_same_everywhere(kind):
     """Also from the middle, where the batches before are passed over."""
     shards = 2
@@ -258,9 +256,8 @@ def test_every_batch_has_seeds_of_its_own(make):
 # --- state ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @own
-@pytest.mark.parametrize("stream", STREAMS)
+@variants("stream", STREAMS)
 def test_after_every_batch(make, stream):
     """Gone on with by other numbers of workers, which take over the shards as they were."""
     loader = make(stream(31), batch_size=2)
@@ -342,9 +339,8 @@ def test_states_that_do_not_fit():
 # --- resized -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@variants("stream", STREAMS)
+@variants("executor", ["thread", "process"])
 def test_resized_in_the_middle(stream, executor):
     """The shards are as many as before; others read them."""
     expected = in_turns(61, 2, 2)
@@ -438,9 +434,8 @@ def test_a_stream_that_cannot_be_gone_on_with():
             next(iter(loader))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [Scripted, StatefulNumbers, StatefulIterator])
-@pytest.mark.parametrize("where", ["stream", "transform"])
+@variants("stream", [Scripted, StatefulNumbers, StatefulIterator])
+@variants("where", ["stream", "transform"])
 def test_a_death_loses_nothing(stream, where, tmp_path):
     """Another worker goes on, from the stream's own state or by passing over."""
     deadly = Deadly({4, 11, 25, 34}, str(tmp_path))
@@ -456,7 +451,6 @@ def test_a_death_loses_nothing(stream, where, tmp_path):
         assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
 
 
-@pytest.mark.slow
 def test_a_transform_that_always_kills_costs_one_batch():
     deadly = Deadly({13}, None)
     expected = [batch for batch in in_turns(40, 2, 3) if 13 not in batch]
@@ -484,11 +478,10 @@ def test_a_stream_that_always_kills_ends_its_shard(caplog):
     assert "shard 1 of the stream ends: no worker gets past its batch 6" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_hangs(executor, tmp_path):
     stream = Scripted(20, {7: ("hangs", str(tmp_path))})
-    options: dict[str, Any] = {"num_workers": 2, "timeout": 1, "executor": executor}
+    options: dict[str, Any] = {"num_workers": 2, "timeout": 4, "executor": executor}
     with Loader(stream, retries=1, **options) as loader:
         if executor == "process":
             assert list(loader) == list(range(20))
@@ -503,16 +496,15 @@ def test_hangs(executor, tmp_path):
         (tmp_path / "go").touch()  # the thread that was given up
 
 
-@pytest.mark.slow
 def test_passing_over_takes_its_time():
     """Not counted as one batch's."""
-    stream = Numbers(60, on_sample=Slowly())
-    with Loader(stream, num_workers=1, timeout=1.0) as loader:
+    stream = Numbers(120, on_sample=Slowly())
+    with Loader(stream, num_workers=1, timeout=4.0) as loader:
         batches = iter(loader)
-        first = [next(batches) for _ in range(30)]
+        first = [next(batches) for _ in range(100)]
         (process,) = workers(loader)
         process.kill()
-        assert first + list(batches) == list(range(60))
+        assert first + list(batches) == list(range(120))
         assert loader.stats.retries <= 1
 
 

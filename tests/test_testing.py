@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, require
+from conftest import eventually, require, variants
 from helpers import (
     AllNoise,
     Faulty,
@@ -78,6 +78,7 @@ def failure(make_loader: Any, **options: Any) -> IrreproducibleError:
 # --- what passes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quickstart_example():
     require("tqdm")
     example = definitions("quickstart")
@@ -97,6 +98,7 @@ def test_quickstart_example():
     )
 
 
+@pytest.mark.slow
 def test_audio_example(tmp_path):
     require("imageio_ffmpeg")
     require("tqdm")
@@ -147,7 +149,7 @@ class Endless:
         return itertools.count()
 
 
-@pytest.mark.parametrize("name", GOOD)
+@variants("name", GOOD)
 def test_passes(name):
     report = check_reproducible(GOOD[name], workers=(0,), batches=8)
     assert len(report.batches) == 2
@@ -252,12 +254,14 @@ def test_a_counter_that_needs_several_workers():
     assert "a counter, a cache or an open generator in the dataset" in str(error)
 
 
+@pytest.mark.slow
 def test_a_counter_in_the_only_worker():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), batches=50)
     assert error.run == "an epoch left after 10 of its batches, num_workers=1"
     assert "remembers the epoch that was left" in str(error)
 
 
+@pytest.mark.slow
 def test_a_counter_and_resuming():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), epochs=1)
     assert (error.run, error.ordinal) == ("a resume after 1 batches, num_workers=1", 1)
@@ -365,7 +369,6 @@ class Forgetful(Stateful):
         self.start += self.start > 0
 
 
-@pytest.mark.slow
 def test_a_sampler_with_a_wrong_state():
     error = failure(lambda: Loader(Squares(40), Forgetful(range(40))))
     assert error.run.startswith("a resume after")
@@ -416,6 +419,7 @@ class Reloaded:
         return {"item": item, "first": self.first}
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_takes_along(tmp_path):
     folders = itertools.count()
 

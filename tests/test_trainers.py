@@ -7,13 +7,12 @@ loaders of others with the same programs.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import eventually
+from conftest import eventually, lacking
 
 sys.path.append(str(Path(__file__).parent / "trainers"))
 
@@ -26,10 +25,9 @@ BY_HAND = {"last 1": "no", "boundary 1": "no"}
 
 
 def need(name: str) -> None:
-    """Skip where a client is not installed, but fail where all must be."""
+    """As ``require``, without an import: the client is a program of its own."""
     if importlib.util.find_spec(name) is None:
-        assert not os.environ.get("MINLOADER_REQUIRE_ALL"), f"{name} is not installed"
-        pytest.skip(f"{name} is not installed")
+        lacking(name)
 
 
 def assert_nothing_left(folder: Path) -> None:
@@ -38,6 +36,7 @@ def assert_nothing_left(folder: Path) -> None:
     assert programs.left(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loader", "ranks", "unlike"),
     [
@@ -71,6 +70,7 @@ def torchs_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [None, "worker"])
 def test_torchrun(killed: str | None, torchs_steps: Any, tmp_path: Path) -> None:
     """Two ranks on gloo with two workers each: torch's losses, also if a worker dies."""

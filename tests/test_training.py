@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from conftest import require
 from test_examples import assert_clean, run_example
 
 
+@pytest.mark.slow
 def test_torch_training_is_killed_and_goes_on(tmp_path: Path) -> None:
     require("torch")
     require("sklearn")
@@ -27,6 +29,7 @@ def test_torch_training_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_jax_training_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     require("jax")
     require("sklearn")

@@ -15,16 +15,17 @@ import minloader
 
 RUN = Path(__file__).with_name("run.py")
 KILLS = 10
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run_chaos(variant: str, *options: str) -> None:
-    numbers = {"--kills": KILLS, "--batches": 300, "--seed": 1, "--workers": 2, "--deadline": 50}
+    numbers = {"--kills": KILLS, "--batches": 300, "--seed": 1, "--workers": 2, "--deadline": 250}
     arguments = [text for name, value in numbers.items() for text in (name, str(value))]
     result = subprocess.run(
         [sys.executable, str(RUN), *arguments, "--variant", variant, *options],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=260,
         env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
     )
     assert result.returncode == 0, result.stderr[-5000:]
