@@ -70,7 +70,7 @@ from minloader._epochs.streams import StreamEpoch, StreamLedger
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Repeatable, Sampler
+from minloader._sampling.base import Repeatable, Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
@@ -210,6 +210,7 @@ class Loader:
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
             skip_samples=on_error == "skip_sample",
+            rank=rank_of(self.sampler if self._shards is None else dataset),
         )
         self.epoch = 0
         self._told: int | None = None  # epoch that the sampler was told last

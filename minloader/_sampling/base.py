@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minloader._checks import check_int, is_stateful, shown
+from minloader._sampling.seeding import derive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +47,8 @@ def with_inner(sampler: Any) -> Iterator[Any]:
         yield sampler
         # As torch, Accelerate and minloader name it.
         inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+        inner = getattr(sampler, "sampler", None) if inner is None else inner
+        sampler = getattr(sampler, "_inner", None) if inner is None else inner
 
 
 def ranks_of(sampler: Any) -> dict[str, Any] | None:
@@ -58,6 +60,20 @@ def ranks_of(sampler: Any) -> dict[str, Any] | None:
             if isinstance(ranks, int) and ranks > 1:
                 return {"ranks": ranks, "seed": getattr(each, "seed", None)}
     return None
+
+
+def rank_of(sampler: Any) -> int:
+    """Return the rank that a sampler deals an epoch out to; 0 if it deals to none."""
+    for each in with_inner(sampler):
+        for ranks, rank in (
+            ("num_replicas", "rank"),
+            ("num_processes", "process_index"),
+            ("world_size", "rank"),
+        ):
+            count, found = getattr(each, ranks, None), getattr(each, rank, None)
+            if isinstance(count, int) and isinstance(found, int) and count > 1:
+                return found
+    return 0
 
 
 def check_has_state(name: str, sampler: Any) -> None:
@@ -270,13 +286,11 @@ class Sampler:
         self._loaded = False
         return self._position
 
-    def _entropy(self, *numbers: int) -> np.random.SeedSequence:
+    def _entropy(self, *case: int) -> int:
         """Return what an epoch, or a part of it, is shuffled from: the numbers say which."""
+        return derive("order", type(self).__name__, self.seed, *case)
+
+    def _rng(self, *case: int) -> np.random.Generator:
         import numpy as np
 
-        return np.random.SeedSequence([self.seed, *numbers])
-
-    def _rng(self, *numbers: int) -> np.random.Generator:
-        import numpy as np
-
-        return np.random.default_rng(self._entropy(*numbers))
+        return np.random.default_rng(self._entropy(*case))

@@ -154,8 +154,6 @@ class BatchSampler(Sampler):
             values = self._inner if self._counted else list(self._items)
             n = len(values)
             order: Any = Permutation(n, self._entropy(epoch))
-            if self._order_kind == "stored":
-                order = self._rng(epoch).permutation(n)
             chunks = (order[i : i + CHUNK].tolist() for i in range(start, n, CHUNK))
             places = chain.from_iterable(chunks)
             return places if self._counted else map(values.__getitem__, places)

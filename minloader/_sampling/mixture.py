@@ -15,6 +15,7 @@ from minloader._checks import check_int, shown
 from minloader._sampling.base import Position, Sampler, check_has_state
 from minloader._sampling.draws import Draws, Weights, check_weights
 from minloader._sampling.parts import Part
+from minloader._sampling.seeding import derive
 
 
 class MixtureSampler(Sampler):
@@ -80,7 +81,7 @@ class MixtureSampler(Sampler):
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
         self._parts = [
-            Part(f"parts[{number}]", part, shuffle, self.seed + 1 + number)
+            Part(f"parts[{number}]", part, shuffle, derive("part", self.seed, number))
             for number, part in enumerate(parts)
         ]
         if not self._parts:

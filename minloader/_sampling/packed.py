@@ -14,12 +14,13 @@ The items of an inner sampler are planned window by window (``windows.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import islice
+from itertools import islice, starmap
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int, shown
 from minloader._sampling.base import Position, Repeatable
 from minloader._sampling.fitting import OPEN, arranged, best_fit, costs_of, cut, lazy_rows
+from minloader._sampling.seeding import Piece
 from minloader._sampling.windows import LookUp, WindowSampler
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class PackedBatchSampler(WindowSampler):
     def _counted(self, batches: Iterator[NDArray[Any]], position: Position) -> Iterator[list[Any]]:
         for batch in batches:
             position.yielded += 1
-            yield batch[:, 0].tolist() if self._whole else list(map(tuple, batch.tolist()))
+            yield batch[:, 0].tolist() if self._whole else list(starmap(Piece, batch.tolist()))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -183,7 +184,10 @@ class PackedBatchSampler(WindowSampler):
         plan = self._plan_all(pieces, self._shuffler(epoch, before), len(pieces))
         batches = (pieces[numbers].tolist() for numbers in self._batches(*plan))
         named = [
-            [items[at] if self._whole else (items[at], start, stop) for at, start, stop in batch]
+            [
+                items[at] if self._whole else Piece(items[at], start, stop)
+                for at, start, stop in batch
+            ]
             for batch in batches
         ]
         return named, len(pieces) - int(plan[1][-1:].sum())

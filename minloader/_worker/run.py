@@ -84,7 +84,7 @@ class Worker:
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
-        info.dataset = job.dataset
+        info.dataset, info.rank = job.dataset, job.rank
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._process = lifetimes.process
@@ -93,14 +93,14 @@ class Worker:
         self._seed = seed
         self.meter: Meter | None = None
         self._beat = beat
-        self._maker = BatchMaker(job)
+        self._maker = BatchMaker(job, info._turn_to)
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         self._readers = ShardReaders(self._maker, info.seed, reload)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None:
             try:
-                self._call((info.seed, -1, info.id), job.worker_init_fn, info)
+                self._call((info.seed, -1, info.id, info.rank), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
@@ -167,7 +167,7 @@ class Worker:
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed and type(item) is bytes else item
-                place = self.info.seed, task.epoch, task.ordinal + n
+                place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 batch = self._call(place, self._maker.fetch, item)
         except BaseException as error:
             stage = READING if reader is not None and reader.reading else ""

@@ -74,7 +74,7 @@ class ShardReader:
             index = 0 if self.ended else self.position
         epoch, ordinal = self.epoch + self.ended, self.shard.ordinal(index)
         self.info._begin(epoch, ordinal)
-        return self.info.seed, epoch, ordinal
+        return self.info.seed, epoch, ordinal, self.info.rank
 
     def restore(self) -> None:
         """Put the stream's state back."""
@@ -203,6 +203,7 @@ class ShardReaders:
         if key not in self._readers:
             dataset, restored = self._take_dataset(shard)
             info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
+            info.rank = self.maker.job.rank
             self._readers[key] = ShardReader(self, info, epoch, shard, restored, shard.at)
         return self._readers[key]
 
