@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
+from minloader._sampling.seeding import generator
 from minloader._worker.start import get_worker_info
 
 logger = logging.getLogger("minloader")
@@ -121,15 +122,13 @@ class Shuffle:
 
     def _turn(self) -> None:
         """Give out the half that was filled, and fill another."""
-        import numpy as np
-
         self._number, self._given = self._number + 1, 0
         self._before, self._is_noted = self._before_filled, False
         self._failed, self._failed_filling = self._failed_filling, 0
         info = get_worker_info()
-        place = (info.seed, info.epoch, info.id) if info is not None else ()
-        entropy = np.random.SeedSequence([self._owner.seed, *place], spawn_key=(self._number,))
-        order = np.random.default_rng(entropy).permutation(len(self._filled))
+        place = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
+        rng = generator("shuffled", self._owner.seed, *place, self._number)
+        order = rng.permutation(len(self._filled))
         self._half, self._filled = [self._filled[place] for place in order], []
 
     def _fill(self, size: int) -> None:
