@@ -70,9 +70,10 @@ from minloader._epochs.streams import StreamEpoch, StreamLedger
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Repeatable, Sampler, rank_of
+from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
+from minloader._sampling.source import Repeatable
 from minloader._worker.messages import Job, WorkerInfo
 
 PATIENCE = 0.5

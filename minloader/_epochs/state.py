@@ -304,7 +304,7 @@ def beginning(sampler: Any) -> Note:
     """Note the place where an epoch of a sampler begins that has been told its number."""
     state = None
     if isinstance(sampler, Sampler):
-        state = SamplerState(0, sampler.state_dict(begin=True))
+        state = SamplerState(0, sampler.state_dict())
     return partial(_place, 0, ((), 0, ()), False, state, None)
 
 
@@ -400,8 +400,8 @@ def _deal_anew(state: State, sampler: Sampler) -> None:
             "(in_order=False), which are others in each rank; end the epoch with as many ranks as "
             "it had, or take a state from between epochs"
         )
-    sampler.load_state_dict(known, delivered=state["batches"])
-    state["sampler"]["state"] = sampler.state_dict()
+    sampler._load(known, state["batches"])
+    state["sampler"] = {"at": state["batches"], "state": sampler.state_dict()}
     state["check"] = None  # what comes next is another batch now
 
 
