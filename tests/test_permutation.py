@@ -7,6 +7,7 @@ import math
 import tracemalloc
 from collections import Counter
 from itertools import islice, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ def order_of(n: int, seed: int, epoch: int = 0) -> np.ndarray:
     sampler.set_epoch(epoch)
     if n < HUGE:
         return np.fromiter(sampler, np.int64, n)
-    sampler.load_state_dict(sampler.state_dict() | {"yielded": n // 3})
+    sampler.load_state_dict(
+        sampler.state_dict() | {"source": [n // 3, None, False], "between": False}
+    )
     return np.argsort(np.argsort(list(islice(sampler, 10_000))))  # as an order of so many
 
 
@@ -38,15 +41,18 @@ def test_ten_billion_take_no_memory():
     def make() -> BatchSampler:
         return BatchSampler(HUGE, 32, shuffle=True, rank=3, world_size=8)
 
+    def at(steps: int) -> dict[str, Any]:
+        return {"source": [steps * 256, None, False], "batches": steps, "between": False}
+
     tracemalloc.start()
     try:
         lived = make()
         first = next(iter(lived))
-        state = lived.state_dict() | {"yielded": len(lived) // 2}
+        state = lived.state_dict() | at(len(lived) // 2)
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         middle = list(islice(resumed, 600))  # the chunks of 600 steps, each of 256 indices
-        resumed.load_state_dict(state | {"yielded": len(lived) - 2})
+        resumed.load_state_dict(state | at(len(lived) - 2))
         last = list(iter(resumed))  # list(resumed) makes room for all of len()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -58,7 +64,7 @@ def test_ten_billion_take_no_memory():
     assert 0 <= min(taken) < HUGE / 1000
     assert HUGE * 0.999 < max(taken) < HUGE
     again = make()
-    again.load_state_dict(state | {"yielded": len(lived) // 2 + 599})
+    again.load_state_dict(state | at(len(lived) // 2 + 599))
     assert next(iter(again)) == middle[-1]
 
 

@@ -23,6 +23,8 @@ from minloader import (
     MixtureSampler,
     PackedBatchSampler,
     get_worker_info,
+    shuffled,
+    sliced,
 )
 from minloader._sampling import windows
 from minloader._sampling.seeding import Piece
@@ -478,8 +480,8 @@ def test_a_state_around_an_error_leads_to_the_rest(kind):
             place += 1
         except StopIteration:
             break
-        except Exception:
-            pass
+        except (OSError, KeyError, TypeError, ValueError):
+            place += 0  # the next goes on
         states.append((place, saved(lived)))
     raised = []
     for place, state in states:
@@ -505,11 +507,19 @@ def test_a_state_around_an_error_leads_to_the_rest(kind):
         (lambda: DynamicBatchSampler({1: 120}, 100), "lengths is a mapping"),
         (lambda: PackedBatchSampler({1: 120}, 100), "lengths is a mapping"),
         (lambda: MixtureSampler([1], [1], lengths=5), "lengths must have __getitem__"),
+        (lambda: sliced(5), "dataset must have __getitem__"),
+        (lambda: shuffled(None, 5), "stream must be"),
+        (lambda: Loader([1], in_order=None), "in_order must be True or False"),
     ],
 )
 def test_arguments_that_mean_something_else_are_refused(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_an_error_class_is_no_function_of_an_error():
+    with pytest.raises(ValueError, match="on_error must be 'raise'"):
+        Loader([1], on_error=ValueError)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [list, Lazy])

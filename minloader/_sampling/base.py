@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from minloader._checks import check_int, shown
@@ -281,13 +280,13 @@ class Sampler:
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
         identity = self._identity()
-        for name in ("sampler", "version", *identity, "epoch", "between", *self._beginning()):
+        is_other = state.get("world_size") != self.world_size
+        for name in (*identity, "epoch", "between", *self._beginning()):
             if name not in state:
                 raise ValueError(
                     f"the state has no {name!r}, so it is not from this kind of sampler"
                 )
-        is_other = state["world_size"] != self.world_size
-        for name, value in identity.items():
+            value = identity.get(name, state[name])
             if state[name] != value and not (is_other and name in self._dealt_by):
                 raise ValueError(
                     f"{name} is {value!r}, but the state is of {name} {state[name]!r}; make the "
@@ -299,7 +298,7 @@ class Sampler:
             raise ValueError(f"between must be a bool, got {shown(state['between'])}")
         former = {name: state[name] for name in self._dealt_by} if is_other else {}
         for name, value in former.items():
-            if not (value is None or (isinstance(value, Real) and value > 0)):
+            if not (value is None or (isinstance(value, int | float) and value > 0)):
                 raise ValueError(f"{name} must be above 0, but in the state it is {shown(value)}")
         return former
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -168,7 +169,7 @@ class DynamicBatchSampler(WindowSampler):
         last: list[int] = []  # batch of each bucket, which may be incomplete
         steps: list[list[int]] = []
         others: list[int] = []
-        for start, stop in zip(borders, borders[1:], strict=False):
+        for start, stop in pairwise(borders):
             first = len(stops)
             _fill(costs, numbers, start, stop, (budget, padded, most), stops, sizes)
             batches = range(first, len(stops))

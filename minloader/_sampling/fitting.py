@@ -23,7 +23,7 @@ def cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[Any
     import numpy as np
 
     stops = lengths.astype(np.int64)
-    counts = -(-stops // capacity)
+    counts = np.maximum(1, -(-stops // capacity))
     samples = np.repeat(np.arange(len(stops)), counts)
     firsts = np.cumsum(counts) - counts
     starts = (np.arange(len(samples)) - firsts[samples]) * capacity

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from minloader._checks import check_bool, check_int, is_stateful, shown
+from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.draws import Draws, Part, Weights, check_weights
-from minloader._sampling.source import BEGINNING
+from minloader._sampling.source import BEGINNING, check_has_state
 from minloader._sampling.windows import LookUp
 
 
@@ -94,7 +94,7 @@ class MixtureSampler(Sampler):
             raise ValueError(f"stop must be 'first', 'last' or 'never', got {shown(stop)}")
         self.stop = stop
         self.by_length = lengths is not None
-        self._length_of = getattr(lengths, "__getitem__", lengths)
+        self._length_of: Any = getattr(lengths, "__getitem__", lengths)
         if self.by_length and not callable(self._length_of):
             raise TypeError(
                 "lengths must have __getitem__ or be a function of an item (part, index), got "
@@ -123,11 +123,8 @@ class MixtureSampler(Sampler):
                 "those it had then, or a function that returns others from a later step on"
             )
         for part, (*_, (_, state, _)) in zip(self._parts, known["parts"], strict=True):
-            if state is not None and (part.source is None or not is_stateful(part.source.items)):
-                raise ValueError(
-                    f"the state holds one of {part.name}, which has no load_state_dict; make the "
-                    "sampler over one of the same kind"
-                )
+            if state is not None:
+                check_has_state(part.name, part.size if part.source is None else part.source.items)
 
 
 class _Batches(Run):

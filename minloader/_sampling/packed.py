@@ -76,7 +76,7 @@ class PackedBatchSampler(WindowSampler):
             left out.)
     """
 
-    _kinds = "ui"
+    _kinds, _unit = "ui", "int"
     _arguments = ("n", "lengths", "capacity", "rows", "long", "window", "shuffle")
     _dealt_by = ("world_size", "rows")
 
@@ -113,8 +113,10 @@ class PackedBatchSampler(WindowSampler):
         return lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
 
     def _cut(self, costs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        import numpy as np
+
         samples, spans = cut(costs, self.capacity)
-        return spans[:, 1] - spans[:, 0], samples, spans
+        return np.maximum(1, spans[:, 1] - spans[:, 0]), samples, spans
 
     def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
         import numpy as np

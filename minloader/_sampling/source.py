@@ -37,6 +37,15 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
     )
 
 
+def check_has_state(name: str, sampler: Any) -> None:
+    """Refuse a sampler that has no state, where a state was saved."""
+    if not is_stateful(sampler):
+        raise ValueError(
+            f"the state holds one of {name}, but {shown(sampler)} has no load_state_dict; make the "
+            "sampler over one of the same kind"
+        )
+
+
 class Repeatable:
     """An iterable that refuses a second epoch if it would be silently empty.
 
@@ -115,11 +124,7 @@ class Source:
         _, state, _ = place
         if state is None or state is self.stands:
             return
-        if not is_stateful(self.items):
-            raise ValueError(
-                f"the state holds one of {self.name}, but {shown(self.items)} has no "
-                "load_state_dict; make the sampler over one of the same kind"
-            )
+        check_has_state(self.name, self.items)
         self.set_epoch(epoch)
         self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
         self.stands, self.was_put = state, True
@@ -139,12 +144,27 @@ class Source:
         self.stands = None
         return Reading(self, place)
 
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator."""
+        iterator = iter(self.iterable)
+        return _Alone(iterator) if iterator is self.items else iterator
+
     def state(self) -> Any:
         """Return the state of the iterable, if it has one."""
         try:
             return copy.deepcopy(self.items.state_dict()) if is_stateful(self.items) else None
         except NotImplementedError:  # inherited, but not meant
             return None
+
+
+class _Alone(Iterator[Any]):
+    """An iterator that ``iter`` leaves alone: some begin anew with each."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._next = iterator.__next__
+
+    def __next__(self) -> Any:
+        return self._next()
 
 
 class Reading:
@@ -167,7 +187,7 @@ class Reading:
         self.read: int = place[0]
         self.ended = bool(place[2] and self.read)
         self._pass_by = 0 if place[1] is not None or self.ended else self.read
-        self._items = iter(()) if self.ended else iter(source.iterable)
+        self._items = iter(()) if self.ended else source.begin()
 
     def take(self, into: list[Any], most: int) -> None:
         """Add the next items to a list, fewer where the epoch ends.
@@ -189,7 +209,7 @@ class Reading:
         if taken < most and not self.ended:
             if self._at_end and self._source.was_put:
                 # Some say once more that the epoch is over whose state they were put to.
-                self._at_end, self._items = False, iter(self._source.iterable)
+                self._at_end, self._items = False, self._source.begin()
                 self.take(into, most)
                 return
             self.ended = True
@@ -209,7 +229,7 @@ class Reading:
         while self._pass_by:
             passed = count()
             try:
-                deque(zip(islice(self._items, self._pass_by), passed), maxlen=0)
+                deque(zip(islice(self._items, self._pass_by), passed, strict=False), maxlen=0)
                 self._pass_by = 0
             except Exception:
                 self._pass_by -= next(passed) + 1

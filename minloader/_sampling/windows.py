@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     batches of its ranks in their order."""
 
 WINDOW = 10_000
-"""Number of lazy lengths, or of an inner sampler's items, that are read ahead to be planned. More of
-them make tighter buckets, fuller rows and better shuffling, but the first batch waits for all of
+"""Number of lazy lengths, or of an inner sampler's items, that are read ahead to be planned. More
+of them make tighter buckets, fuller rows and better shuffling, but the first batch waits for all of
 them."""
 
 
@@ -66,7 +66,7 @@ class Window:
     def items(self, entries: NDArray[Any]) -> list[Any]:
         """Return the items of a batch."""
         samples = entries if self.samples is None else self.samples[entries]
-        items = samples.tolist()
+        items: list[Any] = samples.tolist()
         if self.names is not None:
             items = [self.names[sample] for sample in items]
         if self.spans is None:
@@ -89,7 +89,7 @@ class WindowSampler(Sampler):
         ranks: seed, rank and world size.
     """
 
-    _kinds = "uif"  # kinds of numbers that lengths may be
+    _kinds, _unit = "uif", "number"  # what lengths may be
 
     def __init__(
         self,
@@ -188,18 +188,20 @@ class WindowSampler(Sampler):
 
         values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
         if values.ndim != 1 or (values.size and values.dtype.kind not in self._kinds):
-            values = list(lengths) if values.ndim else [values]
-            good = [np.asarray(each).ndim == 0 and self._is_length(each) for each in values]
+            each = list(lengths) if values.ndim else [values]
+            good = [np.asarray(one).ndim == 0 and self._is_length(one) for one in each]
             if all(good):
-                raise TypeError(f"lengths must be one number for each sample, got {shown(lengths)}")
-            return np.zeros(len(values)), ~np.array(good)
+                raise TypeError(
+                    f"lengths must be one {self._unit} for each sample, got {shown(lengths)}"
+                )
+            return np.zeros(len(each)), ~np.array(good)
         wrong = ~(values >= 0)  # NaN is wrong too
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values)
         too_long = costs > self._limit
         if self.long == "refuse":
             wrong |= too_long
         nothing = costs == 0
-        if nothing.any():  # or batches would grow without end
+        if nothing.any() and self.long != "split":  # or batches would grow without end
             costs = np.where(nothing, min(1, self._limit), costs)
         if self.long == "drop" and too_long.any():
             costs = np.where(too_long, 0, costs)
@@ -215,10 +217,9 @@ class WindowSampler(Sampler):
         import numpy as np
 
         if not self._is_length(length) or np.asarray(length).ndim:
-            kind = "an int" if self._kinds == "ui" else "a number"
             return TypeError(
-                f"lengths must be one number for each sample, got {shown(length)} for "
-                f"{shown(name)}, which is not {kind}"
+                f"lengths must be one {self._unit} for each sample, got {shown(length)} for "
+                f"{shown(name)}"
             )
         price = ""
         if length >= 0 and (cost := self._price(np.array([length]))[0]) != length:

@@ -54,6 +54,8 @@ class Shuffled:
     """See :func:`shuffled`."""
 
     def __init__(self, stream: Iterable[Any], buffer_size: int, seed: int) -> None:
+        if stream is None:
+            raise TypeError("stream must be an iterable of samples, got None")
         check_iterable("stream", stream)
         self.stream = stream
         self.buffer_size = check_int("buffer_size", buffer_size, 4)
