@@ -92,10 +92,12 @@ class BatchSampler(Sampler):
     def _divide(self) -> tuple[int, int]:
         """Return how many batches a rank gets of the epoch, and how many samples none gets."""
         between, place = self._position()
+        if between and place["batches"]:  # the epoch has ended
+            return place["batches"], self._dropped
         n = len(self.sampler) if self.n is None else self.n
         n += len(place["left"]) - place["source"][0]
         batches, rest = divmod(max(0, n), self._step)
-        batches += 0 if between else place["batches"]
+        batches += place["batches"]
         if self.last_batch == "keep" and rest >= self.world_size:
             return batches + 1, 0
         return batches, 0 if self.last_batch == "rollover" else rest

@@ -150,7 +150,9 @@ class WindowSampler(Sampler):
         """
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        _, place = self._position()
+        between, place = self._position()
+        if between and place["batches"]:  # the epoch has ended
+            return int(place["batches"])
         (_, starts, _), _ = self._planned(self._all, self.epoch, place)
         return int(_begun(place) + len(starts) // self.world_size)
 
