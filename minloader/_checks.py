@@ -57,8 +57,8 @@ def check_int(name: str, value: Any, least: int) -> int:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return whether an argument is true. A string is refused: "no" would be."""
-    if isinstance(value, str):
+    """Return whether an argument is true. A string is refused: "no" would be; and None."""
+    if value is None or isinstance(value, str):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
@@ -348,7 +348,8 @@ def check_shared_memory(shared_memory: Any) -> int | None:
 
 def check_on_error(on_error: Any) -> None:
     """Refuse what is neither a known word nor a function."""
-    if on_error not in ("raise", "skip", "skip_sample") and not callable(on_error):
+    known = on_error in ("raise", "skip", "skip_sample")
+    if not known and (isinstance(on_error, type) or not callable(on_error)):
         raise ValueError(
             f"on_error must be 'raise', 'skip', 'skip_sample' or a callable, got {shown(on_error)}"
         )

@@ -71,7 +71,7 @@ from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Sampler
+from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
@@ -213,6 +213,7 @@ class Loader:
             keep_last=last_batch == "keep",
             skip_samples=on_error == "skip_sample",
             is_stream=self._shards is not None,
+            rank=rank_of(self.sampler if self._shards is None else dataset),
         )
         self._epoch = 0
         self._runs = itertools.count()

@@ -16,6 +16,7 @@ from helpers import Echo, Faulty, Gate, GlobalNoise, Many, Noise, Squares, Torch
 
 import minloader
 from minloader import SKIP, BatchError, Loader, get_worker_info
+from minloader._sampling.seeding import generator
 from minloader._worker.run import CHUNK_SECONDS
 
 # --- order and content -----------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_the_batchs_generator_depends_on_its_place_alone(make):
     loader = make(Noise(), seed=11)
     for epoch in range(2):
         for ordinal, batch in enumerate(loader):
-            expected = np.random.default_rng(np.random.SeedSequence([11, epoch, ordinal]))
+            expected = generator("batch", 11, epoch, ordinal, 0)
             assert np.array_equal(batch, expected.random(4))
 
 

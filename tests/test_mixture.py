@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import variants
 from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minloader import BatchSampler, Concatenated, DynamicBatchSampler, Loader, PackedBatchSampler
 from minloader import MixtureSampler as Mixture
-from minloader._sampling import dynamic
+from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=25)  # a busy machine is no failure
 STOPS = ["first", "last", "never"]
@@ -128,25 +127,10 @@ def test_every_rank_has_its_shares(weights, size):
             assert abs(drawn[part] - share) < 2 * 12  # each batch is within 2
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_only_ratios_of_weights_count(exact):
-    expected = first(50, Mixture([99, 99], [0.75, 0.25], exact=exact))
+def test_only_ratios_of_weights_count():
+    expected = first(50, Mixture([99, 99], [0.75, 0.25]))
     for weights in ([3, 1], (1.5, 0.5), np.array([6, 2]), [Fraction(3), Fraction(1)]):
-        assert first(50, Mixture([99, 99], weights, exact=exact)) == expected
-
-
-def test_random_shares_follow_from_seed_and_epoch():
-    def parts(seed: int, epoch: int) -> tuple[int, ...]:
-        mixture = Mixture([10**6] * 3, [0.6, 0.3, 0.1], exact=False, seed=seed)
-        mixture.set_epoch(epoch)
-        return tuple(part for part, _ in islice(mixture, 1000))
-
-    every = [parts(seed, epoch) for seed in range(2) for epoch in range(2)]
-    assert every == [parts(seed, epoch) for seed in range(2) for epoch in range(2)]
-    assert len(set(every)) == 4
-    for drawn in every:  # five standard deviations
-        for part, share in enumerate([0.6, 0.3, 0.1]):
-            assert abs(drawn.count(part) - 1000 * share) < 5 * math.sqrt(1000 * share * (1 - share))
+        assert first(50, Mixture([99, 99], weights)) == expected
 
 
 def test_weights_by_a_schedule():
@@ -179,15 +163,12 @@ def test_what_is_due_stays_due_when_weights_change():
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     batch_size=st.none() | st.integers(1, 5),
-    exact=st.booleans(),
     shuffle=st.booleans(),
     world_size=st.integers(1, 4),
 )
-def test_until_the_last_part_every_item_comes_once(
-    sizes, weights, batch_size, exact, shuffle, world_size
-):
+def test_until_the_last_part_every_item_comes_once(sizes, weights, batch_size, shuffle, world_size):
     weights = weights[: len(sizes)]
-    options = {"stop": "last", "exact": exact, "shuffle": shuffle}
+    options = {"stop": "last", "shuffle": shuffle}
     ranks = every_rank(world_size, Mixture, sizes, weights, batch_size, **options)
     steps = list(zip(*ranks, strict=True))
     if batch_size is not None:
@@ -295,10 +276,9 @@ def test_lazy_parts_of_unknown_length():
 
 
 def test_one_part_alone():
-    for exact in (True, False):
-        for stop in STOPS:
-            drawn = first(5, Mixture([5], [0.1], exact=exact, stop=stop))
-            assert drawn == [(0, n) for n in range(5)]
+    for stop in STOPS:
+        drawn = first(5, Mixture([5], [0.1], stop=stop))
+        assert drawn == [(0, n) for n in range(5)]
 
 
 def test_an_iterator_serves_one_epoch():
@@ -308,53 +288,6 @@ def test_an_iterator_serves_one_epoch():
         list(mixture)
     with pytest.raises(RuntimeError, match=r"parts\[0\] is an iterator"):
         first(9, Mixture([iter(range(2)), 9], [1, 1], stop="never"))
-
-
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_a_part_that_fails(batch_size):
-    """The error comes in its turn. What was drawn for the same batch is not lost."""
-
-    def make() -> Any:
-        # Numbers of numpy, which a state must not have.
-        return Mixture([Failing(9, [2, 3]), Lazily(np.arange(100))], [1, 1], batch_size)
-
-    iterator, items, errors, states = iter(make()), [], [], []
-    while True:
-        try:
-            items.append(next(iterator))
-        except OSError as error:
-            errors.append(str(error))
-        except StopIteration:
-            break
-    if batch_size is not None:
-        items = flat(items)
-    assert errors == ["2 is bad", "3 is bad"]
-    assert [index for part, index in items if part == 0] == [0, 1, 4, 5, 6, 7, 8]
-    assert [index for part, index in items if part == 1] == list(range(9))
-
-    # It goes on from every place, those behind an error too.
-    lived = make()
-    iterator = iter(lived)
-    for _ in range(20):
-        states.append((stored(lived.state_dict()), len(items)))
-        try:
-            next(iterator)
-        except (OSError, StopIteration):
-            continue
-    for state, _ in states:
-        fresh = make()
-        fresh.load_state_dict(state)
-        rest, iterator = [], iter(fresh)
-        while True:
-            try:
-                rest.append(next(iterator))
-            except OSError:
-                continue
-            except StopIteration:
-                break
-        if batch_size is not None:
-            rest = flat(rest)
-        assert rest == items[state["yielded"] * (batch_size or 1) :]
 
 
 def test_a_part_that_fails_in_a_loader():
@@ -390,8 +323,6 @@ def test_a_part_that_fails_in_a_loader():
         ({"weights": None}, TypeError, "weights must be one number for each part, got None"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"stop": "all"}, ValueError, "stop must be 'first', 'last' or 'never', got 'all'"),
-        ({"offsets": [0]}, ValueError, r"offsets must be 2 indices, one for each part, got \[0\]"),
-        ({"offsets": [0, 1.5]}, TypeError, r"offsets must be an int, got 1\.5"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"rank": 1}, ValueError, "rank must be below world_size=1, got 1"),
     ],
@@ -430,59 +361,6 @@ def half(epoch: int, step: int) -> list[float]:
     return [1 + epoch, 2, 1] if step % 3 else [1, 0, 1]
 
 
-@st.composite
-def mixtures(draw: Any) -> Any:
-    """A function that makes a mixture, and a number of batches to take from it."""
-    sizes = draw(st.lists(st.integers(1, 9), min_size=3, max_size=3))
-    kinds = draw(
-        st.lists(st.sampled_from(["int", "lazy", "state", "ours"]), min_size=3, max_size=3)
-    )
-    wrap = {"int": int, "lazy": lambda n: Lazily(range(n)), "state": lambda n: Stateful(range(n))}
-    wrap["ours"] = lambda n: BatchSampler(n, None, shuffle=True)
-    options = {
-        "batch_size": draw(st.none() | st.integers(1, 4)),
-        "stop": draw(st.sampled_from(STOPS)),
-        "exact": draw(st.booleans()),
-        "shuffle": draw(st.booleans()),
-        "offsets": draw(st.sampled_from([None, [0, 100, 200]])),
-        "world_size": draw(st.sampled_from([1, 2, 4])),
-    }
-    weights = draw(st.sampled_from([[1, 1, 1], [0.6, 0.3, 0.1], half]))
-
-    def make(rank: int = 0) -> Any:
-        parts = [wrap[kind](size) for kind, size in zip(kinds, sizes, strict=True)]
-        return Mixture(parts, weights, rank=rank, **options)
-
-    return make
-
-
-@invariant
-@given(make=mixtures(), epoch=st.integers(0, 2), rank=st.integers(0, 3))
-def test_a_state_restores_every_position(make, epoch, rank):
-    lived, other = make(), make(rank % make().world_size)
-    for sampler in (lived, other):
-        sampler.set_epoch(epoch)
-    iterator, others = iter(lived), iter(other)
-    states, batches, theirs = [lived.state_dict()], [], []
-    for batch, their in islice(zip(iterator, others, strict=True), 14):
-        batches.append(batch)
-        theirs.append(their)
-        states.append(stored(lived.state_dict()))
-        assert stored(other.state_dict()) == states[-1]  # every rank has the same
-    ended = len(batches) < 14
-    for k, state in enumerate(states):
-        fresh = make(other.rank)
-        fresh.load_state_dict(state)
-        fresh.set_epoch(epoch)  # as a loader does, and changes nothing
-        assert stored(fresh.state_dict()) == stored(state)
-        begun = iter(fresh)
-        assert stored(fresh.state_dict()) == stored(state)
-        assert first(len(batches) - k, begun) == theirs[k:]
-        if ended:
-            assert list(begun) == []
-            assert fresh.dropped == lived.dropped
-
-
 def test_parts_with_states_are_not_read_again():
     def make() -> tuple[Any, Any]:
         part = Stateful(range(1000))
@@ -499,25 +377,14 @@ def test_parts_with_states_are_not_read_again():
         assert part.drawn == 100
 
 
-def test_a_number_of_samples_has_no_beginning_to_be_read_from():
-    """In the middle of 10^15 of them, at once."""
-    lived = Mixture([10**15, 5], [1, 0])
-    first(3, lived)
-    state = stored(lived.state_dict())
-    state["inner"]["parts"][0][1] = middle = 10**15 // 2
-    lived.load_state_dict(state)
-    assert first(2, lived) == [(0, middle), (0, middle + 1)]
-
-
 def test_states_are_small():
     """Also of twenty parts of any size."""
     for n in (10, 10**15):
-        for exact in (True, False):
-            mixture = Mixture([n] * 20, [1 / (part + 1) for part in range(20)], 8, exact=exact)
-            iterator = iter(mixture)
-            for _ in range(3):
-                stored(mixture.state_dict())
-                next(iterator)
+        mixture = Mixture([n] * 20, [1 / (part + 1) for part in range(20)], 8)
+        iterator = iter(mixture)
+        for _ in range(3):
+            stored(mixture.state_dict())
+            next(iterator)
 
 
 def test_the_position_is_of_its_epoch():
@@ -543,8 +410,6 @@ def test_the_position_is_of_its_epoch():
         ({"parts": [9, Lazily("ab")]}, r"parts is \[9, None\], but the state is of parts \[9, 9\]"),
         ({"batch_size": 2}, "batch_size is 2, but the state is of batch_size None"),
         ({"stop": "last"}, "stop is 'last', but the state is of stop 'first'"),
-        ({"exact": False}, "exact is False, but the state is of exact True"),
-        ({"offsets": [0, 9]}, r"offsets is \[0, 9\], but the state is of offsets None"),
         ({"shuffle": True}, "shuffle is True, but the state is of shuffle False"),
         ({"seed": 1}, "seed is 1, but the state is of seed 0"),
         (
@@ -617,50 +482,8 @@ def test_the_items_of_a_sampler_under_a_budget():
         len(sampler)
 
 
-@pytest.mark.slow
-@invariant
-@given(
-    buckets=st.integers(1, 4),
-    shuffle=st.booleans(),
-    max_batch=st.none() | st.integers(1, 5),
-    cost=st.sampled_from([None, lambda n: n + 10]),
-    world_size=st.sampled_from([1, 2, 4]),
-    window=st.integers(8, 120),
-    rank=st.integers(0, 3),
-)
-def test_a_budget_is_held_and_every_state_goes_on(
-    buckets, shuffle, max_batch, cost, world_size, window, rank
-):
-    options = {"buckets": buckets, "shuffle": shuffle, "max_batch": max_batch, "cost": cost}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic, "WINDOW", window)
-        ranks = every_rank(world_size, budgeted, **options)
-        states, steps = [stored(ranks[0].state_dict())], []
-        for step in zip(*ranks, strict=True):
-            steps.append(step)
-            (state,) = {json.dumps(sampler.state_dict()) for sampler in ranks}
-            states.append(stored(json.loads(state)))
-        for batch in flat(steps):
-            costs = [(cost or int)(LENGTHS[part][index]) for part, index in batch]
-            assert len(batch) * max(costs) <= 21
-            assert len(batch) <= (max_batch or 100)
-        items = flat(flat(steps))
-        (dropped,) = {sampler.dropped for sampler in ranks}
-        assert len(items) == len(set(items)) == 100 - dropped
-        # In each window, to have costs alike and at its end.
-        assert dropped <= math.ceil(100 / window) * 2 * (world_size - 1)
-
-        rank %= world_size
-        for k, state in enumerate(states):
-            fresh = budgeted(rank=rank, world_size=world_size, **options)
-            fresh.load_state_dict(state)
-            assert stored(fresh.state_dict()) == state
-            assert list(fresh) == [step[rank] for step in steps[k:]]
-            assert fresh.dropped == dropped
-
-
 def test_no_more_than_a_window_is_read_again(monkeypatch):
-    monkeypatch.setattr(dynamic, "WINDOW", 20)
+    monkeypatch.setattr(windows, "WINDOW", 20)
 
     def make() -> tuple[Any, Any]:
         inner = Stateful(range(1000))
@@ -680,7 +503,7 @@ def test_no_more_than_a_window_is_read_again(monkeypatch):
 
 
 def test_every_window_has_an_order_of_its_own(monkeypatch):
-    monkeypatch.setattr(dynamic, "WINDOW", 20)
+    monkeypatch.setattr(windows, "WINDOW", 20)
     sampler = DynamicBatchSampler(
         lambda n: 1, max_total=4, sampler=range(40), shuffle=True, world_size=2
     )
@@ -690,56 +513,14 @@ def test_every_window_has_an_order_of_its_own(monkeypatch):
     assert max(flat(batches[:half])) < 20 <= min(flat(batches[half:]))
 
 
-class Forgetful(Stateful):
-    """Begins anew when it is told an epoch, whichever that is."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.start = 0
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        lambda inner: DynamicBatchSampler(lambda n: 1, max_total=2, sampler=inner),
-        lambda inner: BatchSampler(inner, 2),
-    ],
-)
-def test_an_inner_sampler_that_was_put_back_is_not_told_its_epoch(monkeypatch, kind):
-    monkeypatch.setattr(dynamic, "WINDOW", 4)
-    lived, resumed = kind(Forgetful(range(20))), kind(Forgetful(range(20)))
-    iterator = iter(lived)
-    first(7, iterator)
-    resumed.load_state_dict(lived.state_dict())
-    resumed.set_epoch(0)
-    assert list(resumed) == list(iterator)
-
-
 def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
-    monkeypatch.setattr(dynamic, "WINDOW", 400)
+    monkeypatch.setattr(windows, "WINDOW", 400)
     lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
     for buckets in (1, 16):
         sampler = DynamicBatchSampler(
             lengths, max_total=250, buckets=buckets, sampler=range(2000), shuffle=True
         )
         assert len(list(sampler)) < 1.15 * sum(lengths) / 250
-
-
-def test_an_inner_sampler_without_a_state_is_read_again(monkeypatch):
-    monkeypatch.setattr(dynamic, "WINDOW", 20)
-
-    def make() -> Any:
-        return budgeted(Lazily([(0, n) for n in range(60)]), shuffle=True)
-
-    lived = make()
-    lived.set_epoch(2)
-    iterator = iter(lived)
-    first(9, iterator)
-    resumed = make()
-    resumed.load_state_dict(stored(lived.state_dict()))
-    assert list(resumed) == list(iterator)
-    lost = lived.state_dict() | {"inner": {"batches": 3, "dropped": 0, "state": {}}}
-    with pytest.raises(ValueError, match="the state holds one of the inner sampler"):
-        resumed.load_state_dict(lost)
 
 
 def test_what_goes_wrong_under_a_budget():
@@ -815,12 +596,10 @@ def test_several_datasets_as_one():
             letters[index]
     with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
         letters["a"]
-    for n in range(5):  # as the offsets of a mixture say
+    for n in range(5):
         part = 0 if n < 3 else 2
         assert letters[n] == letters[part, n - letters.offsets[part]]
-    assert [letters[i] for i in Mixture([3, 0, 2], [1, 0, 1], offsets=letters.offsets)] == [
-        *("a", "d", "b", "e", "c")
-    ]
+    assert [letters[i] for i in Mixture([3, 0, 2], [1, 0, 1])] == [*"adbec"]
 
 
 def test_datasets_without_a_length():
@@ -856,10 +635,9 @@ def test_impossible_datasets():
 
 def test_a_mixture_of_datasets_through_a_loader():
     dataset = Concatenated([np.arange(6), np.arange(60, 64)])
-    for items in ({}, {"offsets": dataset.offsets}):
-        mixture = Mixture(map(len, dataset.datasets), [2, 1], 3, **items)
-        with Loader(dataset, mixture, num_workers=0, collate_fn=list) as loader:
-            assert list(loader) == [[0, 1, 60], [2, 3, 61], [4, 5, 62]]
+    mixture = Mixture(map(len, dataset.datasets), [2, 1], 3)
+    with Loader(dataset, mixture, num_workers=0, collate_fn=list) as loader:
+        assert list(loader) == [[0, 1, 60], [2, 3, 61], [4, 5, 62]]
 
 
 # --- in a loader ---------------------------------------------------------------------------------
@@ -890,7 +668,7 @@ def for_loader(kind: str, rank: int, world_size: int) -> Any:
         )
     else:
         parts = [300, Stateful(range(250)), Lazily(range(200))]
-        options = {"exact": kind == "exact", "stop": "never", "shuffle": True}
+        options = {"stop": "never", "shuffle": True}
         sampler = Mixture(parts, by_epoch, 3, **options, **ranks)
     return sampler
 
@@ -915,10 +693,11 @@ WAYS = {
 }
 
 
-@variants("kind", ["exact", "random", "dynamic", "permutation", "packed"])
-@variants("way", WAYS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixture", "dynamic", "permutation", "packed"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_loader_goes_on_at_every_batch(monkeypatch, kind, way):
-    monkeypatch.setattr(dynamic, "WINDOW", 64)
+    monkeypatch.setattr(windows, "WINDOW", 64)
     for rank, world_size in [(0, 1), (1, 2), (3, 4)]:
         samplers = [for_loader(kind, rank, world_size) for _ in range(2)]
         lived, again = (Loader(lambda item: item, sampler, **WAYS[way]) for sampler in samplers)

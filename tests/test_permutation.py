@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minloader import BatchSampler, Loader
+from minloader import BatchSampler
 
 HUGE = 10**10
 
@@ -23,7 +23,9 @@ def order_of(n: int, seed: int, epoch: int = 0) -> np.ndarray:
     sampler.set_epoch(epoch)
     if n < HUGE:
         return np.fromiter(sampler, np.int64, n)
-    sampler.load_state_dict(sampler.state_dict() | {"yielded": n // 3})
+    sampler.load_state_dict(
+        sampler.state_dict() | {"source": [n // 3, None, False], "between": False}
+    )
     return np.argsort(np.argsort(list(islice(sampler, 10_000))))  # as an order of so many
 
 
@@ -39,15 +41,18 @@ def test_ten_billion_take_no_memory():
     def make() -> BatchSampler:
         return BatchSampler(HUGE, 32, shuffle=True, rank=3, world_size=8)
 
+    def at(steps: int) -> dict[str, Any]:
+        return {"source": [steps * 256, None, False], "batches": steps, "between": False}
+
     tracemalloc.start()
     try:
         lived = make()
         first = next(iter(lived))
-        state = lived.state_dict() | {"yielded": len(lived) // 2}
+        state = lived.state_dict() | at(len(lived) // 2)
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         middle = list(islice(resumed, 600))  # the chunks of 600 steps, each of 256 indices
-        resumed.load_state_dict(state | {"yielded": len(lived) - 2})
+        resumed.load_state_dict(state | at(len(lived) - 2))
         last = list(iter(resumed))  # list(resumed) makes room for all of len()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -59,7 +64,7 @@ def test_ten_billion_take_no_memory():
     assert 0 <= min(taken) < HUGE / 1000
     assert HUGE * 0.999 < max(taken) < HUGE
     again = make()
-    again.load_state_dict(state | {"yielded": len(lived) // 2 + 599})
+    again.load_state_dict(state | at(len(lived) // 2 + 599))
     assert next(iter(again)) == middle[-1]
 
 
@@ -115,16 +120,57 @@ def test_the_order_is_as_random_as_that_of_numpy(n, orders):
         assert 1 - 5 / math.sqrt(orders) < one.std() / other.std() < 1 + 5 / math.sqrt(orders), name
 
 
+def deviation(counts: np.ndarray, expected: float, freedom: int) -> float:
+    """Return how many standard deviations chi-square is from its mean."""
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
 @pytest.mark.parametrize(
-    ("n", "each"), [(3, 40), *[pytest.param(n, 50, marks=pytest.mark.slow) for n in (4, 5)]]
+    ("n", "each"),
+    [
+        (2, 400),
+        (3, 200),
+        (4, 50),
+        *[pytest.param(n, 20, marks=pytest.mark.slow) for n in (5, 6, 7)],
+    ],
 )
 def test_all_orders_of_a_few_are_equally_frequent(n, each):
     every = list(permutations(range(n)))
     seeds = range(each * len(every))
     counts = Counter(tuple(order_of(n, seed % 7, seed // 7).tolist()) for seed in seeds)
-    chi_square = sum((counts[order] - each) ** 2 / each for order in every)
-    freedom = len(every) - 1
-    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)
+    found = np.array([counts[order] for order in every])
+    assert abs(deviation(found, each, len(every) - 1)) < 4.5
+
+
+def is_odd(order: np.ndarray) -> bool:
+    """Return whether it takes an odd number of exchanges."""
+    seen, cycles = np.zeros(len(order), bool), 0
+    for place in range(len(order)):
+        cycles += not seen[place]
+        while not seen[place]:
+            seen[place] = True
+            place = order[place]
+    return bool((len(order) - cycles) % 2)
+
+
+@pytest.mark.parametrize("n", [*range(2, 131), 1000, 1023, 1089, 1225])
+def test_as_many_orders_are_odd_as_even(n):
+    orders = 200 if n < 131 else 120
+    odd = sum(is_odd(order_of(n, seed)) for seed in range(orders))
+    assert abs(odd - orders / 2) < 4.5 * math.sqrt(orders) / 2
+
+
+@pytest.mark.parametrize("n", [8, 9, 25, 48, pytest.param(121, marks=pytest.mark.slow)])
+def test_every_index_is_as_often_at_every_place_and_before_every_other(n):
+    orders = np.array([order_of(n, seed) for seed in range(20 * n)])
+    places = np.zeros((n, n))
+    np.add.at(places, (np.arange(n), orders), 1)
+    assert abs(deviation(places, 20, (n - 1) ** 2)) < 4.5
+    pairs = np.zeros((n, n))
+    np.add.at(pairs, (orders[:, :-1], orders[:, 1:]), 1)
+    found = pairs[~np.eye(n, dtype=bool)]
+    assert abs(deviation(found, 20 * (n - 1) / (n - 1), n * (n - 1) - 1)) < 6
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -135,82 +181,3 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 # --- states of version 1 had another order -------------------------------------------------------
-
-
-def former_order(n: int, seed: int, epoch: int) -> list[int]:
-    """Return the order as the version before computed it, and kept it in memory."""
-    entropy = np.random.SeedSequence([seed, epoch])
-    return np.random.default_rng(entropy).permutation(n).tolist()  # type: ignore[no-any-return]
-
-
-SAVED: dict[str, Any] = {  # by that version
-    "sampler": "BatchSampler",
-    "version": 1,
-    "world_size": 2,
-    "seed": 5,
-    "n_or_sampler": "int",
-    "n": 50,
-    "batch_size": 4,
-    "shuffle": True,
-    "last_batch": "rollover",
-    "epoch": 3,
-    "yielded": 2,
-}
-
-
-def test_a_run_that_began_with_the_former_order_keeps_it():
-    orders = [index for epoch in range(7) for index in former_order(50, 5, epoch)]
-    steps = [orders[i : i + 8] for i in range(0, len(orders), 8)]  # rollover: epochs end to end
-    first = 3 * 50 // 8  # steps of the epochs before
-    state, given = SAVED, []
-    for _ in range(20):  # saved again after each step
-        sampler = BatchSampler(50, 4, True, "rollover", seed=5, rank=1, world_size=2)
-        sampler.load_state_dict(json.loads(json.dumps(state)))
-        batches = iter(sampler)
-        batch = next(batches, None)
-        if batch is None:
-            sampler.set_epoch(sampler.epoch + 1)
-            batch = next(iter(sampler))
-        given.append(batch)
-        state = sampler.state_dict()
-        assert (state["version"], state["order"]) == (2, "stored")
-    assert given == [step[1::2] for step in steps[first + 2 : first + 22]]
-
-
-def test_former_states_of_an_inner_sampler_and_in_order():
-    letters = [chr(number) for number in range(65, 115)]
-    nested = SAVED | {"n_or_sampler": "sampler", "last_batch": "keep", "world_size": 1}
-    nested |= {"left": [], "ended": False, "inner": None}
-    sampler = BatchSampler(letters, 4, True, seed=5)
-    sampler.load_state_dict(nested)
-    expected = [letters[place] for place in former_order(50, 5, 3)]
-    assert [letter for batch in sampler for letter in batch] == expected[8:]
-    in_order = SAVED | {"shuffle": False, "last_batch": "keep", "world_size": 1}
-    sampler = BatchSampler(50, 4, seed=5)
-    sampler.load_state_dict(in_order)
-    assert next(iter(sampler)) == [8, 9, 10, 11]
-
-
-def test_a_loader_goes_on_in_the_former_order():
-    def make() -> Loader:
-        return Loader(range(50), batch_size=4, shuffle=True, seed=5, num_workers=0)
-
-    inner = SAVED | {"last_batch": "keep", "world_size": 1, "yielded": 0}
-    with make() as loader:
-        state = loader.state_dict() | {"version": 1, "epoch": 3, "batches": 2, "check": None}
-        state["sampler"] = {"at": 0, "state": inner}
-        loader.load_state_dict(json.loads(json.dumps(state)))
-        expected = former_order(50, 5, 3)
-        assert np.concatenate(list(loader)).tolist() == expected[8:]
-        following = loader.state_dict()
-        assert np.concatenate(list(loader)).tolist() == former_order(50, 5, 4)
-    with make() as loader:
-        loader.load_state_dict(following)
-        assert np.concatenate(list(loader)).tolist() == former_order(50, 5, 4)
-
-
-def test_an_order_of_a_later_version_is_refused():
-    sampler = BatchSampler(50, 4, shuffle=True)
-    with pytest.raises(ValueError, match="order must be 'computed' or 'stored', got 'dreamt'"):
-        sampler.load_state_dict(sampler.state_dict() | {"order": "dreamt"})
-    assert sampler.state_dict()["order"] == "computed"

@@ -64,7 +64,7 @@ def draw(request, tmp_path, monkeypatch) -> Iterator[Callable[[int], Any]]:
 def test_the_generator_of_random_is_seeded(draw, method):
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {method} here")
-    expected = [random.Random(batch_seed(0, 0, n)).random() for n in range(8)]
+    expected = [random.Random(batch_seed(0, 0, n, 0)).random() for n in range(8)]
     with Loader(draw, range(8), num_workers=2, mp_context=method) as loader:
         drawn = list(loader)
     assert [number for number in drawn if number is not None] == expected[drawn.count(None) :]
@@ -130,7 +130,7 @@ def test_a_fork_draws_numbers_of_its_own():
     with Loader(draw_in_fork, [0] * 4, num_workers=1) as loader:
         numbers = list(loader)
     assert len(set(numbers)) == 4
-    assert not {*numbers} & {random.Random(batch_seed(0, 0, n)).random() for n in range(4)}
+    assert not {*numbers} & {random.Random(batch_seed(0, 0, n, 0)).random() for n in range(4)}
 
 
 def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
@@ -146,8 +146,8 @@ def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
             other.start()
             other.join(0.1)  # as long as it waits for this thread
 
-    monkeypatch.setattr(seeds, "_place", (0, 0, 0))
+    monkeypatch.setattr(seeds, "_place", (0, 0, 0, 0))
     monkeypatch.setattr(seeds, "_seed_random", seed)
     assert module.something == 1
     other.join()
-    assert seeded == [batch_seed(0, 0, 0)]
+    assert seeded == [batch_seed(0, 0, 0, 0)]

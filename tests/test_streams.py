@@ -29,6 +29,7 @@ from helpers import (
 )
 
 from minloader import SKIP, BatchTimeout, Loader, WorkerDied, get_worker_info, pad_collate
+from minloader._sampling.seeding import generator
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
@@ -247,8 +248,7 @@ def test_every_batch_has_seeds_of_its_own(make):
     shards = max(1, loader.num_workers)
     rounds = [(n % shards, n // shards) for n in range(7)]
     for (shard, index), (number, drawn) in zip(rounds, loader, strict=True):
-        place = np.random.SeedSequence([0, 0, index * shards + shard])
-        expected = np.random.default_rng(place).random()
+        expected = generator("batch", 0, 0, index * shards + shard, 0).random()
         assert number == shard + index * shards + expected
         assert drawn != expected
 

@@ -30,7 +30,8 @@ from minloader._epochs.pending import Bell, Pending, SamplerError, SamplerState
 from minloader._epochs.settings import Settings
 from minloader._epochs.state import Note, State, digest, sampler_place
 from minloader._pools.base import HeldItem, Pool
-from minloader._sampling.base import Repeatable, Sampler, ranks_of
+from minloader._sampling.base import Sampler, ranks_of
+from minloader._sampling.source import Repeatable
 from minloader._worker.messages import Task
 from minloader._worker.run import CHUNK_SECONDS
 

@@ -149,8 +149,8 @@ def _deal_anew(state: State, sampler: Sampler) -> None:
             "(in_order=False), which are others in each rank; end the epoch with as many ranks as "
             "it had, or take a state from between epochs"
         )
-    sampler.load_state_dict(known, delivered=state["batches"])
-    state["sampler"]["state"] = sampler.state_dict()
+    sampler._load(known, state["batches"])
+    state["sampler"] = {"at": state["batches"], "state": sampler.state_dict()}
     state["check"] = None  # what comes next is another batch now
 
 

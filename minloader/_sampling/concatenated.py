@@ -111,4 +111,4 @@ class Concatenated:
             raise IndexError(f"index {index} is beyond the {total} samples of all datasets")
         index %= total
         part = bisect_right(self._ends, index)
-        return part, index - self.offsets[part]
+        return part, index - (self._ends[part - 1] if part else 0)

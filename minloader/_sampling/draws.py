@@ -7,18 +7,32 @@ exact.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from numbers import Real
 from typing import Any
 
-from minloader._checks import shown
-from minloader._sampling.parts import Part, Reading
+from minloader._checks import check_int, shown
+from minloader._sampling.seeding import derive
+from minloader._sampling.source import (
+    BEGINNING,
+    Indexed,
+    Reading,
+    Source,
+    next_epoch,
+    plain,
+    unplain,
+)
 
 UNIT = 2**53
-"""What the shares of all parts add up to: one draw. As fine as the random numbers of numpy are."""
+"""What the shares of all parts add up to. As fine as the random numbers of numpy are."""
+
+GRAIN = 2**20
+"""Parts of a length of 1 that are counted: lengths may be seconds."""
+
+PASS = 1_000_000
+"""What each pass of a part that is begun anew adds to the epoch that it is told. More than a run
+has epochs, and small enough for samplers that seed 32-bit generators with it."""
 
 Weights = Sequence[float] | Callable[[int, int], Sequence[float]]
 
@@ -42,82 +56,103 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
     return [float(value) for value in values]
 
 
-class Shares:
-    """Says which part is drawn from next.
+class Part:
+    """A part as it was given.
 
     Args:
-        parts: how many parts there are.
-        rng: what to choose by at random; None: in turns.
-        known: from ``record``, of an earlier run; None: at the beginning.
+        number: of the part.
+        part: a number of samples, a dataset or a sampler.
+        shuffle: whether to shuffle the indices of the former two.
+        seed: of the mixture.
+
+    Attributes:
+        name: what errors call it.
+        size: number of its samples; None if it was given as a sampler.
+
+    Raises:
+        TypeError: it is none of these, or could be two of them.
+        ValueError: the number is below 0.
     """
 
-    def __init__(self, parts: int, rng: Any, known: Sequence[Any] | None) -> None:
-        self._rng = rng
-        # The number of draws, and for turns how far each part is behind its share of them, in UNIT.
-        self._draws: int = known[0] if known else 0
-        self._due: list[int] = list(known[1]) if known else [0] * parts
-        self._shares = [0] * parts
-        if rng is not None:
-            rng.bit_generator.advance(self._draws)
+    def __init__(self, number: int, part: Any, shuffle: bool, seed: int) -> None:
+        self.name = name = f"parts[{number}]"
+        if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
+            raise TypeError(
+                f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
+                "give its len(), or BatchSampler(indices, None)"
+            )
+        kind = type(part)
+        if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
+            part = len(part)
+        self.size = None if hasattr(part, "__iter__") else check_int(name, part, 0)
+        self.source = None if self.size is not None else Source(name, part)
+        self._seed = (seed, number) if shuffle else None
+
+    def read(self, epoch: int, place: Sequence[Any]) -> Reading | Indexed:
+        """Begin to read a pass from a place on."""
+        if self.source is not None:
+            return self.source.read(epoch, place)
+        seed = None if self._seed is None else derive("part", *self._seed, epoch)
+        return Indexed(range(self.size or 0), seed, place)
+
+
+class _Pass:
+    """How far an epoch has read a part: ``[passes, ended, place]``, where it stands.
+
+    Attributes:
+        ended: whether it has no more items, and is not begun anew.
+    """
+
+    def __init__(self, part: Part, epoch: int, known: Sequence[Any]) -> None:
+        self._part = part
+        self._epoch = epoch
+        self._number, self.ended, self._place = known
+        self._reading: Reading | Indexed | None = None
+
+    def take(self) -> Any:
+        """Return the next item.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        if self._reading is None:
+            epoch = self._epoch + self._number * PASS
+            self._reading = self._part.read(epoch, self._place)
+        items: list[Any] = []
+        self._reading.take(items, 1)
+        if not items:
+            raise StopIteration
+        return items[0]
+
+    def begin_anew(self) -> None:
+        """Have the next item be the first of another pass, in another order."""
+        _, _, self._place = self.next_epoch()
+        self._number, self._reading = self._number + 1, None
 
     def record(self) -> list[Any]:
         """Return what another run goes on from."""
-        return [self._draws, list(self._due)]
+        place = self._place if self._reading is None else self._reading.place()
+        return [self._number, self.ended, place]
 
-    def begin_anew(self) -> None:
-        """Forget what is due, since a part has ended that will not get its share."""
-        self._due = [0] * len(self._due)
-
-    def divide(self, weights: Sequence[float]) -> None:
-        """Divide the next draws by weight."""
-        largest = max(weights)
-        if not largest:
-            self._shares = [0] * len(weights)
-            return
-        ratios = [weight / largest for weight in weights]  # whose sum cannot be infinite
-        total = sum(ratios)
-        self._shares = [int(ratio / total * UNIT) for ratio in ratios]
-        self._shares[ratios.index(1)] += UNIT - sum(self._shares)
-
-    def __bool__(self) -> bool:
-        """Return whether any part is to be drawn from."""
-        return any(self._shares)
-
-    def choose(self) -> int:
-        """Return the number of the part of the next draw."""
-        self._draws += 1
-        if self._rng is not None:
-            return bisect_right(list(accumulate(self._shares)), int(self._rng.random() * UNIT))
-        return self._take_turn()
-
-    def _take_turn(self) -> int:
-        """Choose a part such that each has been drawn within 1 of its share of all draws.
-
-        Of the parts that this draw does not put ahead of their share by a whole draw, it is the one
-        that would first be behind by one (R. Tijdeman, The chairman assignment problem, 1980; known
-        from operating systems as "earliest deadline first").
-        """
-        due = [behind + share for behind, share in zip(self._due, self._shares, strict=True)]
-        turns = (
-            (due[part] <= 0, -((due[part] - UNIT) // share), part)
-            for part, share in enumerate(self._shares)
-            if share
-        )
-        part = min(turns)[2]
-        due[part] -= UNIT
-        self._due = due
-        return part
+    def next_epoch(self) -> list[Any]:
+        """Return what another epoch goes on from."""
+        if self._reading is None:
+            return [0, False, next_epoch(self._place)]
+        return [0, False, self._reading.over() if self._reading.ended else BEGINNING]
 
 
 class Draws:
     """The draws of an epoch.
 
+    What is *due* to a part is what its share of all draws is more than what it was given.
+
     Args:
         parts: what is drawn from.
         stop: when the epoch ends.
-        rng: what to choose parts by at random; None: in turns.
+        length_of: returns the length of an item, of which parts have their shares; None: each
+            item counts as one.
         epoch: number of the epoch.
-        known: from ``record``, of an earlier run; None: at the beginning.
+        known: from ``record``, of an earlier run.
 
     Attributes:
         left: number of the part and item of each draw that is in no step yet.
@@ -127,31 +162,40 @@ class Draws:
         self,
         parts: Sequence[Part],
         stop: str,
-        rng: Any,
+        length_of: Callable[[Any], Any] | None,
         epoch: int,
-        known: dict[str, Any] | None,
+        known: dict[str, Any],
     ) -> None:
-        self._known = known
-        known = known or {"parts": [None] * len(parts), "shares": None, "left": []}
         pairs = zip(parts, known["parts"], strict=True)
-        self._readings = [Reading(part, epoch, place) for part, place in pairs]
-        self._shares = Shares(len(parts), rng, known["shares"])
+        self._parts = parts
+        self._passes = [_Pass(part, epoch, place) for part, place in pairs]
         self._stop = stop
-        self._step = 0
-        self._weights: Sequence[float] = ()
-        self.left: list[tuple[int, Any]] = [(part, index) for part, index in known["left"]]
+        self._length_of = length_of
+        self._step: int = known["step"]
+        self._weights: Sequence[float] = known["weights"]
+        self._due: list[int] = list(known["due"])
+        self._longest: int = known["longest"]
+        self.left: list[tuple[int, Any]] = [(part, unplain(item)) for part, item in known["left"]]
+        if self._weights:
+            self._divide()
 
-    def record(self) -> dict[str, Any] | None:
-        """Return what another run goes on from; None: from the beginning."""
-        if not self._weights:
-            return self._known
-        left = [[part, i.item() if hasattr(i, "item") else i] for part, i in self.left]
+    @staticmethod
+    def beginning(passes: list[Any]) -> dict[str, Any]:
+        """Return what the first draw of an epoch goes on from."""
+        due = [0] * len(passes)
+        return {"step": 0, "weights": [], "due": due, "longest": 1, "parts": passes, "left": []}
+
+    def record(self, *, ended: bool) -> dict[str, Any]:
+        """Return what another run goes on from; if the epoch has ended, another epoch."""
+        if ended:
+            return self.beginning([each.next_epoch() for each in self._passes])
         return {
             "step": self._step,
             "weights": list(self._weights),
-            "shares": self._shares.record(),
-            "parts": [reading.record() for reading in self._readings],
-            "left": left,  # without numpy, which is not for JSON
+            "due": list(self._due),
+            "longest": self._longest,
+            "parts": [each.record() for each in self._passes],
+            "left": [[part, plain(item)] for part, item in self.left],
         }
 
     def weigh(self, step: int, weights: Sequence[float]) -> None:
@@ -167,27 +211,84 @@ class Draws:
         Raises:
             StopIteration: the epoch has ended.
         """
-        while self._shares:
-            number = self._shares.choose()
-            reading = self._readings[number]
-            with suppress(StopIteration):
-                return number, reading.take()
-            if self._stop == "never":
-                reading.begin_anew()
-                with suppress(StopIteration):
-                    return number, reading.take()
-                raise ValueError(
-                    f"{reading.part.name} has no items, so it cannot be begun anew; give it the "
-                    "weight 0, or leave it out"
-                )
-            reading.ended = True
-            self._shares.begin_anew()
-            self._divide()
+        while any(self._shares):
+            number = self._choose()
+            drawn = self._passes[number]
+            try:
+                item = self._take(number)
+            except StopIteration:
+                drawn.ended = True
+                self._due = [0] * len(self._due)  # what is due to it cannot be given
+                self._divide()
+                continue
+            except Exception:  # it had its turn
+                self._give(number, self._longest)
+                raise
+            length = 1
+            if self._length_of is not None:
+                length = self._measure((number, item))
+            self._give(number, length)
+            return number, item
         raise StopIteration
 
+    def _take(self, number: int) -> Any:
+        drawn = self._passes[number]
+        with suppress(StopIteration):
+            return drawn.take()
+        if self._stop != "never":
+            raise StopIteration
+        drawn.begin_anew()
+        with suppress(StopIteration):
+            return drawn.take()
+        raise ValueError(
+            f"{self._parts[number].name} has no items, so it cannot be begun anew; give it the "
+            "weight 0, or leave it out"
+        )
+
+    def _measure(self, item: tuple[int, Any]) -> int:
+        """Return the length of an item, in GRAIN."""
+        assert self._length_of is not None
+        try:
+            length = self._length_of(item)
+            if not 0 <= length < math.inf:
+                raise ValueError(f"lengths[{item!r}] is {length}, but must be at least 0")
+        except Exception as error:
+            error.add_note(f"minloader: when the length of {shown(item)} was looked up")
+            raise
+        return round((length or 1) * GRAIN)
+
+    def _choose(self) -> int:
+        """Choose a part such that each has been given its share to within the longest item.
+
+        Of the parts that are not ahead of their share, it is the one that would first be behind by
+        the longest item (R. Tijdeman, The chairman assignment problem, 1980; known from operating
+        systems as "earliest deadline first").
+        """
+        exact = self._length_of is None  # then this draw's length is known, and counts already
+        turns = (
+            (due + (share if exact else 1) <= 0, (self._longest * UNIT - due) / share, part)
+            for part, (due, share) in enumerate(zip(self._due, self._shares, strict=True))
+            if share
+        )
+        return min(turns)[2]
+
+    def _give(self, number: int, length: int) -> None:
+        """Count a draw of a part."""
+        self._longest = max(self._longest, length)
+        pairs = zip(self._due, self._shares, strict=True)
+        self._due = [due + share * length for due, share in pairs]
+        self._due[number] -= UNIT * length
+
     def _divide(self) -> None:
-        """Divide the next draws between the parts that have not ended."""
-        ended = [reading.ended for reading in self._readings]
+        """Divide the next draws by weight between the parts that have not ended."""
+        ended = [each.ended for each in self._passes]
         over = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
-        self._shares.divide([0.0 if over or out else weight for weight, out in pairs])
+        weights = [0.0 if over or out else weight for weight, out in pairs]
+        largest = max(weights)
+        self._shares = [0] * len(weights)
+        if largest:
+            ratios = [weight / largest for weight in weights]  # whose sum cannot be infinite
+            total = sum(ratios)
+            self._shares = [int(ratio / total * UNIT) for ratio in ratios]
+            self._shares[ratios.index(1)] += UNIT - sum(self._shares)

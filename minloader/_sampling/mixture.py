@@ -1,20 +1,20 @@
 """Draws from several samplers or datasets by weight.
 
-A draw (``draws.py``) chooses a part, and takes its next item (``parts.py``). A step is as many
-draws as all ranks take at once, cut into one piece for each.
+A draw (``draws.py``) chooses a part, and takes its next item. A step is as many draws as all ranks
+take at once, cut into one piece for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal
 
-from minloader._checks import check_int, shown
-from minloader._sampling.base import Position, Sampler, check_has_state
-from minloader._sampling.draws import Draws, Weights, check_weights
-from minloader._sampling.parts import Part
+from minloader._checks import check_bool, check_int, shown
+from minloader._sampling.base import Place, Run, Sampler
+from minloader._sampling.draws import Draws, Part, Weights, check_weights
+from minloader._sampling.source import BEGINNING, check_has_state
+from minloader._sampling.windows import LookUp
 
 
 class MixtureSampler(Sampler):
@@ -23,11 +23,13 @@ class MixtureSampler(Sampler):
     Runs in the process that iterates it, normally the parent. It yields ``(part, index)``, as
     :class:`Concatenated` takes it. A draw takes a few µs.
 
-    With exact shares, after any number of draws each part was drawn within 1 of its share of them,
-    if the weights stay the same: the parts take turns, and the one whose draw is due soonest comes
+    Shares are exact: after any number of draws each part was drawn within 1 of its share of them,
+    if the weights stay the same. The parts take turns, and the one whose draw is due soonest comes
     first, as long as that does not put it ahead (R. Tijdeman, The chairman assignment problem,
-    1980). If the weights change, what is due stays due. If a part ends and the others go on, their
-    shares are counted from there.
+    1980). With ``lengths`` the shares are of what the items' lengths add up to: then each part is
+    within one longest item of its share, or two while longer ones still turn up. If the weights
+    change, what is due stays due. If a part ends and the others go on, their shares are counted
+    from there.
 
     With ranks, all of them draw the same, and a step of ``world_size * batch_size`` draws is cut
     into one piece for each: neighbours, so that every batch has the shares. The pieces of an
@@ -46,14 +48,14 @@ class MixtureSampler(Sampler):
         stop: when the epoch ends: when the "first" part that is drawn from has no more items; when
             the "last" has, while the others drop out, and every item comes once; or "never": each
             part that ends is begun anew, as in an epoch of its own.
-        exact: whether shares are exact. Otherwise parts are drawn at random.
-        offsets: ``offsets`` of the :class:`Concatenated`, to yield the indices ``offsets[part] +
-            index`` in place of pairs.
         shuffle: whether parts that are numbers or datasets are shuffled. Each has an order of its
             own, and another in each epoch and pass.
         seed: non-negative int. The order depends on it and on the epoch.
         rank: number of this rank, from 0.
         world_size: number of ranks.
+        lengths: what the lengths of items ``(part, index)`` are looked up in, such as
+            ``Concatenated([lengths_a, lengths_b])``, or a function of such an item. Weights are
+            then shares of tokens, seconds or whatever, and not of items. None: of items.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -61,7 +63,8 @@ class MixtureSampler(Sampler):
             ``weights`` returns, and ValueError for a part without items that is begun anew.)
     """
 
-    _recorded = (*Sampler._recorded, "inner")
+    _arguments = ("parts", "batch_size", "stop", "shuffle", "by_length")
+    _dealt_by = ("world_size", "batch_size")
 
     def __init__(
         self,
@@ -69,111 +72,90 @@ class MixtureSampler(Sampler):
         weights: Weights,
         batch_size: int | None = None,
         stop: Literal["first", "last", "never"] = "first",
-        exact: bool = True,
-        offsets: Sequence[int] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__(seed, rank, world_size)
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
-        self._parts = [
-            Part(f"parts[{number}]", part, shuffle, self.seed + 1 + number)
-            for number, part in enumerate(parts)
-        ]
+        self.shuffle = check_bool("shuffle", shuffle)
+        self._parts = [Part(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
-        self._weights = weights
+        self.parts = [part.size for part in self._parts]
+        self.weights = weights
         if not callable(weights):
-            self._weights = check_weights("weights", weights, len(self._parts))
+            self.weights = check_weights("weights", weights, len(self._parts))
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
-        self._step = self.world_size * (self.batch_size or 1)  # draws
         if stop not in ("first", "last", "never"):
-            raise ValueError(f"stop must be 'first', 'last' or 'never', got {stop!r}")
+            raise ValueError(f"stop must be 'first', 'last' or 'never', got {shown(stop)}")
         self.stop = stop
-        self.exact = bool(exact)
-        self._offsets = None
-        if offsets is not None:
-            self._offsets = [check_int("offsets", offset, 0) for offset in offsets]
-            if len(self._offsets) != len(self._parts):
-                raise ValueError(
-                    f"offsets must be {len(self._parts)} indices, one for each part, got "
-                    f"{shown(self._offsets)}"
-                )
-        self.shuffle = bool(shuffle)
-
-    @property
-    def dropped(self) -> int:
-        """Number of items that no rank got, of the last epoch that was iterated to its end."""
-        return self._dropped
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Batches(self, self._begin())
+        self.by_length = lengths is not None
+        self._length_of: Any = getattr(lengths, "__getitem__", lengths)
+        if self.by_length and not callable(self._length_of):
+            raise TypeError(
+                "lengths must have __getitem__ or be a function of an item (part, index), got "
+                f"{shown(lengths)}"
+            )
 
     def _weights_at(self, epoch: int, step: int) -> Sequence[float]:
         """Return the weights of a step."""
-        if not callable(self._weights):
-            return self._weights
-        weights = self._weights(epoch, step)
+        if not callable(self.weights):
+            return self.weights
+        weights = self.weights(epoch, step)
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            **super()._identity(),
-            "parts": [part.size for part in self._parts],
-            "batch_size": self.batch_size,
-            "stop": self.stop,
-            "exact": self.exact,
-            "offsets": self._offsets,
-            "shuffle": self.shuffle,
-        }
+    def _beginning(self) -> Place:
+        return {"batches": 0, "draws": Draws.beginning([[0, False, BEGINNING] for _ in self.parts])}
 
-    def _record(self, position: Position) -> Position:
-        inner = position.inner
-        return replace(position, inner=inner.record() if isinstance(inner, Draws) else inner)
+    def _begin(self, epoch: int, place: Place) -> Run:
+        return _Batches(self, epoch, place)
 
-    def _accept(self, position: Position) -> None:
-        known = position.inner
-        if known is None:  # nothing was drawn yet, so that other weights do no harm
-            return
+    def _restore(self, epoch: int, place: Place) -> None:
+        known = place["draws"]
         step, weights = known["step"], known["weights"]
-        here = self._weights_at(position.epoch, step)
-        if here != weights:
+        if weights and (here := self._weights_at(epoch, step)) != weights:
             raise ValueError(
                 f"weights of step {step} are {here}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (*_, state) in zip(self._parts, known["parts"], strict=True):
+        for part, (*_, (_, state, _)) in zip(self._parts, known["parts"], strict=True):
             if state is not None:
-                check_has_state(part.name, part.sampler)
+                check_has_state(part.name, part.size if part.source is None else part.source.items)
 
 
-class _Batches(Iterator[Any]):
-    """The batches of an epoch. It is no generator, so that it goes on after an error."""
+class _Batches(Run):
+    """The batches of an epoch."""
 
-    def __init__(self, mixture: MixtureSampler, position: Position) -> None:
+    def __init__(self, mixture: MixtureSampler, epoch: int, place: Place) -> None:
+        super().__init__(epoch, place)
         self._mixture = mixture
-        self._position = position
-        rng = None if mixture.exact else mixture._rng(position.epoch)
-        self._draws = Draws(mixture._parts, mixture.stop, rng, position.epoch, position.inner)
-        position.inner = self._draws
+        length_of = mixture._length_of if mixture.by_length else None
+        self._draws = Draws(mixture._parts, mixture.stop, length_of, epoch, place["draws"])
+
+    def place(self) -> Place:
+        return {"batches": self.batches, "draws": self._draws.record(ended=self.ended)}
 
     def __next__(self) -> Any:
-        mixture, position, draws = self._mixture, self._position, self._draws
-        draws.weigh(position.yielded, mixture._weights_at(position.epoch, position.yielded))
-        with suppress(StopIteration):
-            while len(draws.left) < mixture._step:
-                draws.left.append(draws.draw())
-        step, ranks, offsets = draws.left, mixture.world_size, mixture._offsets
-        if len(step) < ranks:
-            mixture._dropped = len(step)
+        self.touched = True
+        if self.ended:
             raise StopIteration
+        mixture, draws = self._mixture, self._draws
+        draws.weigh(self.batches, mixture._weights_at(self.epoch, self.batches))
+        step, ranks = draws.left, mixture.world_size
+        whole = ranks * (mixture.batch_size or 1)
+        with suppress(StopIteration):
+            while len(step) < whole:
+                step.append(draws.draw())
+        if len(step) < ranks:
+            mixture._dropped, self.ended = len(step), True
+            raise StopIteration
+        step, draws.left = step[:whole], step[whole:]
+        self.batches += 1
+        if mixture.batch_size is None:
+            return step[mixture.rank]
         start, stop = (len(step) * rank // ranks for rank in (mixture.rank, mixture.rank + 1))
-        items: list[Any] = step[start:stop]
-        if offsets is not None:
-            items = [offsets[part] + index for part, index in items]
-        draws.left = []
-        position.yielded += 1
-        return items[0] if mixture.batch_size is None else items
+        return step[start:stop]

@@ -113,7 +113,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
             raise ValueError(
                 f"pack_collate: {path} has {max(lengths)} entries in sample "
                 f"{lengths.index(max(lengths))} of the batch, but capacity={capacity}; raise "
-                "capacity, or give PackedBatchSampler long='cut' or long='split'"
+                "capacity, or give PackedBatchSampler long='split' or long='drop'"
             )
         spans: list[tuple[int, int, int]] = []
         at, row, number = 0, 1, 0

@@ -14,7 +14,7 @@ from minloader._sampling.collate import numbers_as_array
 class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     """A dataset whose items are ``(index, start, stop)``: those entries of a sample.
 
-    For a :class:`PackedBatchSampler` that cuts or splits long samples. Runs where the dataset does,
+    For a :class:`PackedBatchSampler` that splits long samples. Runs where the dataset does,
     normally in a worker process. Every array of at least one dimension in the sample, and every
     list of numbers, is sliced along its first axis. All else stays as it is. Each item makes the
     whole sample: where a part is quicker to read, have your dataset take such items itself.
@@ -23,11 +23,18 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
         dataset: what :class:`Loader` takes with a sampler, for an index.
 
     Raises:
-        TypeError: when asked for a sample, if the item is no such tuple.
+        TypeError: the dataset is none; or when asked for a sample, the item is no such tuple.
         ValueError: when asked for a sample, if that is shorter than ``stop``.
     """
 
     dataset: Any
+
+    def __post_init__(self) -> None:
+        kind = type(self.dataset)
+        if not (hasattr(kind, "__getitem__") or callable(self.dataset)):
+            raise TypeError(
+                f"dataset must have __getitem__, or be callable, got {shown(self.dataset)}"
+            )
 
     def __getitem__(self, item: tuple[Any, int, int]) -> Any:
         dataset, index = self.dataset, _index(item)
@@ -50,7 +57,7 @@ def _index(item: Any) -> Any:
     if not isinstance(item, tuple) or len(item) != 3:
         raise TypeError(
             f"an item of a sliced dataset must be a tuple (index, start, stop), got {shown(item)}; "
-            "give PackedBatchSampler long='cut' or long='split', or drop sliced"
+            "give PackedBatchSampler long='split', or drop sliced"
         )
     return item[0]
 

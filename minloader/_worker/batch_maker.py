@@ -11,7 +11,7 @@ from typing import Any
 
 from minloader._checks import check_indices, check_samples, shown
 from minloader._errors import SKIP
-from minloader._worker.messages import Job
+from minloader._worker.messages import NO_SAMPLE, Job
 
 logger = logging.getLogger("minloader")
 
@@ -22,6 +22,7 @@ class BatchMaker:
 
     Attributes:
         job: what to make them from.
+        turn_to: called with the index of each sample before the user's code makes it.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
         collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
@@ -31,6 +32,7 @@ class BatchMaker:
     """
 
     job: Job
+    turn_to: Callable[[Any], None] = lambda index: None
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
     failing: tuple[Any, ...] = ()
@@ -42,6 +44,7 @@ class BatchMaker:
         if self.job.collate_fn is None:
             if self.job.skip_samples:  # of which the item is one
                 return self.combine(self._each(self._get, [item], [item]), [item])
+            self.turn_to(item)
             batch = self._get(item)
             return batch if self.job.transform is None else self.combine([batch])
         # A function of torch's kind: it gets whatever __getitems__ gives.
@@ -74,6 +77,7 @@ class BatchMaker:
             return SKIP  # a sampler's empty batch is one
         if collate_fn is None:
             return samples[0]
+        self.turn_to(NO_SAMPLE)
         begin = time.perf_counter()
         batch = collate_fn(samples)
         self.collate_seconds += time.perf_counter() - begin
@@ -98,6 +102,7 @@ class BatchMaker:
             return self.combine(samples, indices)
         if not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
             return self.combine(self._each(self._get, indices, indices), indices)
+        self.turn_to(NO_SAMPLE)
         samples = dataset.__getitems__(indices)
         return self.combine(samples if as_torch else check_samples(samples, indices), indices)
 
@@ -106,8 +111,10 @@ class BatchMaker:
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on."""
         results: list[Any] = []
-        for value in values:
+        for n, value in enumerate(values):
             try:
+                if indices:
+                    self.turn_to(indices[n])
                 results.append(function(value))
             except BaseException as error:
                 index = tuple(indices[len(results) :][:1])

@@ -47,9 +47,9 @@ def concurrent(dataset: Any, threads: int = 16) -> Concurrent:
 
     The samples come in the order of their indices, and an error, or :data:`minloader.SKIP`, is that
     of its sample, as ever. In each read ``get_worker_info().rng`` is a generator of the sample's
-    own, spawned from the batch's by the sample's place in the batch: the same whoever reads, and
-    when. The global generators of ``random``, ``numpy.random`` and torch are shared by all reads;
-    what is drawn from these depends on their order.
+    own, which depends on its place in the batch, and ``sample_rng`` one that depends on its index:
+    the same whoever reads, and when. The global generators of ``random``, ``numpy.random`` and
+    torch are shared by all reads; what is drawn from these depends on their order.
 
     Args:
         dataset: its ``__getitem__`` is called by several threads. If that is an ``async def``, all
@@ -101,7 +101,7 @@ class Concurrent:
                 self._fetch, self._pid = self._begin(), os.getpid()
             fetch = self._fetch
         info = get_worker_info()
-        infos = (info and info._of_sample(place) for place in range(len(indices)))
+        infos = (info and info._of_sample(*each) for each in enumerate(indices))
         futures = [fetch(*each) for each in zip(indices, infos, strict=True)]
         try:
             wait(futures)

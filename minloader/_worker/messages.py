@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import pack_error
+from minloader._sampling.seeding import generator, sample_key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,7 @@ class Job:
         keep_last: whether a stream's incomplete last batch is one.
         skip_samples: whether a sample that fails is left out of its batch.
         is_stream: whether the dataset is read by shards, each in a copy of its own.
+        rank: that of the sampler: other ranks draw other numbers.
     """
 
     dataset: Any
@@ -39,6 +41,7 @@ class Job:
     keep_last: bool = True
     skip_samples: bool = False
     is_stream: bool = False
+    rank: int = 0
 
 
 class Start(NamedTuple):
@@ -89,6 +92,10 @@ class Shard(NamedTuple):
     def ordinal(self, index: int) -> int:
         """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
         return index * self.total + self.id
+
+
+NO_SAMPLE: Final = ...
+"""Stands for the index of a sample where none is being made. It survives pickling."""
 
 
 class _End:
@@ -223,6 +230,7 @@ class WorkerInfo:
         pid: process the worker is, or runs in.
         seed: the loader's seed.
         epoch: epoch of the batch being made.
+        rank: of the training process, as the sampler has it; 0 if it has none.
         dataset: the object that the worker reads from, which ``worker_init_fn`` may change. Threads
             share one; of a stream that is read, the shard's own. None once the info is pickled.
     """
@@ -232,38 +240,68 @@ class WorkerInfo:
     pid: int
     seed: int
     epoch: int = 0
+    rank: int = 0
     dataset: Any = field(default=None, repr=False, compare=False)
     _ordinal: int | None = field(default=None, repr=False)
     _rng: np.random.Generator | None = field(default=None, repr=False)
     _key: tuple[int, ...] = field(default=(), repr=False)
+    _sample: Any = field(default=NO_SAMPLE, repr=False, compare=False)  # whose turn it is
+    _sample_rng: np.random.Generator | None = field(default=None, repr=False, compare=False)
 
     @property
     def rng(self) -> np.random.Generator:
-        """Generator of the batch being made, from ``SeedSequence([seed, epoch, ordinal])``.
+        """Generator of the batch being made, which belongs to its place in the run.
 
-        The same whichever worker makes the batch. Made when first asked for in a batch; in
-        ``worker_init_fn`` it depends on the worker's id instead.
+        It derives from seed, epoch, ordinal of the batch and rank: the same whichever worker makes
+        the batch. Made when first asked for in a batch; in ``worker_init_fn`` it depends on the
+        worker's id instead.
         """
         if self._rng is None:
-            import numpy as np
-
             if self._ordinal is None:
-                entropy = np.random.SeedSequence(self.seed, spawn_key=(max(self.id, 0),))
+                self._rng = generator("worker", self.seed, self.rank, max(self.id, 0))
             else:
-                place = [self.seed, self.epoch, self._ordinal]
-                entropy = np.random.SeedSequence(place, spawn_key=self._key)
-            self._rng = np.random.default_rng(entropy)
+                place = self.seed, self.epoch, self._ordinal, self.rank
+                self._rng = generator("batch", *place, *self._key)
         return self._rng
 
+    @property
+    def sample_rng(self) -> np.random.Generator:
+        """Generator of the sample being made, which belongs to the sample itself.
+
+        It derives from seed, epoch and the index of the sample: the same whatever the number of
+        workers and ranks, the batch size, the order, and the batch that the sample is in. It is
+        there in the dataset's ``__getitem__`` and in ``transform``, made when first asked for.
+
+        Raises:
+            RuntimeError: no single sample is being made: in ``collate_fn``, in ``__getitems__``, in
+                a dataset that is given a whole list of indices, or in a stream.
+            TypeError: the index is not made of numbers and strings.
+        """
+        if self._sample is NO_SAMPLE or type(self._sample) is list:
+            raise RuntimeError(
+                "sample_rng is for code that makes one sample of an index: the dataset's "
+                "__getitem__ (with batch_size or collate_fn) and transform; elsewhere draw from "
+                "rng, which belongs to the batch"
+            )
+        if self._sample_rng is None:
+            key = sample_key(self._sample)
+            self._sample_rng = generator("sample", self.seed, self.epoch, key)
+        return self._sample_rng
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"dataset": None}  # a batch may hold the info
+        return self.__dict__ | {"dataset": None, "_sample": NO_SAMPLE}  # a batch may hold the info
+
+    _seeds_globals = False  # whether the global generators are seeded where this holds
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key
+        self._turn_to(NO_SAMPLE)
 
-    def _of_sample(self, place: int) -> WorkerInfo:
+    def _turn_to(self, index: Any) -> None:
+        """Note whose turn it is: the sample of this index."""
+        self._sample, self._sample_rng = index, None
+
+    def _of_sample(self, place: int, index: Any) -> WorkerInfo:
         """Return what holds for one sample of the batch, which may be made beside others."""
-        own = WorkerInfo(self.id, self.num_workers, self.pid, self.seed, dataset=self.dataset)
-        if self._ordinal is not None:
-            own._begin(self.epoch, self._ordinal, key=(*self._key, place))
-        return own
+        key = (*self._key, place)
+        return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)

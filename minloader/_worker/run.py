@@ -84,7 +84,7 @@ class Worker:
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
-        info.dataset = job.dataset
+        info.dataset, info.rank = job.dataset, job.rank
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._process = lifetimes.process
@@ -93,7 +93,7 @@ class Worker:
         self._seed = seed
         self.meter: Meter | None = None
         self._beat = beat
-        self._maker = BatchMaker(job)
+        self._maker = BatchMaker(job, info._turn_to)
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         is_inline = info.num_workers == 0
@@ -101,7 +101,7 @@ class Worker:
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.is_stream:
             try:
-                self._call((info.seed, -1, info.id), job.worker_init_fn, info)
+                self._call((info.seed, -1, info.id, info.rank), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
@@ -175,7 +175,7 @@ class Worker:
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
                 item = unpack(item) if task.packed and type(item) is bytes else item
-                place = self.info.seed, task.epoch, task.ordinal + n
+                place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 batch = self._call(place, self._maker.fetch, item)
         except BaseException as error:
             stage = READING if reader is not None and reader.reading else ""
@@ -242,8 +242,9 @@ class Worker:
     def _prepare(self, info: WorkerInfo) -> None:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info
+        info._seeds_globals = self._seed is not None
         if self._job.worker_init_fn is not None:
-            self._call((info.seed, -1, info.id), self._job.worker_init_fn, info)
+            self._call((info.seed, -1, info.id, info.rank), self._job.worker_init_fn, info)
 
     def _find_reader(self, task: Task, outcomes: list[Any]) -> ShardReader | None:
         """Return the reader for a task; None if there is none, for the reason that outcomes has."""

@@ -1,16 +1,15 @@
 """Randomness that belongs to the batch, not to the worker that happens to make it.
 
-Before each batch the global generators of ``random``, ``numpy.random`` and ``torch`` are
-seeded from (loader's seed, epoch, ordinal), so every worker count, executor and restart gives
-the same batches. None is seeded for nobody: numpy's and torch's from when something has imported
-them, and in a worker process that of ``random``, which the standard library imports, from when
-something has asked that module for any of its functions.
+Before each batch the global generators of ``random``, ``numpy.random`` and ``torch`` are seeded
+from (loader's seed, epoch, ordinal, rank), so every worker count, executor and restart gives the
+same batches, and no two ranks draw alike. None is seeded for nobody: numpy's and torch's from when
+something has imported them, and in a worker process that of ``random``, which the standard library
+imports, from when something has asked that module for any of its functions.
 """
 
 from __future__ import annotations
 
 import _random
-import hashlib
 import logging
 import os
 import random
@@ -20,21 +19,21 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 
 logger = logging.getLogger("minloader")
 
-Place = tuple[int, int, int]
-"""Of a batch: the loader's seed, the epoch and the ordinal."""
+Place = tuple[int, int, int, int]
+"""Of a batch: the loader's seed, the epoch, the ordinal and the rank."""
 
 Seed = Callable[[Place], Callable[[], None] | None]
 """Seeds the global generators for one batch; may return what is to be called after the batch."""
 
 
-def batch_seed(seed: int, epoch: int, ordinal: int) -> int:
-    """Return 128 bits that depend on nothing but the batch's place: a keyed hash, some 0.5 µs."""
-    place = b"%d %d %d" % (seed, epoch, ordinal)
-    return int.from_bytes(hashlib.blake2b(place, digest_size=16).digest(), "little")
+def batch_seed(seed: int, epoch: int, ordinal: int, rank: int) -> int:
+    """Return 128 bits that depend on nothing but the place of a batch."""
+    return derive("batch", seed, epoch, ordinal, rank)
 
 
 _generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
+from minloader._sampling.seeding import generator
+from minloader._worker.seeds import seed_globals
 from minloader._worker.start import get_worker_info
 
 logger = logging.getLogger("minloader")
@@ -53,6 +55,8 @@ class Shuffled:
     """See :func:`shuffled`."""
 
     def __init__(self, stream: Iterable[Any], buffer_size: int, seed: int) -> None:
+        if stream is None:
+            raise TypeError("stream must be an iterable of samples, got None")
         check_iterable("stream", stream)
         self.stream = stream
         self.buffer_size = check_int("buffer_size", buffer_size, 4)
@@ -121,15 +125,13 @@ class Shuffle:
 
     def _turn(self) -> None:
         """Give out the half that was filled, and fill another."""
-        import numpy as np
-
         self._number, self._given = self._number + 1, 0
         self._before, self._is_noted = self._before_filled, False
         self._failed, self._failed_filling = self._failed_filling, 0
         info = get_worker_info()
-        place = (info.seed, info.epoch, info.id) if info is not None else ()
-        entropy = np.random.SeedSequence([self._owner.seed, *place], spawn_key=(self._number,))
-        order = np.random.default_rng(entropy).permutation(len(self._filled))
+        place = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
+        rng = generator("shuffled", self._owner.seed, *place, self._number)
+        order = rng.permutation(len(self._filled))
         self._half, self._filled = [self._filled[place] for place in order], []
 
     def _fill(self, size: int) -> None:
@@ -137,6 +139,7 @@ class Shuffle:
         while len(self._filled) < min(size, self._size) and not self._ended:
             if not self._is_noted:
                 self._before_filled, self._is_noted = self._state(), True
+            self._seed(self._number * self._size + len(self._filled))
             try:
                 self._filled.append(next(self._source))
             except StopIteration:
@@ -144,6 +147,16 @@ class Shuffle:
             except Exception:
                 self._failed_filling += 1
                 raise
+
+    def _seed(self, n: int) -> None:
+        """Have the stream draw what belongs to its sample ``n``, whenever that is read."""
+        info = get_worker_info()
+        if info is not None:
+            info._begin(info.epoch, n, key=(2, info.id))
+            if info._seeds_globals:
+                seed_globals(
+                    (info.seed, info.epoch, -3 - info.id - n * info.num_workers, info.rank)
+                )
 
     def _state(self) -> dict[str, Any] | None:
         """Return the state of the stream, of its iterator, or of both, as far as they have any."""
@@ -159,6 +172,7 @@ class Shuffle:
 
     def _open(self, state: Any) -> None:
         """Begin to read the stream, from a state of it if there is one."""
+        self._seed(-1 - self._size)
         self._owner.loaded = None
         stream: Any = self._owner.stream
         if state is not None:

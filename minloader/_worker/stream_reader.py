@@ -85,7 +85,7 @@ class ShardReader:
             index = 0 if self.ended else self.position
         epoch, ordinal = self.epoch + self.ended, self.shard.ordinal(index)
         self.info._begin(epoch, ordinal)
-        return self.info.seed, epoch, ordinal
+        return self.info.seed, epoch, ordinal, self.info.rank
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
@@ -251,13 +251,14 @@ class ShardReaders:
 
     def _take_copy(self, shard: Shard, start: Start, pid: int) -> tuple[WorkerInfo, bool]:
         """Return a copy of the dataset to read, with its info, and whether it must be put back."""
-        follows = start.follows, shard.id
-        before = self._readers.get(follows) if not start.batches else None  # type: ignore[arg-type]
+        follows = -1 if start.follows is None or start.batches else start.follows
+        before = self._readers.get((follows, shard.id))
         if before is not None and before.is_whole and not is_read_once(before.info.dataset):
-            del self._readers[follows]  # type: ignore[arg-type]
+            del self._readers[follows, shard.id]
             return before.info, False
         dataset, is_prepared = self._copy(shard)
         info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
+        info.rank = self.maker.job.rank
         if not is_prepared:
             self.prepare(info)
         return info, True
@@ -309,7 +310,7 @@ def _plain(value: Any) -> Any:
             value = value[0] if value else None
         else:
             break
-    flat = getattr(value, "flat", None)  # a numpy array
+    flat: Any = getattr(value, "flat", None)  # a numpy array
     if flat is None and hasattr(value, "flatten"):  # a tensor
         flat = value.flatten()
     try:

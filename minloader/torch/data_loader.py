@@ -41,7 +41,8 @@ from minloader._insight.counters import Stats
 from minloader._loader import Loader
 from minloader._memory.job_file import fingerprint
 from minloader._prefetch import prefetch
-from minloader._sampling.base import ranks_of, used_up, with_inner
+from minloader._sampling.base import ranks_of, with_inner
+from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader.torch.accelerate import notice

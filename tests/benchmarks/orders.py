@@ -53,7 +53,9 @@ def first_stored(n: int) -> Any:
 
 def resume(n: int) -> Any:
     sampler = computed(n)
-    sampler.load_state_dict(sampler.state_dict() | {"yielded": len(sampler) // 2})
+    steps = len(sampler) // 2
+    place = {"batches": steps, "source": [steps * BATCH_SIZE, None, False], "between": False}
+    sampler.load_state_dict(sampler.state_dict() | place)
     return next(iter(sampler))
 
 

@@ -50,8 +50,8 @@ def samplers(lengths: Any, capacity: int, rows: int) -> dict[str, tuple[str, Cal
 
     def mixed(kind: Callable[..., Any], **ranks: int) -> Any:
         parts = [first, len(lengths) - first]
-        mixture = MixtureSampler(parts, parts, shuffle=True, offsets=[0, first])
-        return kind(sampler=mixture, **ranks)
+        mixture = MixtureSampler(parts, parts, shuffle=True)
+        return kind(sampler=[part * first + index for part, index in mixture], **ranks)
 
     return {
         "BatchSampler": ("pad", partial(BatchSampler, len(lengths), size, shuffle=True)),

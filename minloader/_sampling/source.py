@@ -1,0 +1,297 @@
+"""What a sampler reads its items from, and how far it has read.
+
+A *place* in it is a list of plain values, ``[read, state, over]``: how many items of the epoch were
+asked for; the state of what is read, if it has one; and whether that is from an epoch's end: of
+this one, or if nothing was read yet, of the one before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count, islice
+from typing import Any
+
+from minloader._checks import is_stateful, shown
+from minloader._sampling.permutation import Permutation
+from minloader._sampling.seeding import Piece
+
+CHUNK = 16_384
+"""Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
+millisecond. With fewer, numpy's overhead counts; more of them do not fit into the caches."""
+
+BEGINNING: list[Any] = [0, None, False]
+
+
+def next_epoch(place: Sequence[Any]) -> list[Any]:
+    """Return where an epoch begins, if the one before has ended at a place."""
+    return [0, place[1], True] if place[2] and place[1] is not None else BEGINNING
+
+
+def used_up(name: str, iterator: Any) -> RuntimeError:
+    """Return the error for an argument that cannot serve a second epoch."""
+    return RuntimeError(
+        f"{name} is an iterator, {shown(iterator)}, which serves one epoch and has served it; pass "
+        "a list, or an object whose __iter__ begins anew"
+    )
+
+
+def check_has_state(name: str, sampler: Any) -> None:
+    """Refuse a sampler that has no state, where a state was saved."""
+    if not is_stateful(sampler):
+        raise ValueError(
+            f"the state holds one of {name}, but {shown(sampler)} has no load_state_dict; make the "
+            "sampler over one of the same kind"
+        )
+
+
+class Repeatable:
+    """An iterable that refuses a second epoch if it would be silently empty.
+
+    Args:
+        name: name of the argument that the iterable was given as.
+        iterable: what to iterate over.
+    """
+
+    def __init__(self, name: str, iterable: Iterable[Any]) -> None:
+        self._name = name
+        self._iterable = iterable
+        self.is_used_up = False
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._iterable)
+        # An iterator with epochs (lhotse's samplers) begins anew with each of them.
+        if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
+            if self.is_used_up:
+                raise used_up(self._name, iterator)
+            self.is_used_up = True
+        return iterator
+
+
+def is_sequence(items: Any) -> bool:
+    """Return whether an item can be had without those before it."""
+    return isinstance(items, Sequence) or (
+        hasattr(items, "__array__") and hasattr(items, "__len__")
+    )
+
+
+def plain(item: Any) -> Any:
+    """Return an item as JSON keeps it: numpy's numbers and tuples it does not."""
+    if isinstance(item, tuple | list):
+        parts = [plain(each) for each in item]
+        return parts if isinstance(item, list) else {type(item).__name__: parts}
+    return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
+
+
+def unplain(item: Any) -> Any:
+    """Undo :func:`plain`."""
+    if isinstance(item, list):
+        return [unplain(each) for each in item]
+    if isinstance(item, dict) and len(item) == 1:
+        ((kind, parts),) = item.items()
+        values = tuple(unplain(each) for each in parts)
+        return Piece(*values) if kind == "Piece" else values
+    return item
+
+
+class Source:
+    """An iterable that is read once in each epoch.
+
+    Args:
+        name: name of the argument that it was given as.
+        items: the iterable.
+    """
+
+    def __init__(self, name: str, items: Iterable[Any]) -> None:
+        self.name = name
+        self.items: Any = items
+        self.iterable = Repeatable(name, items)
+        self.stands: Any = None  # the state that it was put to, or has ended with
+        self.was_put = False  # by a state, and not read since
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the iterable the number of the epoch."""
+        if hasattr(self.items, "set_epoch"):
+            self.items.set_epoch(epoch)
+
+    def restore(self, epoch: int, place: Sequence[Any]) -> None:
+        """Put the iterable to a place.
+
+        Raises:
+            ValueError: it cannot be put there.
+        """
+        _, state, _ = place
+        if state is None or state is self.stands:
+            return
+        check_has_state(self.name, self.items)
+        self.set_epoch(epoch)
+        self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+        self.stands, self.was_put = state, True
+
+    def read(self, epoch: int, place: Sequence[Any]) -> Reading:
+        """Begin to read an epoch from a place on."""
+        self.restore(epoch, place)
+        if place[2] and place[0]:  # it has ended, and is to be told of another epoch only
+            return Reading(self, place)
+        if place[1] is None or place[2]:
+            self.set_epoch(epoch)
+        if list(place) == BEGINNING:
+            if self.was_put and iter(self.items) is not self.items:
+                next(iter(self.items), None)  # else it would go on where it was put
+            if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
+                place = [0, state, True]  # nobody can tell it the epoch again
+        self.stands = None
+        return Reading(self, place)
+
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator."""
+        iterator = iter(self.iterable)
+        return _Alone(iterator) if iterator is self.items else iterator
+
+    def state(self) -> Any:
+        """Return the state of the iterable, if it has one."""
+        try:
+            return copy.deepcopy(self.items.state_dict()) if is_stateful(self.items) else None
+        except NotImplementedError:  # inherited, but not meant
+            return None
+
+
+class _Alone(Iterator[Any]):
+    """An iterator that ``iter`` leaves alone: some begin anew with each."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._next = iterator.__next__
+
+    def __next__(self) -> Any:
+        return self._next()
+
+
+class Reading:
+    """How far an epoch has read a source.
+
+    Args:
+        source: what is read.
+        place: where it begins.
+
+    Attributes:
+        read: number of items that were asked for.
+        ended: whether there are no more.
+    """
+
+    def __init__(self, source: Source, place: Sequence[Any]) -> None:
+        self._source = source
+        self._at_end = place[2]  # of the epoch before
+        # Until it has given an item: a generator tells the truth about its place from then on.
+        self._known: Sequence[Any] | None = place
+        self.read: int = place[0]
+        self.ended = bool(place[2] and self.read)
+        self._pass_by = 0 if place[1] is not None or self.ended else self.read
+        self._items = iter(()) if self.ended else source.begin()
+
+    def take(self, into: list[Any], most: int) -> None:
+        """Add the next items to a list, fewer where the epoch ends.
+
+        What an item raises is raised here, once: the items before it are in the list.
+        """
+        self._go_on()
+        before = len(into)
+        try:
+            into.extend(islice(self._items, most))
+        except Exception:
+            self.read, self._known = self.read + 1, None
+            raise
+        finally:
+            taken = len(into) - before
+            self.read += taken
+            if taken:
+                self._known, self._at_end, self._source.was_put = None, False, False
+        if taken < most and not self.ended:
+            if self._at_end and self._source.was_put:
+                # Some say once more that the epoch is over whose state they were put to.
+                self._at_end, self._items = False, self._source.begin()
+                self.take(into, most)
+                return
+            self.ended = True
+            state = self._source.stands = self._source.state()
+            self._known = [self.read, state, True]
+
+    def place(self) -> Sequence[Any]:
+        """Return where this stands."""
+        return self._known or [self.read, self._source.state(), False]
+
+    def over(self) -> Sequence[Any]:
+        """Return where another epoch begins, after this one has ended."""
+        return next_epoch(self.place())
+
+    def _go_on(self) -> None:
+        """Pass by the items that were asked for before, whatever they raised then."""
+        while self._pass_by:
+            passed = count()
+            try:
+                deque(zip(islice(self._items, self._pass_by), passed, strict=False), maxlen=0)
+                self._pass_by = 0
+            except Exception:
+                self._pass_by -= next(passed) + 1
+
+
+class Indexed:
+    """The items of a sequence, in their order or in one that is computed.
+
+    Args:
+        values: the sequence; or a reading, of which all items are read first.
+        seed: what decides the order; None: that of the sequence.
+        place: where to begin.
+
+    Attributes:
+        read: number of items that were asked for.
+        ended: whether there are no more.
+    """
+
+    def __init__(self, values: Any, seed: int | None, place: Sequence[Any]) -> None:
+        self._reading = values if isinstance(values, Reading) else None
+        self._values: Any = [] if self._reading else values
+        self._seed = seed
+        self._start = place if self._reading is None else self._reading.place()
+        self.read: int = place[0]
+        self._items: Iterator[Any] | None = None
+        self.ended = False
+
+    def take(self, into: list[Any], most: int) -> None:
+        """Add the next items to a list, as :meth:`Reading.take` does."""
+        while self._reading is not None and not self._reading.ended:
+            try:
+                self._reading.take(self._values, CHUNK)
+            except Exception:
+                if not self.read:  # else it was raised when that was first read
+                    raise
+        before = len(into)
+        try:
+            if self._items is None:
+                self._items = self._in_order()
+            into.extend(islice(self._items, most))
+        except BaseException as error:
+            self._items = None  # begun again behind what was taken
+            self.read += isinstance(error, Exception)
+            raise
+        finally:
+            self.read += len(into) - before
+        self.ended = len(into) - before < most
+
+    def place(self) -> Sequence[Any]:
+        """Return where this stands."""
+        return [self.read, *self._start[1:]]
+
+    def over(self) -> Sequence[Any]:
+        """Return where another epoch begins, after this one has ended."""
+        return BEGINNING if self._reading is None else self._reading.over()
+
+    def _in_order(self) -> Iterator[Any]:
+        values, n = self._values, len(self._values)
+        places: Iterator[int] = iter(range(self.read, n))
+        if self._seed is not None:
+            order = Permutation(n, self._seed)
+            starts = range(self.read, n, CHUNK)
+            places = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
+        is_count = isinstance(values, range) and values == range(n)
+        return places if is_count else map(values.__getitem__, places)

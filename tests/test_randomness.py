@@ -1,0 +1,202 @@
+"""Randomness belongs to the batch, or to the sample, and to the rank."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minloader import (
+    BatchSampler,
+    Concatenated,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    PackedBatchSampler,
+    concurrent,
+    get_worker_info,
+    sliced,
+)
+from minloader._sampling.seeding import derive, sample_key
+
+LENGTHS = [1 + 7 * n % 13 for n in range(40)]
+
+
+class Drawn:
+    """Gives the index of a sample, and what was drawn for it and for its batch."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: Any) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        own, batch = int(info.sample_rng.integers(1 << 60)), int(info.rng.integers(1 << 60))
+        return index, own, batch, random.random(), np.random.random()
+
+
+class Awaited(Drawn):
+    async def __getitem__(self, index: Any) -> Any:
+        info = get_worker_info()
+        return index, int(info.sample_rng.integers(1 << 60)), int(info.rng.integers(1 << 60))
+
+
+def samples_of(dataset: Any, sampler: Any, **options: Any) -> list[Any]:
+    with Loader(dataset, sampler, collate_fn=list, **options) as loader:
+        return [sample for batch in loader for sample in batch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_draw_other_numbers_at_each_step(num_workers):
+    options = {"num_workers": num_workers}
+    ranks = [
+        samples_of(Drawn(), BatchSampler(40, 4, rank=rank, world_size=2), **options)
+        for rank in range(2)
+    ]
+    for draw in (2, 3, 4):  # rng, random, numpy.random
+        values = [[sample[draw] for sample in samples] for samples in ranks]
+        assert not set(values[0]) & set(values[1])
+    again = samples_of(Drawn(), BatchSampler(40, 4, rank=1, world_size=2), num_workers=0)
+    assert again == ranks[1]
+
+
+def test_the_rank_of_others_samplers_counts():
+    class OfTorch:
+        num_replicas, rank = 2, 1
+
+        def __iter__(self) -> Any:
+            return iter(range(1, 40, 2))
+
+    class OfAccelerate:
+        num_processes, process_index, batch_sampler = 2, 1, None
+
+        def __iter__(self) -> Any:
+            return iter([[1, 3], [5, 7]])
+
+    def ranks(sampler: Any) -> set[int]:
+        with Loader(lambda item: get_worker_info().rank, sampler, num_workers=0) as loader:
+            return set(loader)
+
+    assert ranks(BatchSampler(OfTorch(), 3)) == ranks(OfAccelerate()) == {1}
+    assert ranks(range(3)) == {0}
+
+
+WAYS: dict[str, Any] = {
+    "in order": lambda: BatchSampler(40, 4),
+    "other batches": lambda: BatchSampler(40, 7, shuffle=True),
+    "dynamic": lambda: DynamicBatchSampler(LENGTHS, max_total=30, shuffle=True),
+    "packed": lambda: PackedBatchSampler(LENGTHS, 20, rows=2, shuffle=True),
+    "numpy": lambda: [np.arange(20), np.arange(20, 40)],
+}
+
+
+def draws_by_sample(samples: list[Any]) -> dict[Any, Any]:
+    return {int(sample[0]): sample[1] for sample in samples}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}])
+def test_what_belongs_to_the_sample_follows_from_its_index_alone(way, options):
+    expected = draws_by_sample(samples_of(Drawn(), BatchSampler(40, 4), num_workers=0))
+    assert len(set(expected.values())) == 40
+    assert draws_by_sample(samples_of(Drawn(), WAYS[way](), **options)) == expected
+
+
+@pytest.mark.parametrize("kind", [Drawn, Awaited])
+def test_samples_that_are_read_at_the_same_time_draw_alike(kind):
+    dataset = concurrent(kind())
+    expected = draws_by_sample(samples_of(Drawn(), BatchSampler(40, 4), num_workers=0))
+    got = samples_of(dataset, BatchSampler(40, 8, shuffle=True), num_workers=0)
+    assert draws_by_sample(got) == expected
+    assert len({sample[2] for sample in got}) == 40  # rng, too, is each sample's own
+
+
+def test_another_epoch_or_seed_draws_other_numbers():
+    def drawn(seed: int, epoch: int) -> set[int]:
+        with Loader(Drawn(), batch_size=4, collate_fn=list, num_workers=0, seed=seed) as loader:
+            loader.epoch = epoch
+            return {sample[1] for batch in loader for sample in batch}
+
+    values = [drawn(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set().union(*values)) == 160
+    assert drawn(1, 1) == values[3]
+
+
+def test_transform_draws_for_the_sample_and_collate_fn_cannot():
+    def draw(sample: Any) -> Any:
+        return sample, int(get_worker_info().sample_rng.integers(1 << 60))
+
+    def transformed(size: int, dataset: Any) -> dict[Any, Any]:
+        options = {"batch_size": size, "transform": draw, "collate_fn": list, "num_workers": 0}
+        with Loader(dataset, **options) as loader:
+            return dict(pair for batch in loader for pair in batch)
+
+    class Fetching:
+        def __len__(self) -> int:
+            return 10
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices
+
+    assert transformed(3, range(10)) == transformed(4, Fetching())
+    with (
+        Loader(range(4), batch_size=2, collate_fn=draw, num_workers=0) as loader,
+        pytest.raises(RuntimeError, match="sample_rng is for code that makes one sample"),
+    ):
+        list(loader)
+
+
+def test_whole_lists_streams_and_odd_indices_have_no_samples_generator():
+    def draw(item: Any) -> Any:
+        return get_worker_info().sample_rng.random()
+
+    with Loader(draw, [[1, 2]], num_workers=0) as loader, pytest.raises(RuntimeError):
+        next(iter(loader))
+    with Loader(draw, [{"a": 1}], num_workers=0) as loader, pytest.raises(TypeError, match="'a'"):
+        next(iter(loader))
+    with Loader(draw, ["name", ("a", 3)], num_workers=0) as loader:
+        assert len(set(loader)) == 2
+
+
+def test_all_pieces_and_parts_of_a_mixture_draw_for_their_sample():
+    class Text(Drawn):
+        def __getitem__(self, index: int) -> Any:
+            own = get_worker_info().sample_rng.integers(1 << 60)
+            return np.full(LENGTHS[index], own)
+
+    whole = samples_of(Text(), BatchSampler(40, 4), num_workers=0)
+    sampler = PackedBatchSampler(LENGTHS, 5, long="split")
+    pieces = [
+        value for piece in samples_of(sliced(Text()), sampler, num_workers=0) for value in piece
+    ]
+    expected = Counter({int(each[0]): len(each) for each in whole})
+    assert Counter(map(int, pieces)) == expected
+
+    mixture = MixtureSampler([40, 40], [1, 1], batch_size=4)
+    both = Concatenated([Drawn(), Drawn()])
+    drawn = [sample[1] for sample in samples_of(both, mixture, num_workers=0)]
+    assert len(set(drawn)) == 80  # each part's samples are its own
+
+
+def test_each_use_of_a_seed_has_numbers_of_its_own():
+    cases = [
+        derive(domain, *case)
+        for domain in ("order", "part", "batch", "sample", "worker", "shuffled")
+        for case in [(0,), (0, 0), (0, 0, 0), (0, (0, 0)), ("0",), (1,), (0, 1), (2**40, 1)]
+    ]
+    assert len(set(cases)) == len(cases)
+    assert sample_key(np.int64(3)) == sample_key(3) == sample_key(np.array(3))
+    assert sample_key(["a", (1, 2)]) == ("a", (1, 2))
+
+
+def test_the_sampler_draws_not_what_the_first_batch_draws():
+    """numpy's SeedSequence of [seed, epoch] is that of [seed, epoch, 0]."""
+    order = BatchSampler(list(range(100)), None, shuffle=True)
+    drawn: list[int] = []
+    with Loader(lambda n: get_worker_info().rng.permutation(100), [0], num_workers=0) as loader:
+        drawn = next(iter(loader)).tolist()
+    assert list(order) != drawn
+    parts = [MixtureSampler([50], [1], shuffle=True, seed=seed) for seed in (1, 0)]
+    singles = BatchSampler(50, None, shuffle=True, seed=2)
+    assert [index for _, index in parts[0]] != list(singles)  # seed + 1 + 0

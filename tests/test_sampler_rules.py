@@ -1,0 +1,733 @@
+"""What all samplers promise, for every one of them: rules x kinds.
+
+A kind is a function of the rank and the world size. Windows are of 24 samples here, so that an
+epoch has several.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minloader import (
+    BatchSampler,
+    Concatenated,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    PackedBatchSampler,
+    get_worker_info,
+    shuffled,
+    sliced,
+)
+from minloader._sampling import windows
+from minloader._sampling.seeding import Piece
+
+N = 61
+LENGTHS = [1 + 7 * n % 13 + (30 if n == 17 else 0) for n in range(N)]
+PARTS = [20, 30, 11]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_windows() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(windows, "WINDOW", 24)
+    yield
+    patch.undo()
+
+
+class Lazy:
+    """Begins anew with each ``iter``, and has neither a length nor a state."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+
+class Foreign:
+    """A sampler of somebody else's: a generator, with a state."""
+
+    def __init__(self, n: int = N) -> None:
+        self.n, self.epoch, self.at, self.begin = n, 0, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state.pop("at")
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.n))
+        random.Random(self.epoch).shuffle(order)
+        self.at, self.begin = self.begin, 0
+        while self.at < self.n:
+            self.at += 1
+            yield order[self.at - 1]
+
+
+class Told(Foreign):
+    """It is told its epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Counting(Foreign):
+    """It counts its epochs itself, and is at the next when one ends."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin, self.epoch = self.at, self.epoch = state.pop("at"), state.pop("epoch")
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.at, self.epoch = 0, self.epoch + 1
+
+
+def lengths_of(item: Any) -> int:
+    return LENGTHS[item[1] if isinstance(item, tuple) else item]
+
+
+def mixture(**options: Any) -> MixtureSampler:
+    return MixtureSampler(PARTS, [0.5, 0.3, 0.2], **{"stop": "last", "shuffle": True, **options})
+
+
+BUDGET = {"max_total": 60, "shuffle": True}
+ITEMS = dict(enumerate(LENGTHS))
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "batch": lambda **w: BatchSampler(N, 3, **w),
+    "batch shuffled": lambda **w: BatchSampler(N, 3, shuffle=True, **w),
+    "batch discard": lambda **w: BatchSampler(N, 4, True, "discard", **w),
+    "batch rollover": lambda **w: BatchSampler(N, 4, True, "rollover", **w),
+    "batch singles": lambda **w: BatchSampler(N, None, shuffle=True, **w),
+    "batch list": lambda **w: BatchSampler(list(range(N)), 3, shuffle=True, **w),
+    "batch lazy": lambda **w: BatchSampler(Lazy(range(N)), 3, **w),
+    "batch lazy shuffled": lambda **w: BatchSampler(Lazy(range(N)), 3, shuffle=True, **w),
+    "batch told": lambda **w: BatchSampler(Told(), 3, **w),
+    "batch told shuffled": lambda **w: BatchSampler(Told(), 3, shuffle=True, **w),
+    "batch told rollover": lambda **w: BatchSampler(Told(), 4, last_batch="rollover", **w),
+    "batch counting": lambda **w: BatchSampler(Counting(), 3, **w),
+    "batch counting shuffled": lambda **w: BatchSampler(Counting(), 3, shuffle=True, **w),
+    "batch ours": lambda **w: BatchSampler(BatchSampler(N, None, shuffle=True), 3, True, **w),
+    "batch mixture": lambda **w: BatchSampler(mixture(), 3, **w),
+    "dynamic": lambda **w: DynamicBatchSampler(LENGTHS, max_total=60, **w),
+    "dynamic shuffled": lambda **w: DynamicBatchSampler(LENGTHS, **BUDGET, **w),
+    "dynamic padded": lambda **w: DynamicBatchSampler(
+        LENGTHS, max_padded=80, max_batch=5, buckets=3, shuffle=True, **w
+    ),
+    "dynamic drop": lambda **w: DynamicBatchSampler(
+        LENGTHS, max_total=25, long="drop", shuffle=True, **w
+    ),
+    "dynamic lazy": lambda **w: DynamicBatchSampler(Lazy(LENGTHS), max_total=60, **w),
+    "dynamic lazy buckets": lambda **w: DynamicBatchSampler(
+        Lazy(LENGTHS), max_padded=80, buckets=2, shuffle=True, **w
+    ),
+    "dynamic told": lambda **w: DynamicBatchSampler(LENGTHS, **BUDGET, sampler=Told(), **w),
+    "dynamic counting": lambda **w: DynamicBatchSampler(ITEMS, **BUDGET, sampler=Counting(), **w),
+    "dynamic mixture": lambda **w: DynamicBatchSampler(
+        lengths_of, **BUDGET, sampler=mixture(), **w
+    ),
+    "dynamic singles": lambda **w: DynamicBatchSampler(
+        LENGTHS, **BUDGET, sampler=BatchSampler(BatchSampler(N, None), None, True), **w
+    ),
+    "packed": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, **w),
+    "packed shuffled": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, shuffle=True, **w),
+    "packed window": lambda **w: PackedBatchSampler(LENGTHS, 45, window=10, shuffle=True, **w),
+    "packed drop": lambda **w: PackedBatchSampler(LENGTHS, 30, 2, "drop", shuffle=True, **w),
+    "packed split": lambda **w: PackedBatchSampler(LENGTHS, 9, 2, "split", shuffle=True, **w),
+    "packed lazy": lambda **w: PackedBatchSampler(Lazy(LENGTHS), 45, 2, shuffle=True, **w),
+    "packed told": lambda **w: PackedBatchSampler(LENGTHS, 45, sampler=Told(), **w),
+    "packed mixture": lambda **w: PackedBatchSampler(
+        lengths_of, 9, 2, "split", shuffle=True, sampler=mixture(), **w
+    ),
+    "mixture": lambda **w: mixture(batch_size=3, **w),
+    "mixture singles": lambda **w: mixture(stop="first", shuffle=False, **w),
+    "mixture by length": lambda **w: mixture(batch_size=3, lengths=lengths_of, **w),
+    "mixture told": lambda **w: MixtureSampler(
+        [Told(30), BatchSampler(20, None, True), 11], [3, 2, 1], 3, "last", **w
+    ),
+    "mixture never": lambda **w: MixtureSampler(
+        [Limited(), Told(7)], [2, 1], 3, "first", shuffle=True, **w
+    ),
+}
+
+
+class Limited(BatchSampler):
+    """A part that ends, beside one that is begun anew."""
+
+    def __init__(self) -> None:
+        super().__init__(MixtureSampler([5, 9], [1, 1], stop="last", shuffle=True), None)
+
+
+SINGLES = ("batch singles", "mixture singles")
+ROLLOVER = [kind for kind in KINDS if "rollover" in kind]
+PLAIN = [kind for kind in KINDS if kind not in ROLLOVER]
+# What an epoch of these has is not all that there is.
+PARTIAL = ("mixture singles", "mixture never", "mixture told")
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def items_of(kind: str, batches: Any) -> list[Any]:
+    batches = list(batches)
+    flat = batches if kind in SINGLES else [item for batch in batches for item in batch]
+    return [tuple(item) if isinstance(item, (tuple, list)) else item for item in flat]
+
+
+def begun(sampler: Any, epoch: int) -> Any:
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def through(sampler: Any, epochs: int) -> None:
+    """Go through some epochs."""
+    for epoch in range(epochs):
+        list(begun(sampler, epoch))
+
+
+def saved(sampler: Any) -> Any:
+    return json.loads(json.dumps(sampler.state_dict()))
+
+
+def all_items(kind: str) -> Counter[Any]:
+    """Return what an epoch has, whatever the ranks: that of one rank, and what it dropped."""
+    expected: Counter[Any] = Counter(items_of(kind, KINDS[kind]()))
+    if kind == "batch discard":
+        expected = Counter(range(N))
+    return expected
+
+
+@every_kind
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_share_an_epoch(kind, world_size):
+    samplers = [KINDS[kind](rank=rank, world_size=world_size) for rank in range(world_size)]
+    for epoch in range(3):
+        ranks = [list(begun(sampler, epoch)) for sampler in samplers]
+        counts = {len(batches) for batches in ranks}
+        assert len(counts) == 1
+        got = Counter(item for batches in ranks for item in items_of(kind, batches))
+        if kind in ROLLOVER:
+            continue
+        assert len({sampler.dropped for sampler in samplers}) == 1
+        if kind not in PARTIAL:
+            assert max(got.values(), default=1) == 1
+            assert got <= all_items(kind)
+            drop = sum(length > 30 for length in LENGTHS) if "drop" in kind else 0
+            total = N if "mixture" not in kind else sum(all_items(kind).values())
+            pieces = sum(all_items(kind).values()) if "split" in kind else total
+            left = max(pieces, total) - sum(got.values())
+            assert left == samplers[0].dropped >= drop
+            most = {"batch discard": 4 * world_size - 1}.get(kind, 4 * world_size + drop)
+            assert left <= most
+
+
+@every_kind
+def test_the_length_is_that_of_the_epoch(kind):
+    for world_size in (1, 3):
+        sampler = KINDS[kind](rank=world_size - 1, world_size=world_size)
+        for epoch in range(3):
+            begun(sampler, epoch)
+            try:
+                expected = len(sampler)
+            except TypeError:
+                continue
+            batches = iter(sampler)
+            seen = 0
+            for _ in batches:
+                seen += 1
+                assert len(sampler) == expected
+            assert seen == expected
+
+
+@every_kind
+def test_an_epoch_can_be_repeated(kind):
+    if kind in ROLLOVER or "counting" in kind:
+        return  # each follows from the one before
+    sampler = KINDS[kind]()
+    first, second = (list(begun(sampler, epoch)) for epoch in (0, 1))
+    assert list(begun(sampler, 0)) == first
+    assert list(begun(KINDS[kind](), 1)) == second
+    if "shuffled" in kind or kind.endswith("told"):
+        assert first != second
+
+
+@every_kind
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_state_leads_to_the_rest_and_to_the_next_epochs(kind, world_size):
+    ranks = {"rank": world_size - 1, "world_size": world_size}
+    epochs, states = [], []
+    lived = KINDS[kind](**ranks)
+    for epoch in range(3):
+        begun(lived, epoch)
+        states.append((epoch, 0, saved(lived)))
+        batches = iter(lived)
+        states.append((epoch, 0, saved(lived)))
+        epochs.append([])
+        for batch in batches:
+            epochs[-1].append(batch)
+            states.append((epoch, len(epochs[-1]), saved(lived)))
+        states.append((epoch + 1, 0, saved(lived)))
+    epochs.append(list(begun(lived, 3)))
+    for epoch, place, state in states:
+        fresh = KINDS[kind](**ranks)
+        fresh.load_state_dict(state)
+        assert saved(fresh) == state
+        begun(fresh, epoch)
+        expected = saved(fresh)
+        batches = iter(fresh)
+        assert saved(fresh) == expected
+        assert list(batches) == epochs[epoch][place:], (epoch, place)
+        for later in range(epoch + 1, 4):
+            assert list(begun(fresh, later)) == epochs[later], (epoch, place, later)
+
+
+@every_kind
+def test_all_ranks_have_the_same_states(kind):
+    samplers = [KINDS[kind](rank=rank, world_size=3) for rank in range(3)]
+    iterators = [iter(sampler) for sampler in samplers]
+    while True:
+        assert len({json.dumps(sampler.state_dict()) for sampler in samplers}) == 1
+        if all([next(each, None) is None for each in iterators]):
+            break
+
+
+@every_kind
+def test_another_epoch_begins_anew(kind):
+    lived = KINDS[kind]()
+    list(islice(iter(lived), 3))
+    state = saved(lived)
+    fresh, other = KINDS[kind](), KINDS[kind]()
+    fresh.load_state_dict(state)
+    begun(fresh, 0)
+    assert saved(fresh) == state
+    if "counting" in kind:
+        return  # nobody can tell it to begin anew
+    begun(fresh, 4)
+    assert list(fresh) == list(begun(other, 4))
+
+
+@every_kind
+def test_only_the_next_iterator_continues(kind):
+    if kind in ROLLOVER or "counting" in kind:
+        return
+    whole = list(KINDS[kind]())
+    lived = KINDS[kind]()
+    next(iter(lived))
+    fresh = KINDS[kind]()
+    fresh.load_state_dict(saved(lived))
+    iter(fresh)
+    assert list(fresh) == list(fresh) == whole
+
+
+def run_through(kind: str, worlds: Any, draw: Callable[[int], int], *, older: bool = False) -> None:
+    """Go through an epoch with several world sizes; see that nothing is lost or doubled.
+
+    Args:
+        kind: of the sampler.
+        worlds: the world sizes.
+        draw: chooses a number of steps, up to a number.
+        older: whether states are noted some steps before the end, as a loader's are.
+    """
+    got: Counter[Any] = Counter()
+    state: Any = None
+
+    def ranks(world_size: int) -> list[Any]:
+        samplers = [KINDS[kind](rank=rank, world_size=world_size) for rank in range(world_size)]
+        for sampler in samplers if state is not None else ():
+            sampler._load(*state) if older else sampler.load_state_dict(state[0])
+        return samplers
+
+    for place, world_size in enumerate(worlds):
+        whole = [list(sampler) for sampler in ranks(world_size)]
+        count = len(whole[0])
+        steps = count if place == len(worlds) - 1 else draw(count)
+        noted = draw(steps) if older else steps
+        samplers = ranks(world_size)
+        for sampler, batches in zip(samplers, whole, strict=True):
+            iterator = iter(sampler)
+            taken = list(islice(iterator, noted))
+            found = saved(sampler)
+            taken += list(islice(iterator, steps - noted))
+            assert taken == batches[:steps]
+            got.update(items_of(kind, taken))
+        state = found, found["batches"] + steps - noted
+    if kind in PARTIAL:
+        return
+    assert max(got.values(), default=1) == 1
+    assert got <= all_items(kind)
+    lost = sum(all_items(kind).values()) - sum(got.values())
+    assert lost <= sum(4 * world_size for world_size in worlds)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@settings(deadline=None, max_examples=12)
+@given(worlds=st.lists(st.integers(1, 8), min_size=2, max_size=4), data=st.data())
+def test_other_world_sizes(kind, worlds, data):
+    run_through(kind, worlds, lambda most: data.draw(st.integers(0, most)))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_other_world_sizes_with_a_state_that_is_older(kind):
+    rng = random.Random(kind)
+    for worlds in ([2, 3], [3, 1, 2]):
+        run_through(kind, worlds, lambda most: rng.randint(0, most), older=True)
+
+
+@every_kind
+def test_between_epochs_any_world_size_will_do(kind):
+    samplers = [KINDS[kind](rank=rank, world_size=2) for rank in range(2)]
+    for sampler in samplers:
+        list(sampler)
+    state = saved(samplers[0])
+    others = [KINDS[kind](rank=rank, world_size=3) for rank in range(3)]
+    got: Counter[Any] = Counter()
+    for sampler in others:
+        sampler.load_state_dict(state)
+        got.update(items_of(kind, begun(sampler, 1)))
+    if kind not in PARTIAL and kind not in ROLLOVER:
+        assert max(got.values()) == 1
+        assert sum(got.values()) + others[0].dropped >= sum(all_items(kind).values()) - 12
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+class Raising:
+    """Items of which some raise errors, each once; not a generator, so it goes on."""
+
+    def __init__(self, n: int, bad: set[int]) -> None:
+        self.n, self.bad = n, bad
+
+    def __iter__(self) -> Iterator[int]:
+        return _Raising(self.n, self.bad)
+
+
+class _Raising(Iterator[int]):
+    def __init__(self, n: int, bad: set[int]) -> None:
+        self.n, self.bad, self.at = n, bad, -1
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at >= self.n:
+            raise StopIteration
+        if self.at in self.bad:
+            raise OSError(f"item {self.at}")
+        return self.at
+
+
+def collected(sampler: Any) -> tuple[list[Any], list[str]]:
+    """Return all batches, and all errors."""
+    batches, errors = [], []
+    iterator = iter(sampler)
+    while True:
+        try:
+            batches.append(next(iterator))
+        except StopIteration:
+            return batches, errors
+        except Exception as error:
+            errors.append(str(error))
+            assert len(errors) < 99
+
+
+BAD = {4, 5, 30, 60}
+FAILING: dict[str, Any] = {
+    "batch": lambda: BatchSampler(Raising(N, BAD), 4),
+    "batch shuffled": lambda: BatchSampler(Raising(N, BAD), 4, shuffle=True),
+    "dynamic": lambda: DynamicBatchSampler(LENGTHS, max_total=60, sampler=Raising(N, BAD)),
+    "dynamic lookup": lambda: DynamicBatchSampler(
+        {n: LENGTHS[n] for n in range(N) if n not in BAD}, max_total=60, sampler=Lazy(range(N))
+    ),
+    "dynamic lengths": lambda: DynamicBatchSampler(
+        Lazy([99 if n in BAD else 3 for n in range(N)]), max_total=60, shuffle=True
+    ),
+    "packed": lambda: PackedBatchSampler(
+        Lazy([-1 if n in BAD else 3 for n in range(N)]), 40, shuffle=True
+    ),
+    "packed lookup": lambda: PackedBatchSampler(
+        lambda n: "abc" if n in BAD else 3, 40, sampler=Told()
+    ),
+    "mixture": lambda: MixtureSampler([Raising(N, BAD)], [1], 4),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_an_error_comes_once_and_what_is_around_it_comes(kind):
+    batches, errors = collected(FAILING[kind]())
+    assert len(errors) == len(set(errors)) == len(BAD)
+    got = [item[1] if isinstance(item, tuple) else item for batch in batches for item in batch]
+    assert sorted(got) == [n for n in range(N) if n not in BAD]
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_state_around_an_error_leads_to_the_rest(kind):
+    lived = FAILING[kind]()
+    expected, _ = collected(FAILING[kind]())
+    iterator, place, states = iter(lived), 0, [(0, saved(lived))]
+    while True:
+        try:
+            next(iterator)
+            place += 1
+        except StopIteration:
+            break
+        except (OSError, KeyError, TypeError, ValueError):
+            place += 0  # the next goes on
+        states.append((place, saved(lived)))
+    raised = []
+    for place, state in states:
+        fresh = FAILING[kind]()
+        fresh.load_state_dict(state)
+        batches, errors = collected(fresh)
+        assert batches == expected[place:]
+        raised.append(len(errors))
+    assert raised == sorted(raised, reverse=True)
+    assert raised[-1] == 0
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BatchSampler(9, 2, shuffle="no"), "shuffle must be True or False"),
+        (lambda: DynamicBatchSampler([1], 1, shuffle="no"), "shuffle must be True or False"),
+        (lambda: PackedBatchSampler([1], 1, shuffle="no"), "shuffle must be True or False"),
+        (lambda: MixtureSampler([1], [1], shuffle="no"), "shuffle must be True or False"),
+        (lambda: DynamicBatchSampler({1: 120}, 100), "lengths is a mapping"),
+        (lambda: PackedBatchSampler({1: 120}, 100), "lengths is a mapping"),
+        (lambda: MixtureSampler([1], [1], lengths=5), "lengths must have __getitem__"),
+        (lambda: sliced(5), "dataset must have __getitem__"),
+        (lambda: shuffled(None, 5), "stream must be"),
+        (lambda: Loader([1], in_order=None), "in_order must be True or False"),
+    ],
+)
+def test_arguments_that_mean_something_else_are_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_an_error_class_is_no_function_of_an_error():
+    with pytest.raises(ValueError, match="on_error must be 'raise'"):
+        Loader([1], on_error=ValueError)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [list, Lazy])
+def test_a_sample_of_no_length_counts_as_one(kind):
+    zeros = [0] * 1000
+    assert max(map(len, DynamicBatchSampler(kind(zeros), max_total=10))) == 10
+    assert max(map(len, DynamicBatchSampler(kind(zeros), max_padded=10))) == 10
+    assert max(map(len, PackedBatchSampler(kind(zeros), 10))) == 10
+    squares = DynamicBatchSampler(kind([0.5] * 40), 10, cost=lambda n: 0)
+    assert max(map(len, squares)) == 10
+
+
+@pytest.mark.parametrize("kind", [list, Lazy])
+def test_what_is_too_long_is_dropped_and_counted(kind):
+    lengths = [5, 99, 3, 50]
+    dynamic = DynamicBatchSampler(kind(lengths), max_total=10, long="drop")
+    packed = PackedBatchSampler(kind(lengths), 10, long="drop")
+    for sampler in (dynamic, packed):
+        assert items_of("", sampler) == [0, 2]
+        assert sampler.dropped == 2
+    with pytest.raises(ValueError, match="long must be 'refuse' or 'drop', got 'split'"):
+        DynamicBatchSampler(lengths, max_total=10, long="split")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["dynamic shuffled", "packed shuffled", "batch shuffled"])
+def test_a_limit_may_come_with_another_world_size(kind):
+    makes: dict[str, Any] = {
+        "dynamic shuffled": lambda most, **w: DynamicBatchSampler(
+            LENGTHS, 60, max_batch=most, shuffle=True, **w
+        ),
+        "packed shuffled": lambda most, **w: PackedBatchSampler(LENGTHS, 45, most, **w),
+        "batch shuffled": lambda most, **w: BatchSampler(N, 2 * (most or 1), True, **w),
+    }
+    lived = makes[kind](None)
+    first = items_of(kind, islice(iter(lived), 2))
+    rest: list[Any] = []
+    for rank in range(2):
+        sampler = makes[kind](3, rank=rank, world_size=2)
+        sampler.load_state_dict(saved(lived))
+        rest += items_of(kind, sampler)
+    assert len({*first, *rest}) == len(first) + len(rest) == N - sampler.dropped
+    with pytest.raises(ValueError, match="but the state is of"):
+        makes[kind](3).load_state_dict(saved(lived))
+
+
+def test_no_sample_is_dropped_in_every_epoch():
+    lengths = [100] + [10] * 999
+    for options in ({"max_padded": 110}, {"max_total": 110}, {"max_total": 110, "shuffle": True}):
+        samplers = [
+            DynamicBatchSampler(lengths, **options, rank=rank, world_size=2) for rank in range(2)
+        ]
+        came: Counter[int] = Counter()
+        for epoch in range(8):
+            for sampler in samplers:
+                came.update(items_of("", begun(sampler, epoch)))
+        assert min(came[n] for n in range(1000)) >= 4
+    few = [PackedBatchSampler([1] * 5, 9, rank=rank, world_size=3) for rank in range(3)]
+    came = Counter(
+        item for epoch in range(30) for each in few for item in items_of("", begun(each, epoch))
+    )
+    assert len(came) == 5
+
+
+# --- shares of lengths ------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    weights=st.lists(st.integers(1, 1000), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32),
+    growth=st.sampled_from([1.0, 1.1, 1.5]),
+    unit=st.sampled_from([1, 0.125]),
+)
+def test_every_part_is_within_one_longest_sample_of_its_share(weights, seed, growth, unit):
+    rng = random.Random(seed)
+    lengths: dict[Any, float] = {}
+
+    def length_of(item: Any) -> float:
+        top = int(20 * growth ** min(len(lengths), 30))
+        return lengths.setdefault(item, rng.randint(1, top) * unit)
+
+    sampler = MixtureSampler([10**6] * len(weights), weights, lengths=length_of)
+    given, total, longest = [0.0] * len(weights), 0.0, 0.0
+    for part, index in islice(sampler, 150):
+        length = lengths[part, index]
+        given[part] += length
+        total, longest = total + length, max(longest, length)
+        for weight, amount in zip(weights, given, strict=True):
+            assert abs(amount - total * weight / sum(weights)) <= longest * 1.000001
+
+
+def test_shares_of_lengths_through_concatenated():
+    lengths = Concatenated([[10] * 50, [1] * 500])
+    sampler = MixtureSampler([50, 500], [1, 1], 11, lengths=lengths)
+    first = Counter(part for part, _ in next(iter(sampler)))
+    assert first == {0: 1, 1: 10}
+
+
+# --- ranks come and go ------------------------------------------------------------------------
+
+
+class Augmented:
+    """Gives the index of a sample, and what it was augmented with."""
+
+    def __getitem__(self, index: Any) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return index, float(info.sample_rng.random())
+
+
+AUGMENTED = [
+    *("batch shuffled", "batch mixture", "dynamic shuffled", "dynamic told", "packed window"),
+    *("packed told", "mixture", "mixture by length"),
+]
+
+
+@pytest.mark.parametrize("kind", AUGMENTED)
+def test_8_ranks_then_6_then_3_augment_every_sample_as_undisturbed(kind):
+    """Through loaders, stopped in mid-epoch: every sample once, each augmented alike."""
+
+    def loader(rank: int, world_size: int) -> Loader:
+        sampler = KINDS[kind](rank=rank, world_size=world_size)
+        return Loader(Augmented(), sampler, collate_fn=list, num_workers=0)
+
+    with loader(0, 1) as alone:
+        expected = dict(sample for batch in alone for sample in batch)
+    got: list[Any] = []
+    state: Any = None
+    for world_size, steps in (8, 1), (6, 1), (3, 99):
+        states = []
+        for rank in range(world_size):
+            with loader(rank, world_size) as each:
+                if state is not None:
+                    each.load_state_dict(state)
+                got += [sample for batch in islice(iter(each), steps) for sample in batch]
+                states.append(json.dumps(each.state_dict()))
+        state = json.loads(states[-1])  # of any rank
+    assert len(dict(got)) == len(got)
+    assert dict(got).items() <= expected.items()
+    assert len(expected) - len(got) <= 4 * 8
+
+
+# --- nested at random -------------------------------------------------------------------------
+
+
+def nested(rng: random.Random, depth: int) -> Any:
+    """Return a function of rank and world size that makes a sampler over samplers."""
+    options = {"shuffle": rng.random() < 0.5, "seed": rng.randint(0, 3)}
+    inner: Callable[[], Any] = Told if rng.random() < 0.5 else (lambda: Lazy(range(N)))
+    if depth:
+        below = nested(rng, depth - 1)
+        inner = lambda: Singles(below())  # noqa: E731
+    choice = rng.choice(["batch", "rollover", "dynamic", "packed", "mixture"])
+    if choice == "mixture":
+        return lambda **w: MixtureSampler([inner(), 9], [3, 1], 3, "last", **options, **w)
+    if choice == "dynamic":
+        return lambda **w: DynamicBatchSampler(length, 60, sampler=inner(), **options, **w)
+    if choice == "packed":
+        return lambda **w: PackedBatchSampler(length, 60, 2, sampler=inner(), **options, **w)
+    last = "rollover" if choice == "rollover" else "keep"
+    return lambda **w: BatchSampler(inner(), 3, last_batch=last, **options, **w)
+
+
+def length(item: Any) -> int:
+    return 1 + hash(str(item).count("1")) % 7
+
+
+class Singles:
+    """The items of the batches of a sampler, one by one, with a state: a user's own wrapper."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.rest = sampler, []
+        self.set_epoch = sampler.set_epoch
+
+    def state_dict(self) -> Any:
+        return {"inner": self.sampler.state_dict(), "rest": [repr(item) for item in self.rest]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.sampler.load_state_dict(state["inner"])
+        self.rest = [eval(item, {"Piece": Piece}) for item in state["rest"]]
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.sampler)
+        while True:
+            if not self.rest:
+                self.rest = list(next(batches, []))
+            if not self.rest:
+                return
+            yield self.rest.pop(0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_state_of_nested_samplers(seed):
+    rng = random.Random(seed)
+    make = nested(rng, rng.randint(1, 2))
+    lived = make()
+    through(lived, 1)
+    begun(lived, 1)
+    iterator, batches, states = iter(lived), [], [saved(lived)]
+    for batch in iterator:
+        batches.append(batch)
+        states.append(saved(lived))
+    ended, after = saved(lived), list(begun(lived, 2))
+    for place, state in enumerate(states):
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert list(begun(fresh, 1)) == batches[place:]
+        assert list(begun(fresh, 2)) == after
+    fresh = make()
+    fresh.load_state_dict(ended)
+    assert list(begun(fresh, 2)) == after
