@@ -105,7 +105,7 @@ class Epoch(TimedIterator):
 
     def _adopt(self, pool: Pool) -> None:
         self._pool = pool
-        self._losses = pool.losses()
+        self._losses = pool.end_broken()
         pool.failed_starts.clear()  # the machine may have recovered
 
     @property
@@ -383,7 +383,7 @@ class Epoch(TimedIterator):
 
     def _recover(self) -> None:
         """Send what was lost with its workers again, each task in its place."""
-        while (losses := self._pool.losses()) != self._losses:
+        while (losses := self._pool.end_broken()) != self._losses:
             self._losses = losses
             pending: deque[Pending] = deque()
             for each in self._pending:
