@@ -261,7 +261,7 @@ def test_a_job_is_let_go_while_others_are_looked_through(reference, monkeypatch)
 
     monkeypatch.setattr(foreign, "LOOK_SECONDS", 0.0)
     foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
-    foreign._forget_closed()
+    foreign.forget_closed()
     assert foreign.loaded_jobs == {}
 
 
