@@ -321,7 +321,7 @@ class Lane(ABC):
         for lost in [each for each in self.pending if each.lost is not None]:
             if self.settings.closed:
                 raise RuntimeError(CLOSED)
-            self._pool.losses()  # has the pool find out how its workers ended
+            self._pool.end_broken()  # finds out how its workers ended
             self._replace(lost, self._again(lost))
 
     def _replace(self, pending: Pending, pieces: list[Pending]) -> None:
