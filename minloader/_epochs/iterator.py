@@ -7,8 +7,8 @@
                               |            v                                    `-- interrupted on
                               `-----> the next epoch, or the end                    its way: it is
                                                                                     put back
-An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns: next
-is the one that has given the fewest batches.
+An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns:
+next is the one that has given the fewest batches.
 
 Guarantees:
 
