@@ -96,7 +96,7 @@ def outcomes(epoch: Any) -> list[Any]:
 
 
 def test_tiny_batches_travel_together(make, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
     loader, sent = make(Squares(), range(3000)), []
     record(loader, sent)
     assert list(loader) == [n * n for n in range(3000)]

@@ -100,7 +100,7 @@ def test_infinite_streams(make):
 
 
 def test_tiny_batches_share_tasks(monkeypatch):
-    monkeypatch.setattr("minloader._epochs.epoch.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
     with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
         assert [batch.tolist() for batch in loader] == in_turns(4000, 2, 2)
         assert loader.stats.chunk_size > 1

@@ -110,7 +110,10 @@ class Pool:
         return item if type(item) in UNCHANGEABLE else _copied(item)
 
     def pack(self, task: Task) -> Task:
-        """Make a task fit to leave this process, where it has to."""
+        """Make a task fit for where it goes; items may have been held for workers elsewhere."""
+        if any(type(each) is HeldItem for each in task.items):
+            items = [each.item if type(each) is HeldItem else each for each in task.items]
+            return task._replace(items=items)
         return task
 
     def submit(self, task: Task) -> Future[Reply]:
