@@ -1,0 +1,133 @@
+"""Ctrl-C at a chosen place: a KeyboardInterrupt where CPython looks whether a signal has come."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import minloader
+
+OURS = str(Path(minloader.__file__).parent)
+"""Where the package lies: an interrupt comes there, and not in what it calls."""
+
+MOST = 20_000
+"""Batches that are taken at most while an interrupt is waited for."""
+
+FINALIZERS = "__del__", "weakref_cb", "_remove"
+"""What they raise CPython prints and drops, a KeyboardInterrupt too."""
+
+
+class Outcome(NamedTuple):
+    """What became of a call.
+
+    Attributes:
+        reached: whether there were so many places.
+        interrupted: whether the KeyboardInterrupt came out of the call.
+        value: what the call returned, if it did.
+    """
+
+    reached: bool
+    interrupted: bool
+    value: Any
+
+
+@functools.cache
+def places(code: CodeType) -> frozenset[int]:
+    """The instructions before which CPython runs the handlers of signals.
+
+    It looks behind a call, where a function begins or goes on, and before a loop's next round.
+    """
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith(("CALL", "RESUME")) or instruction.opname == "JUMP_BACKWARD":
+            found.add(instruction.offset)
+        before = instruction.opname
+    return frozenset(found)
+
+
+def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outcome:
+    """Makes a call, in which a KeyboardInterrupt comes.
+
+    Args:
+        call: what is called, in this thread.
+        step: how many places are passed before.
+        within: folder of the code in which places are counted; "" for all code but the call's own.
+    """
+    left, reached, own = step, False, getattr(call, "__code__", None)
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left, reached
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+            left -= 1
+            if left < 0 and not _drops_errors(frame):
+                reached = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return count
+
+    def begin(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is own or not frame.f_code.co_filename.startswith(within or "/"):
+            return None
+        frame.f_trace_opcodes = True
+        return count
+
+    former = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
+    sys.settrace(begin)
+    try:
+        value = call()
+    except KeyboardInterrupt:
+        return Outcome(reached, True, None)
+    finally:
+        sys.settrace(former)
+    return Outcome(reached, False, value)
+
+
+def taken_through(batches: Iterator[Any], steps: Iterable[int], within: str = OURS) -> list[Any]:
+    """Takes batches, and is interrupted again and again.
+
+    Args:
+        batches: endless, or longer than it takes.
+        steps: how many places to pass, in as many batches as that takes, before each interrupt.
+        within: as in :func:`interrupted`.
+
+    Returns:
+        All that came. After each interrupt one batch is taken in peace.
+    """
+    given: list[Any] = []
+    for step in steps:
+        most = len(given) + MOST
+
+        def take(most: int = most) -> None:
+            while len(given) < most:
+                given.append(next(batches))
+
+        outcome = interrupted(take, step, within)
+        assert outcome.reached, f"{MOST} batches have not so many places"
+        assert outcome.interrupted, "Ctrl-C was swallowed"
+        given.append(next(batches))
+    return given
+
+
+def some_steps(seed: int, count: int, most: int) -> Iterator[int]:
+    """Each place near the beginning, and then some at random."""
+    rng = random.Random(seed)
+    for step in range(count):
+        yield step if step < count // 3 else rng.randrange(most)
+
+
+def _drops_errors(frame: FrameType | None) -> bool:
+    """Whether what is raised here would come to nobody, or break a module that is imported."""
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename
+        if code.co_name in FINALIZERS or path.endswith("weakref.py") or "importlib" in path:
+            return True
+        frame = frame.f_back
+    return False

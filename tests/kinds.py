@@ -1,0 +1,282 @@
+"""Samplers and streams of all kinds that loaders meet, for the model and for worker processes.
+
+Those that count their epochs themselves do so in what they give: ``1000 * pass + index``.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from minloader import get_worker_info
+
+PASS = 1000
+
+
+def shuffled_indices(n: int, number: int) -> list[int]:
+    """The order of a pass over so many indices; pass 0 is in their own order."""
+    order = list(range(n))
+    if number:
+        random.Random(number).shuffle(order)
+    return order
+
+
+# --- samplers ------------------------------------------------------------------------------------
+
+
+class Told:
+    """Its order follows from ``set_epoch``, and it has no state; as torch's DistributedSampler."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([PASS * self.epoch + each for each in shuffled_indices(self.n, self.epoch)])
+
+
+class Counted:
+    """Counts its passes itself, has a state and no ``set_epoch``. Its ``__iter__`` is a generator.
+
+    At the end of a pass, the state leads to the next.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.passes = self.at = 0
+        self.loaded = False
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.loaded:
+            self.at = 0
+        self.loaded = False
+        order = shuffled_indices(self.n, self.passes)
+        while self.at < self.n:
+            self.at += 1
+            yield PASS * self.passes + order[self.at - 1]
+        self.passes += 1
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+        self.loaded = True
+
+
+class CountedIterator(Counted):
+    """As :class:`Counted`, but its ``__iter__`` runs when it is called."""
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.loaded:
+            self.at = 0
+        self.loaded = False
+        return self._items(shuffled_indices(self.n, self.passes))
+
+    def _items(self, order: list[int]) -> Iterator[int]:
+        while self.at < self.n:
+            self.at += 1
+            yield PASS * self.passes + order[self.at - 1]
+        self.passes += 1
+        self.at = 0
+
+
+class ToldWithState(Counted):
+    """Has ``set_epoch`` and a state, as torchdata's and lhotse's."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.passes:
+            self.passes, self.at, self.loaded = epoch, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.loaded:
+            self.at = 0
+        self.loaded = False
+        order = shuffled_indices(self.n, self.passes)
+        number = self.passes
+        while self.at < self.n:
+            self.at += 1
+            yield PASS * number + order[self.at - 1]
+
+
+class OwnGenerator:
+    """Shuffles by a generator of its own, and can be repeated by nothing; as torch's RandomSampler
+    with ``generator``."""
+
+    def __init__(self, n: int, seed: int = 5) -> None:
+        self.n = n
+        self.generator = random.Random(seed)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.sample(range(self.n), self.n))
+
+
+class Reusing:
+    """Gives the same list again and again, with other indices in it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.item: list[int] = []
+
+    def __len__(self) -> int:
+        return -(-self.n // 2)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, self.n, 2):
+            self.item[:] = range(first, min(first + 2, self.n))
+            yield self.item
+
+
+class Failing:
+    """Raises once, in place of an item; it goes on behind that.
+
+    Args:
+        n: number of items.
+        bad: which of them.
+    """
+
+    def __init__(self, n: int, bad: int) -> None:
+        self.n = n
+        self.bad: int | None = bad
+
+    def __iter__(self) -> Iterator[int]:
+        return _FailingItems(self)
+
+
+class _FailingItems:
+    def __init__(self, owner: Failing) -> None:
+        self.owner = owner
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.owner.n:
+            raise StopIteration
+        if self.at == self.owner.bad:
+            self.owner.bad = None
+            raise OSError(f"the index is not there at {self.at}")
+        self.at += 1
+        return self.at - 1
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def same(value: int) -> int:
+    return value
+
+
+def shard_of(values: range) -> range:
+    info = get_worker_info()
+    assert info is not None
+    return values[info.id :: info.num_workers]
+
+
+class Steady:
+    """The numbers of its shard, always the same.
+
+    Args:
+        n: how many there are in all shards.
+        on_sample: called with each when it is read.
+    """
+
+    def __init__(self, n: int, on_sample: Callable[[int], Any] = same) -> None:
+        self.n = n
+        self.on_sample = on_sample
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in shard_of(range(self.n)):
+            yield self.on_sample(number)
+
+
+class OwnOrder(Steady):
+    """The order is its own, and another one whenever it is read; as webdataset shuffles."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(shard_of(range(self.n)))
+        random.Random(time.time_ns()).shuffle(numbers)
+        for number in numbers:
+            yield self.on_sample(number)
+
+
+class Opened(Steady):
+    """Is ready to be read only after :func:`open_stream`, of the worker's own shard."""
+
+    opened: tuple[int, int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.opened is None:
+            raise AttributeError("this copy was not opened")
+        first, step = self.opened
+        for number in range(first, self.n, step):
+            yield self.on_sample(number)
+
+
+def open_stream(info: Any) -> None:
+    """A ``worker_init_fn``."""
+    info.dataset.opened = info.id, info.num_workers
+
+
+class Passes(Steady):
+    """Counts its passes in an attribute, when they begin, and has no state."""
+
+    passes = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        for number in shard_of(range(self.n)):
+            yield PASS * self.passes + self.on_sample(number)
+
+
+class Sometimes:
+    """Takes 0.04 s at some numbers, and no time at the others.
+
+    Args:
+        every: each so many-th number.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def __call__(self, number: int) -> int:
+        if number % self.every < 2:
+            threading.Event().wait(0.04)
+        return number
+
+
+class FailsWhen:
+    """Raises at a number while there is a file.
+
+    Args:
+        number: which.
+        path: of the file.
+    """
+
+    def __init__(self, number: int, path: str) -> None:
+        self.number = number
+        self.path = path
+
+    def __call__(self, number: int) -> int:
+        import os
+
+        if number == self.number and os.path.exists(self.path):
+            raise OSError("the network is down")
+        return number

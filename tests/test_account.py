@@ -1,0 +1,700 @@
+"""One account of what was drawn and not handed over: states, Ctrl-C and errors that meet it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import random
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import making, require, workers
+from helpers import Echo, once_in
+from interrupts import OURS, interrupted, some_steps, taken_through
+from kinds import (
+    Counted,
+    CountedIterator,
+    Failing,
+    OwnGenerator,
+    Reusing,
+    Told,
+    ToldWithState,
+)
+
+from minloader import SKIP, BatchSampler, Loader, MixtureSampler, get_worker_info, prefetch
+
+N = 9
+EPOCHS = 3
+HERE: dict[str, Any] = {"num_workers": 0}
+THREADS: dict[str, Any] = {"num_workers": 2, "executor": "thread"}
+PROCESSES: dict[str, Any] = {"num_workers": 2}
+
+
+@pytest.fixture(params=["inline", "thread", pytest.param("process-2", marks=pytest.mark.slow)])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loader]]:
+    with making(request) as factory:
+        yield factory
+
+
+def plain(state: Any) -> Any:
+    """As it looks after JSON."""
+    return json.loads(json.dumps(state))
+
+
+# --- states of samplers ---------------------------------------------------------------------------
+
+NESTED: dict[str, Callable[[], Any]] = {
+    "alone": lambda: Counted(N),
+    "alone, iter runs": lambda: CountedIterator(N),
+    "alone, told": lambda: ToldWithState(N),
+    "batches": lambda: BatchSampler(Counted(N), 2),
+    "batches, iter runs": lambda: BatchSampler(CountedIterator(N), 2),
+    "batches, told": lambda: BatchSampler(ToldWithState(N), 2),
+    "batches, discarded": lambda: BatchSampler(Counted(N), 2, last_batch="discard"),
+    "batches of batches": lambda: BatchSampler(BatchSampler(Counted(N), 2), 2),
+    "rollover": lambda: BatchSampler(ToldWithState(N), 2, last_batch="rollover"),
+    "rollover, counted": lambda: BatchSampler(Counted(N), 2, last_batch="rollover"),
+    "rollover, list": lambda: BatchSampler(list(range(N)), 2, last_batch="rollover"),
+    "rollover, order": lambda: BatchSampler(Told(N), 2, last_batch="rollover"),
+    "mixture": lambda: MixtureSampler([Counted(N), 5], [2, 1], 2, stop="last"),
+    "told": lambda: Told(N),
+}
+"""Samplers over each other, ours and others', that can be repeated."""
+
+
+def batches_of(loader: Loader, ways: str) -> Iterator[tuple[int, Any]]:
+    """Some epochs, with the number of each."""
+    if ways == "epochs":
+        yield from loader.epochs(until=EPOCHS)
+    else:
+        while loader.epoch < EPOCHS:
+            epoch = loader.epoch
+            yield from ((epoch, batch) for batch in loader)
+
+
+@pytest.mark.parametrize("ways", ["epochs", "iter"])
+@pytest.mark.parametrize("kind", NESTED)
+def test_every_state_leads_to_the_rest(make, kind, ways):
+    """That after each batch of each epoch, in a fresh loader over a fresh sampler."""
+    loader = make(Echo(), NESTED[kind]())
+    states, expected = [plain(loader.state_dict())], []
+    for epoch_and_batch in batches_of(loader, ways):
+        expected.append(epoch_and_batch)
+        states.append(plain(loader.state_dict()))
+    assert len({epoch for epoch, _ in expected}) == EPOCHS
+    wrong = []
+    for k, state in enumerate(states):
+        with Loader(Echo(), NESTED[kind](), num_workers=0) as other:
+            other.load_state_dict(state)
+            rest = list(batches_of(other, ways))
+            if rest != expected[k:]:
+                wrong.append((k, rest, expected[k:]))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_the_state_between_epochs_leads_to_the_next(make, kind):
+    loader = make(Echo(), NESTED[kind]())
+    states, expected = [], []
+    for _ in range(EPOCHS):
+        states.append(plain(loader.state_dict()))
+        expected.append(list(loader))
+    for epoch, state in enumerate(states):
+        with Loader(Echo(), NESTED[kind](), num_workers=0) as other:
+            other.load_state_dict(state)
+            assert other.epoch == epoch
+            assert [list(other) for _ in range(epoch, EPOCHS)] == expected[epoch:]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 299])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("torchs", [False, True])
+def test_an_order_that_nothing_repeats_is_refused(make, torchs, epochs, taken):
+    """When a state is asked for, or loaded, or when it is iterated: never in silence."""
+
+    def sampler() -> Any:
+        if not torchs:
+            return OwnGenerator(300)
+        torch = require("torch")
+        generator = torch.Generator().manual_seed(5)
+        return torch.utils.data.RandomSampler(range(300), generator=generator)
+
+    loader = make(Echo(), sampler())
+    for _ in range(epochs):
+        list(loader)
+    try:
+        batches = iter(loader) if taken else iter(())
+        for _ in range(taken):
+            next(batches)
+        state = plain(loader.state_dict())
+        expected = list(batches if taken else loader)
+        other = make(Echo(), sampler())
+        other.load_state_dict(state)
+        rest = list(other)
+    except (RuntimeError, TypeError, ValueError) as error:
+        refusal = str(error)
+    else:
+        assert rest == expected
+        return
+    assert "sampler" in refusal
+
+
+def test_a_former_iterator_goes_on_after_no_other_state(make):
+    loader = make(Echo(), range(N))
+    batches = iter(loader)
+    assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
+    state = loader.state_dict()
+    former = iter(loader)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        next(former)
+    assert list(loader) == [5, 6, 7, 8]
+
+
+def test_a_loaded_state_gives_way_to_another_epoch(make):
+    """However the number is set."""
+    for name in ("set_epoch", "epoch"):
+        loader = make(Echo(), BatchSampler(N, 2, shuffle=True))
+        batches = iter(loader)
+        next(batches)
+        loader.load_state_dict(loader.state_dict())
+        if name == "epoch":
+            loader.epoch = 5
+        else:
+            loader.set_epoch(5)
+        expected = make(Echo(), BatchSampler(N, 2, shuffle=True))
+        expected.set_epoch(5)
+        assert loader.state_dict()["epoch"] == 5
+        assert list(loader) == list(expected)
+        assert loader.epoch == 6
+
+
+def test_the_same_epoch_keeps_the_loaded_place():
+    with Loader(Echo(), range(N), num_workers=0) as loader:
+        next(iter(loader))
+        loader.load_state_dict(loader.state_dict())
+        loader.epoch = 0
+        assert list(loader) == list(range(1, N))
+
+
+def test_an_epoch_that_is_set_within_epochs_is_not_overwritten(make):
+    """It is refused, or the next epoch has the number."""
+    loader = make(Echo(), Told(3))
+    given, refused = [], False
+    for epoch, _ in loader.epochs(2):
+        given.append(epoch)
+        if given == [0]:
+            try:
+                loader.set_epoch(7)
+            except (RuntimeError, ValueError):
+                refused = True
+    assert refused or 7 in given or loader.epoch == 7
+
+
+def test_a_sampler_may_reuse_its_list(make):
+    loader = make(tuple, Reusing(10))
+    expected = [(n, n + 1) for n in range(0, 10, 2)]
+    given, states = [], []
+    for batch in loader:
+        given.append(batch)
+        states.append(plain(loader.state_dict()))
+    assert given == expected
+    for k, state in enumerate(states, 1):
+        other = make(tuple, Reusing(10))
+        other.load_state_dict(state)
+        assert list(other) == expected[k:]
+
+
+@pytest.mark.parametrize("way", ["here", "threads"])
+def test_a_state_that_another_thread_takes_leaves_out_nothing(way):
+    """Batches are taken at any instruction of ``state_dict``: it counts some of them, or none."""
+    states: list[tuple[int, Any]] = []
+    found: list[Any] = []
+    with Loader(Echo(), itertools.count(), **WAYS[way]) as loader:
+        batches = iter(loader)
+        taken = next(batches) + 1
+
+        def take(done: threading.Event) -> None:
+            nonlocal taken
+            for _ in range(3):
+                taken = next(batches) + 1
+            done.set()
+
+        def note() -> None:
+            found.append(loader.state_dict())
+
+        step, reached = 0, True
+        while reached:
+            before = taken
+            reached = meanwhile(note, step, take)
+            states.append((before, found[-1]))
+            step += 1
+    assert step > 50
+    for before, state in states:
+        with Loader(Echo(), itertools.count(), num_workers=0) as other:
+            other.load_state_dict(state)
+            rest = list(itertools.islice(other, 20))
+        assert before <= rest[0] <= before + 3
+        assert rest == list(range(rest[0], rest[0] + 20))
+
+
+def meanwhile(call: Callable[[], Any], step: int, other: Callable[[threading.Event], None]) -> bool:
+    """Makes a call, with another in a thread at some instruction; whether there were so many."""
+    left, threads = step, []
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "opcode"
+        if left < 0 and not threads:
+            done = threading.Event()
+            threads.append(threading.Thread(target=other, args=(done,)))
+            threads[0].start()
+            done.wait(0.02)  # it may wait for a lock that the call holds
+        return count
+
+    def begin(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        return count
+
+    sys._getframe().f_trace_opcodes = True
+    former = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        call()
+    finally:
+        sys.settrace(former)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
+class Item:
+    """A number as numpy has it; counts how often any was looked at to tell it from others."""
+
+    looked = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tolist(self) -> int:
+        Item.looked += 1
+        return self.number
+
+
+def test_to_go_past_items_is_not_to_look_at_each():
+    with Loader(lambda item: item.number, map(Item, range(300)), num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(250):
+            next(batches)
+        state = loader.state_dict()
+    Item.looked = 0
+    with Loader(lambda item: item.number, map(Item, range(300)), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == list(range(250, 300))
+    assert Item.looked <= 10
+
+
+def damaged(state: Any) -> Iterator[tuple[str, Any]]:
+    """States with one thing in them that cannot be: a range backwards, a word for yes or no."""
+    if isinstance(state, bool):
+        yield "no", "no"
+    elif isinstance(state, list) and len(state) == 2 and all(type(n) is int for n in state):
+        yield "backwards", [state[1] + 1, state[0]]
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            if key not in ("check", "length"):
+                for what, other in damaged(value):
+                    yield f"{key} {what}", state | {key: other}
+    elif isinstance(state, list):
+        for n, value in enumerate(state):
+            for what, other in damaged(value):
+                yield what, [*state[:n], other, *state[n + 1 :]]
+
+
+def test_a_damaged_state_is_refused(tmp_path):
+    gate = threading.Event()
+
+    def wait(item: int) -> int:
+        if item == 0:
+            gate.wait()
+        return item
+
+    with Loader(wait, range(20), in_order=False, executor="thread", num_workers=2) as loader:
+        batches = iter(loader)
+        assert sorted(next(batches) for _ in range(5)) == [1, 2, 3, 4, 5]
+        state = plain(loader.state_dict())
+        gate.set()
+    tried = 0
+    for what, other in damaged(state):
+        tried += 1
+        with Loader(Echo(), range(20), num_workers=0) as loader:
+            with pytest.raises((TypeError, ValueError)):
+                loader.load_state_dict(other)
+            assert list(loader) == list(range(20)), what
+    assert tried >= 2
+
+
+def test_a_state_of_torchs_loader_before_its_first_batch_fixes_the_order():
+    torch = require("torch")
+    from minloader.torch import DataLoader
+
+    torch.manual_seed(1)
+    with DataLoader(range(20), shuffle=True, num_workers=0) as loader:
+        state = copy.deepcopy(loader.state_dict())
+        expected = [int(batch) for batch in loader]
+    torch.manual_seed(2)
+    with DataLoader(range(20), shuffle=True, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert [int(batch) for batch in loader] == expected
+
+
+def test_a_state_of_torchs_loader_before_its_first_batch_has_the_streams():
+    torch = require("torch")
+    from minloader.torch import DataLoader
+
+    class Stream(torch.utils.data.IterableDataset):
+        at = 0
+
+        def __iter__(self):
+            while self.at < 10:
+                self.at += 1
+                yield self.at
+            self.at = 0
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    stream = Stream()
+    stream.at = 4
+    with DataLoader(stream, batch_size=None, num_workers=0) as loader:
+        state = copy.deepcopy(loader.state_dict())
+        assert list(loader) == [5, 6, 7, 8, 9, 10]
+    with DataLoader(Stream(), batch_size=None, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == [5, 6, 7, 8, 9, 10]
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+class Presses:
+    """Ctrl-C is pressed while a batch is made, once for each of some numbers."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = set(numbers)
+
+    def __getitem__(self, number: int) -> int:
+        if number in self.numbers:
+            self.numbers.discard(number)
+            raise KeyboardInterrupt
+        return number
+
+
+def through_interrupts(batches: Iterator[Any]) -> tuple[list[Any], int]:
+    """All batches, and how often the loop was interrupted."""
+    given, times = [], 0
+    while True:
+        try:
+            given.append(next(batches))
+        except KeyboardInterrupt:
+            times += 1
+        except StopIteration:
+            return given, times
+
+
+def test_the_batch_being_made_here_is_not_lost():
+    """Neither the first of a task of several, nor one behind it."""
+    presses = Presses(0, 1, 5, 6, 299)
+    with Loader(presses, range(300), num_workers=0) as loader:
+        assert through_interrupts(iter(loader)) == (list(range(300)), 5)
+
+
+WAYS: dict[str, Any] = {
+    "here": HERE,
+    "threads": THREADS,
+    "processes": PROCESSES,
+    "unordered": THREADS | {"in_order": False},
+}
+
+
+PLACES = 600
+"""Interrupts in a test. A batch of a task that has come passes 10 places of ours, a task 300."""
+
+
+def check_in_order(given: list[Any]) -> None:
+    assert given == list(range(len(given)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_anywhere_in_next_loses_nothing(way):
+    with Loader(Echo(), itertools.count(), **WAYS[way]) as loader:
+        batches = iter(loader)
+        given = taken_through(batches, some_steps(1, PLACES, 2_000))
+        if way == "unordered":
+            unseen = set(range(max(given))) - set(given)
+            while unseen:  # they are under way, and come before long
+                given.append(next(batches))
+                unseen.discard(given[-1])
+            assert len(set(given)) == len(given)
+        else:
+            check_in_order(given)
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_an_interrupt_anywhere_in_epochs_loses_nothing(way):
+    """Short epochs: their ends and beginnings too."""
+    with Loader(Echo(), BatchSampler(6, 2), **WAYS[way]) as loader:
+        given = taken_through(loader.epochs(), some_steps(2, PLACES, 2_000))
+    items = [[0, 1], [2, 3], [4, 5]]
+    assert given == [(n // 3, items[n % 3]) for n in range(len(given))]
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("kind", [Counted, BatchSampler])
+def test_an_interrupt_while_a_sampler_with_a_state_is_read_loses_nothing(kind, way):
+    """Ours are interrupted too. An end that comes too soon is a loss."""
+    sampler = BatchSampler(10**9, 1) if kind is BatchSampler else kind(10**5)
+    with Loader(Echo(), sampler, **WAYS[way]) as loader:
+        given = taken_through(iter(loader), some_steps(3, PLACES, 1_000))
+    check_in_order(given if kind is Counted else [index for (index,) in given])
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
+    with (
+        Loader(Echo(), itertools.count(), **WAYS[way]) as loader,
+        prefetch(loader, abs) as batches,
+    ):
+        check_in_order(taken_through(batches, some_steps(4, PLACES, 2_000)))
+        given = next(batches)
+        state = loader.state_dict()
+    with Loader(Echo(), itertools.count(), num_workers=0) as other:
+        other.load_state_dict(state)
+        assert next(iter(other)) == given + 1
+
+
+class Endless:
+    """A stream without an end."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return itertools.count(info.id, info.num_workers)
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_an_interrupt_anywhere_with_a_stream_loses_nothing(way):
+    with Loader(Endless(), **WAYS[way]) as loader:
+        check_in_order(taken_through(iter(loader), some_steps(5, PLACES, 2_000)))
+        assert loader.stats.reread == 0
+
+
+@pytest.mark.parametrize("way", ["threads", "processes"])
+def test_interrupts_within_the_standard_library_lose_nothing(way):
+    """In the executor, its queues and locks."""
+    with Loader(Echo(), itertools.count(), **WAYS[way]) as loader:
+        check_in_order(taken_through(iter(loader), some_steps(6, PLACES, 4_000), ""))
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_a_lost_task_is_sent_again_loses_nothing():
+    rng = random.Random(8)
+    with Loader(Echo(), itertools.count(), num_workers=1) as loader:
+        batches, given = iter(loader), []
+        for _ in range(8):
+            given += itertools.islice(batches, 20)
+            (worker,) = workers(loader)
+            worker.kill()
+            worker.join()
+            given += taken_through(batches, [rng.randrange(60, 900) for _ in range(3)])
+        check_in_order(given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", [OURS, ""])
+def test_an_interrupt_in_a_start_leaves_a_loader_that_can_be_used(within):
+    rng = random.Random(9)
+    for _ in range(12):
+        with Loader(Echo(), range(40), num_workers=2) as loader:
+            interrupted(loader.start, int(4 ** (7 * rng.random())), within)
+            assert list(loader) == list(range(40))
+            assert len(workers(loader)) == 2
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
+    """A ``KeyboardInterrupt`` in ``iter(loader)`` leaves the epoch to the next call."""
+    with Loader(Echo(), Told(4), **WAYS[way]) as loader:
+        epoch = 0
+        for step in range(0, 400, 3):
+            outcome = interrupted(lambda: iter(loader), step)
+            batches = iter(loader) if outcome.interrupted else outcome.value
+            first = next(batches)
+            # Whether it was begun or not is not known; but an epoch is never passed over twice.
+            assert first // 1000 in (epoch, epoch + 1)
+            epoch = first // 1000 + 1
+            assert len(list(batches)) == 3
+            assert loader.epoch == epoch
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def fail(item: int) -> int:
+    if item % 4 == 2:
+        raise OSError(f"{item} is bad")
+    return item
+
+
+def stop(error: Any) -> Any:
+    raise StopIteration
+
+
+def test_on_error_that_raises_stop_iteration_ends_no_loop(make):
+    loader = make(fail, range(8), on_error=stop)
+    batches = iter(loader)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(RuntimeError, match="on_error"):
+        next(batches)
+    assert [next(batches), next(batches), next(batches)] == [3, 4, 5]
+    with pytest.raises(RuntimeError, match="on_error"):
+        next(batches)
+    assert list(batches) == [7]
+
+
+def unmounted(item: Any) -> Any:
+    raise OSError(f"{item} is on a disk that is not there")
+
+
+@pytest.mark.parametrize("on_error", ["skip", "skip_sample"])
+@pytest.mark.parametrize("way", ["iter", "epochs", "endless"])
+def test_an_epoch_in_which_every_batch_failed_is_an_error(make, on_error, way):
+    loader = make(unmounted, BatchSampler(6, 2), collate_fn=list, on_error=on_error)
+    batches: Any = iter(loader)
+    if way != "iter":
+        batches = loader.epochs(2) if way == "epochs" else loader.epochs()
+    with pytest.raises((RuntimeError, ValueError, OSError), match=r"batch|epoch"):
+        next(batches)
+
+
+def test_an_epoch_of_which_all_was_left_out_on_purpose_is_no_error(make):
+    """The dataset says SKIP itself."""
+    loader = make(lambda item: SKIP, range(3))
+    assert list(loader) == []
+    assert loader.stats.skipped == 3
+
+
+def test_an_epoch_of_which_one_batch_came_is_no_error(make):
+    loader = make(fail, [2, 6, 3, 10], on_error="skip")
+    assert list(loader) == [3]
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == [3]
+
+
+@pytest.mark.parametrize("where", ["sampler", "dataset", "iter"])
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where):
+    """At once, without the garbage collector: its workers and its memory too."""
+
+    class Refusing:
+        def __iter__(self) -> Iterator[int]:
+            if where == "iter":
+                raise OSError("there is no index")
+            return iter(Failing(6, 3))
+
+    def run() -> Any:
+        sampler = range(6) if where == "dataset" else Refusing()
+        loader = Loader(unmounted if where == "dataset" else Echo(), sampler, **WAYS[way])
+        try:
+            list(loader)
+        except OSError:  # not pytest.raises, which keeps it, and with it all frames
+            return weakref.ref(loader)
+        raise AssertionError("nothing failed")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
+
+
+# --- prefetch -------------------------------------------------------------------------------------
+
+
+def test_prefetch_draws_in_the_consumers_thread():
+    """So the generators of the process are seeded for a batch in no other thread."""
+    threads: set[Any] = set()
+
+    def items() -> Iterator[int]:
+        for n in range(10):
+            threads.add(threading.current_thread())
+            yield n
+
+    def batch(item: int) -> int:
+        threads.add(threading.current_thread())
+        return item
+
+    others: set[Any] = set()
+
+    def fn(item: int) -> int:
+        others.add(threading.current_thread())
+        return item
+
+    with Loader(batch, items(), num_workers=0) as loader:
+        assert list(prefetch(loader, fn)) == list(range(10))
+    assert threads == {threading.current_thread()}
+    assert threading.current_thread() not in others
+    assert len(others) == 1
+
+
+def test_prefetch_leaves_the_consumers_generators_alone():
+    def batch(item: int) -> float:
+        return random.random()
+
+    with Loader(batch, range(200), num_workers=0) as loader:
+        random.seed(1)
+        given = [(batch, random.random(), np.random.default_rng) for batch in prefetch(loader, abs)]
+        loader.set_epoch(0)
+        expected = list(loader)
+    own = random.Random(1)
+    assert [(each, number) for each, number, _ in given] == [
+        (each, own.random()) for each in expected
+    ]
+
+
+def press_once(folder: str) -> Callable[[int], int]:
+    """Ctrl-C comes to the consumer, once, as a signal while batches are made elsewhere."""
+
+    def batch(item: int) -> int:
+        if item == 50 and once_in(folder, item):
+            signal.raise_signal(signal.SIGINT)
+        return item
+
+    return batch
+
+
+def test_a_signal_while_threads_make_batches_loses_nothing(tmp_path):
+    with Loader(press_once(str(tmp_path)), range(2_000), **THREADS) as loader:
+        given, times = through_interrupts(iter(loader))
+    assert (given, times) == (list(range(2_000)), 1)
+
+
+def test_a_signal_with_prefetch_loses_nothing(tmp_path):
+    with Loader(press_once(str(tmp_path)), range(2_000), **THREADS) as loader:
+        given, times = through_interrupts(prefetch(loader, abs))
+    assert (given, times) == (list(range(2_000)), 1)

@@ -1,0 +1,373 @@
+"""Streams are read once: their batches, copies and states, whatever comes in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import require, workers
+from helpers import Numbers
+from idioms import IDIOMS, Noisy
+from kinds import (
+    PASS,
+    FailsWhen,
+    Opened,
+    OwnOrder,
+    Passes,
+    Sometimes,
+    Steady,
+    open_stream,
+    shard_of,
+)
+from test_streams import in_turns
+
+from minloader import Loader, get_worker_info, shuffled
+
+ways = pytest.mark.parametrize("way", ["thread", "process"])
+
+
+def plain(state: Any) -> Any:
+    """As it looks after JSON."""
+    return json.loads(json.dumps(state))
+
+
+def lists(batches: Any) -> list[list[Any]]:
+    return [batch.tolist() for batch in batches]
+
+
+def samples(batches: Any) -> list[Any]:
+    return sorted(itertools.chain.from_iterable(lists(batches)))
+
+
+# --- an undisturbed epoch -------------------------------------------------------------------------
+
+
+@ways
+@pytest.mark.parametrize("epochs", [False, True])
+def test_every_sample_of_an_undisturbed_epoch_comes_once(way, epochs):
+    """Of streams whose order is their own, while tasks are cut short, as on a busy machine."""
+    n = 1_800
+    stream = OwnOrder(n, Sometimes(150))
+    with Loader(stream, batch_size=4, num_workers=2, executor=way) as loader:
+        for _ in range(2):
+            if epochs:
+                given: dict[int, Counter[int]] = {}
+                for epoch, batch in loader.epochs(2):
+                    given.setdefault(epoch, Counter()).update(batch.tolist())
+                counts = list(given.values())
+            else:
+                counts = [Counter(samples(loader))]
+            for count in counts:
+                assert [(k, count[k]) for k in range(n) if count[k] != 1] == []
+        assert loader.stats.reread == 0
+
+
+@ways
+@pytest.mark.parametrize("stream", [Numbers, *IDIOMS])
+def test_an_undisturbed_epoch_reads_nothing_again(way, stream):
+    """Nor does a stream with a state."""
+    n = 1_200
+    with Loader(
+        stream(n, Sometimes(100)), batch_size=2, num_workers=2, executor=way, prefetch_factor=3
+    ) as loader:
+        for epoch in range(2):
+            part = 100 * epoch if stream is not Numbers else 0
+            expected = [[part + number for number in batch] for batch in in_turns(n, 2, 2)]
+            assert lists(loader) == expected
+        assert loader.stats.reread == 0
+
+
+@pytest.mark.slow
+def test_a_shuffled_stream_of_hugging_face_comes_once():
+    datasets = require("datasets")
+    require("torch")
+    from minloader.torch import DataLoader
+
+    def generate(parts: list[int]) -> Iterator[dict[str, int]]:
+        for part in parts:
+            for number in range(part, 1_200, 4):
+                Sometimes(100)(number)
+                yield {"number": number}
+
+    stream = datasets.IterableDataset.from_generator(
+        generate, gen_kwargs={"parts": list(range(4))}
+    ).shuffle(seed=3, buffer_size=50)
+    with DataLoader(stream, batch_size=4, num_workers=2) as loader:
+        for epoch in range(3):
+            stream.set_epoch(epoch)
+            given = Counter(int(number) for batch in loader for number in batch["number"])
+            assert given == Counter(range(1_200))
+
+
+@ways
+def test_no_more_tasks_than_were_asked_for(way):
+    """With more shards than workers too."""
+    with Loader(Steady(600), num_workers=4, executor=way, prefetch_factor=2) as loader:
+        batches, given = iter(loader), []
+        for count in (4, 1, 3):
+            loader.num_workers = count
+            # What was under way before is finished where it is.
+            given += itertools.islice(batches, 60)
+            for _ in range(60):
+                given.append(next(batches))
+                assert loader.stats.in_flight <= 2 * count
+        given += batches
+    assert given == list(range(600))
+
+
+# --- read again -----------------------------------------------------------------------------------
+
+
+def resumed_states(make: Callable[[], Any], **options: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Each fifth state of an epoch, and the batches that came after it."""
+    with Loader(make(), **options) as loader:
+        states, given = [], []
+        for batch in loader:
+            given.append(batch.tolist())
+            states.append(plain(loader.state_dict()))
+    for k in range(2, len(states) - 1, 5):
+        yield states[k], given[k + 1 :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_reads_otherwise_again_is_refused(workers):
+    """A resumed run gives the rest of the same stream, or an error."""
+    options: dict[str, Any] = {"batch_size": 4, "executor": "thread"}
+    for state, _ in resumed_states(lambda: OwnOrder(200), num_workers=2, **options):
+        with Loader(OwnOrder(200), num_workers=workers, **options) as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(Exception, match=r"stream|dataset"):
+                list(loader)
+
+
+@pytest.mark.slow
+def test_a_stream_that_reads_otherwise_for_another_worker_is_refused():
+    with Loader(OwnOrder(400), batch_size=4, num_workers=2) as loader:
+        batches = iter(loader)
+        list(itertools.islice(batches, 20))
+        for process in workers(loader):
+            process.kill()
+            process.join()
+        with pytest.raises(Exception, match=r"stream|dataset"):
+            list(batches)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_resumed_stream_that_reads_alike_is_not_refused(state):
+    kind: Any = IDIOMS[0] if state else Steady
+    options: dict[str, Any] = {"batch_size": 2, "executor": "thread"}
+    for saved, rest in resumed_states(lambda: kind(40), num_workers=2, **options):
+        for count in (0, 1, 3):
+            with Loader(kind(40), num_workers=count, **options) as loader:
+                loader.load_state_dict(saved)
+                assert lists(loader) == rest
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@pytest.mark.parametrize("way", ["inline", "thread", "process"])
+@pytest.mark.parametrize("at", [3, 6])
+def test_an_error_met_while_passing_over_is_raised(way, at, tmp_path):
+    """With its cause, and nothing is taken for the end."""
+    down = tmp_path / "down"
+    stream = Steady(40, FailsWhen(at, str(down)))
+    with Loader(stream, batch_size=2, num_workers=0) as loader:
+        batches = iter(loader)
+        head = [next(batches).tolist() for _ in range(6)]
+        state = plain(loader.state_dict())
+        rest = lists(batches)
+    assert head[0] == [0, 1]
+    down.touch()
+    options: Any = {"num_workers": 0} if way == "inline" else {"num_workers": 1, "executor": way}
+    with Loader(stream, batch_size=2, **options) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(Exception, match=r"."):
+            list(loader)
+        loader.load_state_dict(state)
+        try:
+            list(loader)
+        except Exception as error:
+            found = [str(each) for each in chain_of(error)]
+        assert any("the network is down" in each for each in found)
+        down.unlink()
+        loader.load_state_dict(state)
+        assert lists(loader) == rest
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def opened(n: int, **options: Any) -> Loader:
+    return Loader(Opened(n), batch_size=2, worker_init_fn=open_stream, **options)
+
+
+@ways
+@pytest.mark.parametrize("after", [1, 2])
+def test_each_copy_is_opened_for_its_shard(way, after):
+    """In the workers that the loader was made with, after a resize, and in the next epochs."""
+    expected = in_turns(60, 3, 2)
+    with opened(60, num_workers=3, executor=way) as loader:
+        assert lists(loader) == expected
+        batches = iter(loader)
+        given = lists(itertools.islice(batches, 4))
+        loader.num_workers = after
+        given += lists(batches)
+        assert given == expected
+        assert lists(loader) == expected
+        loader.num_workers = 4
+        assert lists(loader) == expected
+
+
+@ways
+def test_each_copy_of_a_resumed_run_is_opened_for_its_shard(way):
+    expected = in_turns(40, 3, 2)
+    with opened(40, num_workers=3, executor="thread") as loader:
+        batches = iter(loader)
+        given = lists(itertools.islice(batches, 4))
+        state = plain(loader.state_dict())
+    for count in (1, 2, 3, 4):
+        with opened(40, num_workers=count, executor=way) as loader:
+            loader.load_state_dict(state)
+            assert given + lists(loader) == expected
+
+
+def note_shard(info: Any) -> None:
+    info.dataset.seen = [*getattr(info.dataset, "seen", []), (info.id, info.num_workers)]
+
+
+class Seen:
+    """Gives which shards its copy was opened for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        yield (info.id, info.num_workers), list(self.seen)  # type: ignore[attr-defined]
+
+
+@ways
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_copy_is_opened_once_for_its_own_shard(way, count):
+    with Loader(Seen(), num_workers=3, executor=way, worker_init_fn=note_shard) as loader:
+        loader.num_workers = count
+        for _ in range(2):
+            assert list(loader) == [((shard, 3), [(shard, 3)]) for shard in range(3)]
+
+
+@ways
+def test_a_copy_serves_the_next_pass_if_the_last_one_ended_there(way):
+    """Else the next pass has a fresh one."""
+    with Loader(Passes(12), batch_size=2, num_workers=2, executor=way) as loader:
+        assert passes(loader) == {0}
+        assert passes(loader) == {1}
+        for _ in range(2):
+            batches = iter(loader)
+            next(batches)
+            del batches
+            assert passes(loader) == {0}
+            assert passes(loader) == {1}
+
+
+def passes(loader: Loader) -> set[int]:
+    given = samples(loader)
+    assert [value % PASS for value in sorted(given, key=lambda value: value % PASS)] == list(
+        range(12)
+    )
+    return {value // PASS for value in given}
+
+
+@ways
+def test_a_copy_that_was_left_early_has_its_state_put_back(way):
+    """So it has not counted the epoch that was left."""
+    for stream in IDIOMS:
+        with Loader(stream(), batch_size=2, num_workers=2, executor=way) as loader:
+            first = lists(loader)
+            for _ in range(2):
+                batches = iter(loader)
+                list(itertools.islice(batches, 3))
+                del batches
+            rest = lists(loader)
+        # Which epoch it counts is the stream's; it is whole, and one epoch.
+        assert [[value % 100 for value in batch] for batch in rest] == first
+        assert len({value // 100 for batch in rest for value in batch}) == 1
+        if stream.__name__ in ("Counting", "Separate"):
+            assert {value // 100 for batch in rest for value in batch} == {1}
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+class Random:
+    """Draws random numbers, and has no state."""
+
+    def __iter__(self) -> Iterator[float]:
+        for number in shard_of(range(40)):
+            yield number + random.random()
+
+
+@pytest.mark.parametrize("kind", ["no state", "global", "own"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffled_stream_that_draws_random_numbers_goes_on_alike(kind, workers):
+    def stream() -> Any:
+        return shuffled(Random() if kind == "no state" else Noisy(kind), 6)
+
+    with Loader(stream(), num_workers=workers) as loader:
+        given, states = [], []
+        for batch in loader:
+            given.append(batch)
+            states.append(loader.state_dict())
+    wrong = []
+    for k, state in enumerate(states[:-1], 1):
+        with Loader(stream(), num_workers=0) as loader:
+            loader.load_state_dict(state)
+            if list(loader) != given[k:]:
+                wrong.append(k)
+    assert wrong == []
+
+
+# --- what a stream costs --------------------------------------------------------------------------
+
+
+def test_a_stream_needs_few_descriptors_and_threads():
+    """64 workers within 1,024 descriptors, and room for what else a program has."""
+    count = 6
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with Loader(Steady(60), num_workers=count) as loader:
+        batches = iter(loader)
+        next(batches)
+        files = len(os.listdir("/proc/self/fd")) - files
+        threads = threading.active_count() - threads
+        assert list(batches) == list(range(1, 60))
+    assert files <= 8 * count
+    assert threads <= 2 * count
+
+
+def test_a_shard_that_is_uneven_or_slow_changes_no_turn():
+    def numbers() -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        for number in range(info.id, 30 * (info.id + 1), info.num_workers):
+            if info.id == 1:
+                Sometimes(5)(number)
+            yield number
+
+    class Uneven:
+        def __iter__(self) -> Iterator[int]:
+            return numbers()
+
+    parts = [list(range(shard, 30 * (shard + 1), 3)) for shard in range(3)]
+    rounds = itertools.zip_longest(*parts)
+    expected = [number for each in rounds for number in each if number is not None]
+    with Loader(Uneven(), num_workers=3, executor="thread") as loader:
+        assert list(loader) == expected
+        assert loader.stats.reread == 0
