@@ -143,12 +143,16 @@ class Reusing:
             yield self.item
 
 
+BAD_ITEM = 999
+"""What an error of :class:`Failing` names."""
+
+
 class Failing:
-    """Raises once, in place of an item; it goes on behind that.
+    """Raises once, before an item; it goes on behind that.
 
     Args:
         n: number of items.
-        bad: which of them.
+        bad: before which of them.
     """
 
     def __init__(self, n: int, bad: int) -> None:
@@ -172,7 +176,7 @@ class _FailingItems:
             raise StopIteration
         if self.at == self.owner.bad:
             self.owner.bad = None
-            raise OSError(f"the index is not there at {self.at}")
+            raise ValueError(f"{BAD_ITEM} is bad")
         self.at += 1
         return self.at - 1
 

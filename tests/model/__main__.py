@@ -89,7 +89,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long; a round is ended")
     parser.add_argument("--seed", type=int, help="repeat the round with this seed")
     parser.add_argument("--programs", type=int, default=40, help="programs in a round")
-    parser.add_argument("--kind", nargs="*", choices=list(KINDS), help="of sampler or stream; else all")
+    parser.add_argument(
+        "--kind", nargs="*", choices=list(KINDS), help="of sampler or stream; else all"
+    )
     parser.add_argument("--without", nargs="*", help="rules to leave out")
     parser.add_argument("--processes", choices=["never", "always"], help="else each third round")
     parser.add_argument("--busy", action="store_true", help="with busy processes all the time")

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from .programs import KINDS, WAYS, WITHIN, Program, Refused
+from .programs import KINDS, WAYS, WITHIN, Kind, Program, Refused
 
 HERE = ["here"]
 THREADS = ["thread", "threads", "three threads"]
@@ -35,7 +35,7 @@ class Programs(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin_program(self, data: Any) -> None:
         kind = data.draw(st.sampled_from(self.kinds), label="kind")
-        way = data.draw(st.sampled_from(self.ways), label="way")
+        way = data.draw(st.sampled_from(self.ways_of(KINDS[kind])), label="way")
         n = data.draw(st.integers(6, 13) | st.integers(30, 60), label="n")
         indices = st.frozensets(st.integers(0, n - 1), max_size=2)
         bad, left_out, slow = (data.draw(indices, label=what) for what in ("bad", "skip", "slow"))
@@ -65,13 +65,21 @@ class Programs(RuleBasedStateMachine):
         try:
             for which in range(len(self.program.states))[-2:]:
                 with self.noted("verify at the end") as program:
-                    program.verify(which)
+                    program.verify(which, self.elsewhere)
                 if not self.program.states:
                     break
         finally:
             self.program.end()
 
     # --- what is possible
+
+    def ways_of(self, what: Kind) -> list[str]:
+        """With 0 workers, a stream that must be opened for its shard has one copy only."""
+        return [way for way in self.ways if not what.opened or way != "here"]
+
+    @property
+    def elsewhere(self) -> str:
+        return "threads" if self.program.what.opened else "here"
 
     @property
     def live(self) -> int:
@@ -149,6 +157,9 @@ class Programs(RuleBasedStateMachine):
             else:
                 program.finish(which)
 
+    @precondition(
+        lambda self: self.program.what.has_state and self.program.steps[-1] != "note a state"
+    )
     @rule()
     def note(self) -> None:
         with self.noted("state_dict") as program:
@@ -169,7 +180,7 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.program.states)
     @rule(which=st.integers(0, 9), data=st.data())
     def move(self, which: int, data: Any) -> None:
-        way = data.draw(st.sampled_from(self.ways), label="way")
+        way = data.draw(st.sampled_from(self.ways_of(self.program.what)), label="way")
         with self.noted("load_state_dict elsewhere") as program:
             program.move(which % len(program.states), way)
 
@@ -177,7 +188,7 @@ class Programs(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def verify(self, which: int) -> None:
         with self.noted("a state leads to the rest") as program:
-            program.verify(which % len(program.states))
+            program.verify(which % len(program.states), self.elsewhere)
 
     @precondition(lambda self: not self.program.what.sequential and not self.in_epochs)
     @rule(epoch=st.integers(0, 3), by=st.sampled_from(["set_epoch", "attribute"]))
@@ -188,7 +199,8 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def resize(self, data: Any) -> None:
         most = 2 if self.program.loader.stats.executor == "process" else 3
-        workers = data.draw(st.integers(0, most), label="workers")
+        least = int(self.program.what.opened)
+        workers = data.draw(st.integers(least, most), label="workers")
         with self.noted("num_workers") as program:
             program.resize(workers)
 
@@ -198,6 +210,7 @@ class Programs(RuleBasedStateMachine):
         with self.noted("kill a worker") as program:
             program.kill(seed)
 
+    @precondition(lambda self: "start" not in self.program.steps)
     @rule()
     def start(self) -> None:
         with self.noted("start") as program:

@@ -38,6 +38,7 @@ class Run:
 class Model:
     plan: Plan
     ordered: bool  # whether batches come in the order of their ordinals
+    one_order: bool = False  # whether an epoch has an unknown one, but the same whenever it comes
     epoch: int = 0  # number of the next epoch
     passes: int = 0
     latest: Place | None = None  # of the iteration that was begun last
@@ -64,6 +65,9 @@ class Model:
         fits = [k for k in place.coming[: 1 if self.ordered else None] if place.rest[k][0] == item]
         assert fits, f"{fate} {item}, but {[place.rest[k] for k in place.coming[:5]]} are to come"
         assert fate == place.rest[fits[0]][1], f"{item}: {fate}, not {place.rest[fits[0]][1]}"
+        if self.one_order:
+            known = self.draws.setdefault((place.epoch, len(place.rest)), item)
+            assert known == item, f"{item} is where {known} was"
         for ordinal in [k for k in place.rest if k <= fits[0]] if self.ordered else fits[:1]:
             del place.rest[ordinal]
         known = self.draws.setdefault((place.epoch, fits[0], item), draw)

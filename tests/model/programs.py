@@ -24,9 +24,12 @@ import psutil
 from helpers import StatefulIterator
 from interrupts import OURS, interrupted
 from kinds import (
+    BAD_ITEM,
     Cook,
     Counted,
     CountedIterator,
+    Failing,
+    Opened,
     OwnGenerator,
     OwnOrder,
     Reusing,
@@ -36,6 +39,7 @@ from kinds import (
     ToldWithState,
     Uneven,
     index_of,
+    open_stream,
     plain,
     shuffled_indices,
     uneven_part,
@@ -65,6 +69,9 @@ class Kind:
             possible, and none can be left early without a state to go on from.
         sequential: whether its epochs must follow each other.
         repeatable: whether its order can be had again.
+        has_state: whether a state may be asked for.
+        opened: whether a stream must be opened in a worker, see :class:`Opened`.
+        bad: an item of its own that fails.
     """
 
     make: Callable[[int], Any]
@@ -73,6 +80,9 @@ class Kind:
     alone: bool = False
     sequential: bool = False
     repeatable: bool = True
+    has_state: bool = True
+    opened: bool = False
+    bad: int | None = None
 
 
 def numbered(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
@@ -85,6 +95,10 @@ def told(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
 
 def counted(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
     return told(n, passes, passes, shards)
+
+
+def failing(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
+    return [0, 1, 2, *[BAD_ITEM] * (passes == 0), *range(3, n)]
 
 
 def pairs(items: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -119,9 +133,7 @@ def as_read_through(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
     return items
 
 
-def in_turns(
-    part: Callable[[int, int, int], list[int]], step: int = 0
-) -> Callable[..., list[Any]]:
+def in_turns(part: Callable[[int, int, int], list[int]], step: int = 0) -> Callable[..., list[Any]]:
     """The shards of a stream in turns; ``step`` is what each pass adds."""
 
     def items(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
@@ -195,10 +207,23 @@ KINDS: dict[str, Kind] = {
     "rolling state": Kind(
         _rolling_state, as_read_through(_rolling_state), alone=True, sequential=True
     ),
-    "own generator": Kind(OwnGenerator, numbered, alone=True, repeatable=False),
+    "own generator": Kind(
+        lambda n: OwnGenerator(n + 200),
+        lambda n, *_: list(range(n + 200)),
+        alone=True,
+        sequential=True,
+        repeatable=False,
+    ),
+    "failing": Kind(
+        lambda n: Failing(n, 3), failing, alone=True, sequential=True, has_state=False, bad=BAD_ITEM
+    ),
     "steady": Kind(Steady, in_turns(even_part), stream=True),
     "uneven": Kind(Uneven, in_turns(uneven_part), stream=True),
     "iterator with state": Kind(StatefulIterator, in_turns(even_part), stream=True),
+    "failing iterator": Kind(
+        lambda n: StatefulIterator(n, bad=4), in_turns(even_part), stream=True, bad=4
+    ),
+    "opened": Kind(Opened, in_turns(even_part), stream=True, opened=True),
     "counting": Kind(idioms.Counting, in_turns(even_part, 100), stream=True, sequential=True),
     "separate": Kind(idioms.Separate, in_turns(even_part, 100), stream=True, sequential=True),
     "own order": Kind(OwnOrder, in_turns(even_part), stream=True, repeatable=False),
@@ -257,7 +282,7 @@ class Program:
         self.what = KINDS[self.kind]
         self.shards = max(1, WAYS[self.way]["num_workers"]) if self.what.stream else 0
         ordered = self.what.repeatable and self.options.get("in_order", True)
-        self.model = Model(self.plan, ordered)
+        self.model = Model(self.plan, ordered, self.has_one_order)
         self.states: list[tuple[Any, Place]] = []
         self.loader = self.make(self.way)
         self.runs: list[tuple[Iterator[Any], Run, str]] = []
@@ -269,11 +294,19 @@ class Program:
             if getattr(self, name):
                 self.write(f"{name}: {sorted(getattr(self, name))}, {self.fate}")
 
+    @property
+    def has_one_order(self) -> bool:
+        """Whether the order of an epoch is not known here, but must not change."""
+        unknown = not self.what.repeatable and not self.what.stream
+        return unknown and self.options.get("in_order", True)
+
     def plan(self, epoch: int, passes: int) -> list[tuple[Any, str]]:
         items = self.what.items(self.n, epoch, passes, self.shards)
         return [(plain(item), self.fate_of(item)) for item in items]
 
     def fate_of(self, item: Any) -> str:
+        if item == self.what.bad:
+            return "fails"
         if self.what.stream:
             return "given"
         index = index_of(item)
@@ -287,6 +320,8 @@ class Program:
         options.pop("on_error")
         stream = self.what.make(self.n)
         stream.on_sample = Slow(self.slow)
+        if self.what.opened:
+            options["worker_init_fn"] = open_stream
         return Loader(stream, transform=with_draw, **options)
 
     def write(self, text: str) -> None:
@@ -427,12 +462,13 @@ class Program:
             for thread in threads:
                 thread.join()
             # The threads may have been overtaken before they wrote down what they were given.
-            ordered, self.model.ordered = self.model.ordered, False
+            ordered, one_order = self.model.ordered, self.model.one_order
+            self.model.ordered = self.model.one_order = False
             for outcome in got:
                 if isinstance(outcome, Exception) and not isinstance(outcome, ValueError):
                     raise outcome
                 self.given(run, how, outcome)
-            self.model.ordered = ordered
+            self.model.ordered, self.model.one_order = ordered, one_order
             coming = run.place.coming
             if ordered and coming:
                 last = max(run.place.rest)
@@ -496,7 +532,7 @@ class Program:
         """Goes on from a state elsewhere, to the end of that epoch and of the next."""
         with self.step(f"verify state {which}, {way}"):
             state, place = self.states[which]
-            model = Model(self.plan, self.model.ordered, draws=self.model.draws)
+            model = copy.copy(self.model)
             model.load(place)
             with self.make(way) as loader:
                 before, self.went_on = self.went_on, True
@@ -549,10 +585,14 @@ class Program:
         with self.step("close"):
             self.loader.close()
             for batches, _, how in self.runs:
-                with contextlib.suppress(RuntimeError, StopIteration):
-                    given = next(batches)
-                    # What prefetch has ready was made before.
-                    assert how == "prefetched", f"a closed loader has given {given}"
+                try:
+                    given: Any = next(batches)
+                except (RuntimeError, StopIteration):
+                    continue
+                except ValueError as error:
+                    given = error
+                # What prefetch has ready was made before.
+                assert how == "prefetched", f"a closed loader has given {given}"
             self.restart()
 
     def restart(self) -> None:
@@ -560,10 +600,13 @@ class Program:
         self.write("a fresh loader")
         self.end()
         self.shards = max(1, WAYS[self.way]["num_workers"]) if self.what.stream else 0
-        self.loader, self.model = self.make(self.way), Model(self.plan, self.model.ordered)
+        self.loader, self.model = (
+            self.make(self.way),
+            Model(self.plan, self.model.ordered, self.has_one_order),
+        )
         self.states.clear()
         self.disturbed = self.went_on = False
-    
+
     def end(self) -> None:
         while self.runs:
             self.drop(-1)
