@@ -21,13 +21,14 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-# Workers import the tests' modules by name.
+# Workers import the tests' modules by name, as tests do under pytest.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
 
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
-from model.machine import Programs, ProgramsInProcesses, counts
-from model.programs import KINDS
+from hypothesis import HealthCheck, Phase, seed, settings  # noqa: E402
+from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
+
+from model.machine import Programs, ProgramsInProcesses, counts  # noqa: E402
+from model.programs import KINDS  # noqa: E402
 
 COMPUTE = "n = 0\nwhile True:\n    n = (n * 3 + 1) % 1000003\n"
 
@@ -58,7 +59,7 @@ def run_round(number: int, programs: int, processes: bool, given: argparse.Names
     )
 
     class Chosen(ProgramsInProcesses if processes else Programs):  # type: ignore[misc]
-        kinds = given.kind or list(KINDS)
+        kinds = tuple(given.kind or KINDS)
 
     for name in given.without or ():
         setattr(Chosen, name, None)

@@ -25,8 +25,8 @@ some = st.integers(0, 2)
 class Programs(RuleBasedStateMachine):
     """A program, of one step after the other."""
 
-    ways = HERE + THREADS
-    kinds = list(KINDS)
+    ways = (*HERE, *THREADS)
+    kinds = tuple(KINDS)
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Programs(RuleBasedStateMachine):
 class ProgramsInProcesses(Programs):
     """The same with worker processes, most of the time."""
 
-    ways = PROCESSES + PROCESSES + ["here", "threads"]
+    ways = (*PROCESSES, *PROCESSES, "here", "threads")
 
 
 assert set(HERE + THREADS + PROCESSES) == set(WAYS)

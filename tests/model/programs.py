@@ -54,7 +54,7 @@ HANG = 60.0
 """Seconds after which a step hangs: a thousand times what it takes."""
 
 
-# --- kinds of samplers and streams -----------------------------------------------------------------
+# --- kinds of samplers and streams ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -421,7 +421,7 @@ class Program:
                 pass
 
     def interrupt(self, which: int, place: int, within: str) -> None:
-        """Ctrl-C comes somewhere in ``next``; what it would have given comes from the one behind."""
+        """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch."""
         with self.step(f"interrupt {which} at {place} within {'ours' if within else 'all'}"):
             batches, run, how = self.runs[which]
             end = object()
@@ -433,6 +433,8 @@ class Program:
             assert outcome.reached == outcome.interrupted, "Ctrl-C was swallowed"
             if outcome.interrupted:
                 self.write("  it came")
+                if not run.place.coming:  # it may have been in this epoch, or in the next already
+                    self.take(which)
             elif outcome.value is end:
                 self.model.stop(run)
                 self.drop(which)

@@ -22,7 +22,7 @@ SETTINGS = settings(
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs(kind):
     class OfKind(Programs):
-        kinds = [kind]
+        kinds = (kind,)
 
     run_state_machine_as_test(
         OfKind, settings=settings(SETTINGS, max_examples=25, stateful_step_count=25)
