@@ -22,7 +22,7 @@ TESTS = str(Path(__file__).parent)
 MOST = 20_000
 """Batches that are taken at most while an interrupt is waited for."""
 
-FINALIZERS = "__del__", "weakref_cb", "_remove"
+FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
 """What they raise CPython prints and drops, a KeyboardInterrupt too."""
 
 

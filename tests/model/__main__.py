@@ -8,6 +8,7 @@ after it was made as short as hypothesis can.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import subprocess
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they come")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     options = parser.parse_args()
+    logging.getLogger("minloader").setLevel(logging.CRITICAL)  # deaths and skipped batches
     first = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     end = time.monotonic() + 60 * options.minutes
     rounds, failures = 0, Counter[str]()

@@ -56,10 +56,13 @@ class Model:
     def beginning(self) -> Place:
         return Place(self.epoch, self.passes, dict(enumerate(self.plan(self.epoch, self.passes))))
 
-    def give(self, run: Run, epoch: int | None, item: Any, fate: str, draw: Any) -> None:
+    def advance(self, run: Run) -> None:
         while not run.place.coming and run.more:
             self.end(run.place)
             run.place, run.more = self.enter(), run.more - 1
+
+    def give(self, run: Run, epoch: int | None, item: Any, fate: str, draw: Any) -> None:
+        self.advance(run)
         place = run.place
         assert epoch in (None, place.epoch), f"epoch {epoch}, not {place.epoch}"
         fits = [k for k in place.coming[: 1 if self.ordered else None] if place.rest[k][0] == item]

@@ -388,10 +388,10 @@ class Program:
             if not str(outcome).endswith("is bad"):
                 raise outcome
             # The item is not told but in the note of the error.
-            bad = [k for k in self.coming(run) if run_rest(run, k, self.model)[1] == "fails"]
-            index = int(str(outcome).split()[0])
-            items = [run_rest(run, k, self.model)[0] for k in bad]
-            fitting = [item for item in items if index_of(item) == index]
+            self.model.advance(run)
+            index, place = int(str(outcome).split()[0]), run.place
+            bad = [item for item, fate in place.rest.values() if fate == "fails"]
+            fitting = [item for item in bad if index_of(item) == index]
             assert fitting, f"{outcome}, which is not to come"
             self.model.give(run, None, fitting[0], "fails", None)
             return
@@ -403,12 +403,6 @@ class Program:
         else:
             known = draw if self.what.repeatable else None
             self.model.give(run, epoch, plain(first), "given", known)
-
-    def coming(self, run: Run) -> list[int]:
-        place = run.place
-        if not place.coming and run.more:
-            place = self.model.beginning()
-        return place.coming
 
     def drop(self, which: int) -> None:
         batches, _, how = self.runs.pop(which)
@@ -622,11 +616,6 @@ def is_worker(process: psutil.Process) -> bool:
         return any("spawn_main" in part for part in process.cmdline())
     except psutil.Error:
         return False
-
-
-def run_rest(run: Run, ordinal: int, model: Model) -> tuple[Any, str]:
-    place = run.place if run.place.coming else model.beginning()
-    return place.rest[ordinal]
 
 
 def outcomes_of(batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,36 +1,44 @@
-"""Random programs, some of the hour that ``python -m tests.model`` runs."""
+"""Random programs, as many as a minute has room for: ``python -m tests.model`` runs an hour."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from .machine import Programs, ProgramsInProcesses
-from .programs import KINDS
+from .machine import Programs, ProgramsInProcesses, counts
 
 SETTINGS = settings(
     deadline=None,
     derandomize=True,
     database=None,
     print_blob=False,
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # the command makes what fails short
 )
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_programs(kind):
-    class OfKind(Programs):
-        kinds = (kind,)
+def run(machine: Any, programs: int, steps: int) -> Counter[str]:
+    """Runs programs, and says how often each rule was used."""
+    before = counts.copy()
+    options = settings(SETTINGS, max_examples=programs, stateful_step_count=steps)
+    run_state_machine_as_test(machine, settings=options)
+    return counts - before
 
-    run_state_machine_as_test(
-        OfKind, settings=settings(SETTINGS, max_examples=25, stateful_step_count=25)
-    )
+
+@pytest.mark.timeout(600)
+def test_programs():
+    used = run(Programs, 120, 20)
+    assert used["programs"] >= 100
+    for rule in ("iter", "epochs", "prefetch", "state_dict", "load_state_dict", "Ctrl-C in next"):
+        assert used[rule] > 10
 
 
 @pytest.mark.timeout(600)
 def test_programs_with_worker_processes():
-    run_state_machine_as_test(
-        ProgramsInProcesses, settings=settings(SETTINGS, max_examples=12, stateful_step_count=20)
-    )
+    used = run(ProgramsInProcesses, 10, 12)
+    assert used["programs"] >= 10
