@@ -704,6 +704,23 @@ def test_prefetch_leaves_the_consumers_generators_alone():
     ]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_number_of_the_next_epoch_after_prefetch(make, depth):
+    """At the end, and after an epoch that was left: no epoch is given twice."""
+    loader = make(Echo(), Told(4))
+    with prefetch(loader.epochs(3), tuple, depth) as batches:
+        assert len(list(batches)) == 12
+    del batches
+    assert loader.epoch == 3
+    assert [each // 1000 for each in loader] == [3] * 4
+    batches = prefetch(loader.epochs(3), tuple, depth)
+    assert [next(batches)[0] for _ in range(3)] == [4, 4, 4]
+    batches.close()
+    del batches
+    assert loader.epoch == 5
+    assert [each // 1000 for each in loader] == [5] * 4
+
+
 def press_once(folder: str) -> Callable[[int], int]:
     """Ctrl-C comes to the consumer, once, as a signal while batches are made elsewhere."""
 

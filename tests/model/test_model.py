@@ -35,10 +35,10 @@ def test_programs():
     used = run(Programs, 120, 20)
     assert used["programs"] >= 100
     for rule in ("iter", "epochs", "prefetch", "state_dict", "load_state_dict", "Ctrl-C in next"):
-        assert used[rule] > 10
+        assert used[rule] > 3
 
 
 @pytest.mark.timeout(600)
 def test_programs_with_worker_processes():
-    used = run(ProgramsInProcesses, 10, 12)
-    assert used["programs"] >= 10
+    used = run(ProgramsInProcesses, 6, 12)
+    assert used["programs"] >= 6
