@@ -462,11 +462,13 @@ class Loader:
         return next(self._runs)
 
     def _entered(self, account: Account) -> None:
-        """Note which epoch the consumer of an iterator is in, if that is the one begun last."""
-        if account is not self._account:
-            return
-        self._epoch = account.epoch + 1
-        if account.behind is not None:  # the one that another serves
+        """Note which epoch an iterator is in, if it is the one begun last."""
+        if account is self._account:
+            self._epoch = account.epoch + 1
+
+    def _left_behind(self, account: Account) -> None:
+        """Have the next epoch be the one after that of a consumer whom another has served."""
+        if account is self._account and account.behind is not None:
             state = check_state(account.behind(), None, stream=self._shards is not None)
             self._epoch = state["epoch"] + has_begun(state)
 
@@ -663,7 +665,7 @@ class Epochs(Batches):
         # What was taken ahead nobody has seen: the next iteration begins there.
         account = vars(self).get("account")
         if account is not None and account.behind is not None:
-            self.owner._entered(account)
+            self.owner._left_behind(account)
         super().__del__()
 
 
