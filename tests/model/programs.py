@@ -427,6 +427,8 @@ class Program:
             assert outcome.reached == outcome.interrupted, "Ctrl-C was swallowed"
             if outcome.interrupted:
                 self.write("  it came")
+                # What was being sent may be under way, so that its shard is read again.
+                self.disturbed |= self.loader.num_workers > 0
                 if not run.place.coming:  # it may have been in this epoch, or in the next already
                     self.take(which)
             elif outcome.value is end:

@@ -32,7 +32,7 @@ def run(machine: Any, programs: int, steps: int) -> Counter[str]:
 
 @pytest.mark.timeout(600)
 def test_programs():
-    used = run(Programs, 120, 20)
+    used = run(Programs, 150, 20)
     assert used["programs"] >= 100
     for rule in ("iter", "epochs", "prefetch", "state_dict", "load_state_dict", "Ctrl-C in next"):
         assert used[rule] > 3
@@ -40,5 +40,5 @@ def test_programs():
 
 @pytest.mark.timeout(600)
 def test_programs_with_worker_processes():
-    used = run(ProgramsInProcesses, 6, 12)
-    assert used["programs"] >= 6
+    used = run(ProgramsInProcesses, 12, 12)
+    assert used["programs"] >= 12
