@@ -218,7 +218,8 @@ class Prefetch(Generic[B]):
         """
         self._end()
         with self._lock:
-            self._source = None
+            if not self._is_over:  # else the loader is still told what the consumer was given
+                self._source = None
             self._entries.clear()
             self._is_drawn = self._is_over
 

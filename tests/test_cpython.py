@@ -337,6 +337,25 @@ def test_4_a_worker_that_is_reaped_while_it_lives():
     assert worker.exitcode == -signal.SIGKILL
 
 
+def is_zombie(pid):
+    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_4_a_worker_that_is_reaped_while_another_thread_waits_for_it():
+    """As by the manager thread, where a closing has waited long enough for it and lets go."""
+    worker = get_context("spawn").Process(target=signal.pause)
+    cpython.start_worker(worker)
+    joining = threading.Thread(target=worker.join)
+    joining.start()
+    wait = Path(f"/proc/self/task/{joining.native_id}/wchan")
+    assert eventually(lambda: "wait" in wait.read_text())  # it is in waitid()
+    cpython.reap(worker)
+    worker.kill()
+    joining.join()
+    assert worker.exitcode == -signal.SIGKILL
+    assert not is_zombie(worker.pid)  # nobody else looks at it
+
+
 def test_4_somebody_else_has_reaped_a_worker():
     worker = get_context("spawn").Process(target=int)
     cpython.start_worker(worker)

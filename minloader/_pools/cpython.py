@@ -184,6 +184,9 @@ if sys.platform != "win32":
                 if found is not None:
                     has_exited = found.si_code == os.CLD_EXITED
                     self.returncode = found.si_status if has_exited else -found.si_status
+            if self.returncode is not None and type(self) is popen_fork.Popen:
+                with suppress(ChildProcessError):  # it was let go meanwhile: nobody else reaps it
+                    os.waitpid(self.pid, 0)
             return self.returncode
 
     def _keep_pid(process: Any) -> None:

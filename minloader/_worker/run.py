@@ -182,7 +182,8 @@ class Worker:
             whole = type(item) is list and reader is None and self._job.collate_fn is None
             if whole and isinstance(error, TypeError):
                 stage = WHOLE_ITEM
-            return self._failure(error, stage)
+            # Whoever leaves out what fails must not leave out that a stream is another one.
+            return self._failure(error, stage, fatal=reader is not None and reader.is_other)
         if self._packer is None or batch is END or batch is LEFT_OUT:
             return batch
         self._exit_fork()  # before it writes to the slot, where the worker writes too
@@ -278,7 +279,7 @@ class Worker:
             except Exception as error:
                 if index in start.failed and not reader.ended:
                     continue  # as it did before
-                reader.ended = True
+                reader.ended = reader.is_other = True
                 raise RuntimeError(
                     f"the stream has failed in batch {index} of shard {reader.info.id}, when that "
                     f"was read again, past the {start.batches} batches that it had given"

@@ -51,6 +51,7 @@ class ShardReader:
         iterator: of the stream, while it is read.
         reading_id: number of the reading that it serves.
         last: what the samples of the batch drawn last are recognized by.
+        is_other: whether it gave something else when it was read again.
     """
 
     maker: BatchMaker
@@ -66,6 +67,7 @@ class ShardReader:
     iterator: Any = None
     reading_id: int = 0
     last: int | None = None
+    is_other: bool = False
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn
     _former: list[Any] | None = None  # of the batch drawn last, where an interrupt may come
     _is_own_iterator: bool = False  # of the stream
@@ -74,7 +76,8 @@ class ShardReader:
     @property
     def is_whole(self) -> bool:
         """Whether the pass was read to its end, so that the next can begin with the same copy."""
-        return self.ended and not self._failed
+        put_back = self.start.at and not self._is_own_iterator  # it may begin there each time
+        return self.ended and not self._failed and not put_back
 
     def begin(self, index: int | None = None) -> Place:
         """Prepare for a batch of the shard, by default the next, and return its place.
@@ -187,10 +190,10 @@ class ShardReader:
             "seed, or have state_dict and load_state_dict"
         )
         if given < start.batches:
-            self.ended = True
+            self.ended = self.is_other = True
             raise RuntimeError(f"the stream has ended after {given} batches {what}")
         if start.last is not None and self.last != start.last:
-            self.ended = True
+            self.ended = self.is_other = True
             raise RuntimeError(f"the stream has given other samples {what}")
 
     @property
