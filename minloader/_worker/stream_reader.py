@@ -18,6 +18,7 @@ they hand out the copies of the dataset.
 from __future__ import annotations
 
 import copy
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.messages import END, LEFT_OUT, Shard, Start, WorkerInfo
 from minloader._worker.seeds import Place
+
+logger = logging.getLogger("minloader")
 
 
 @dataclass(eq=False)
@@ -225,6 +228,7 @@ class ShardReaders:
     is_inline: bool
     _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
+    _beginning: bytes | None = None  # state that the user's own object had before it was read
 
     def find(self, shard: Shard, epoch: int, pid: int) -> ShardReader | None:
         """Return the reader of a shard; None if another worker has begun with it.
@@ -241,6 +245,8 @@ class ShardReaders:
         if reader is not None and reader.goes_on(start):
             reader.reading_id = shard.reading
             return reader
+        if start.state is None and self._beginning is not None:
+            start = start._replace(state=self._beginning)
         info, is_fresh = self._take_copy(shard, start, pid)
         for former in [former for former in self._readers if former[0] < shard.oldest]:
             del self._readers[former]
@@ -284,13 +290,23 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if is_taken and is_read_once(dataset):
+        if is_read_once(dataset) and (is_taken or not (alone or self.reload)):
             raise RuntimeError(
                 f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
                 "pass an object whose __iter__ begins anew"
             )
+        if self.is_inline and not is_taken:
+            self._note_beginning(dataset)
         self._is_taken = True
         return dataset, is_taken
+
+    def _note_beginning(self, dataset: Any) -> None:
+        """Note where the user's own object begins: a pass that is left early moves it."""
+        if is_stateful(dataset):
+            try:
+                self._beginning = pack({"dataset": dataset.state_dict()}, down=False)
+            except Exception as error:  # many have none before their first sample
+                logger.debug("the stream has no state before it is read: %r", error)
 
 
 def recognized(samples: list[Any]) -> int:
