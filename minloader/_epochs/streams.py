@@ -362,16 +362,23 @@ def _place(reached: Reached, ended: bool, coming: bytes | None) -> State:
 
 
 class ShardWatch:
-    """Says in the log, once, what looks wrong with the shards of a stream."""
+    """Says in the log, once, what looks wrong with the shards of a stream.
 
-    def __init__(self, settings: Settings, total: int) -> None:
+    Args:
+        settings: what the loader's epochs have in common.
+        total: number of shards.
+        compares: whether each shard begins, so that their first batches can be compared.
+    """
+
+    def __init__(self, settings: Settings, total: int, *, compares: bool) -> None:
         self._settings = settings
+        self._compares = compares
         self._total = total
         self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
 
     def compare(self, lane: Any, batch: Any) -> None:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
-        if self._settings.compared:
+        if self._settings.compared or not self._compares:
             return
         try:
             found = lane.shard, first_leaves(batch)
