@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import alive, eventually, making, require, variants, workers
-from helpers import SAMPLERS, Guarded, Numbers, SelfIterating, Stateful, make_sampler
+from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
