@@ -372,13 +372,13 @@ class ShardWatch:
 
     def __init__(self, settings: Settings, total: int, *, compares: bool) -> None:
         self._settings = settings
-        self._compares = compares
+        settings.compared |= not compares
         self._total = total
         self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
 
     def compare(self, lane: Any, batch: Any) -> None:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
-        if self._settings.compared or not self._compares:
+        if self._settings.compared:
             return
         try:
             found = lane.shard, first_leaves(batch)
