@@ -76,7 +76,7 @@ def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
 def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
     """An epoch that has found out already that batches are quick."""
     epoch = iter(loader)
-    for lane in epoch._lanes:
+    for lane in epoch.account.lanes:
         lane._chunk = size
     return epoch
 

@@ -1151,7 +1151,7 @@ def test_fingerprints():
     for key, value in [
         ("a", [2]),
         ("large", large[:, 1::2]),
-        ("blob", bytes(bytearray(20_000))),
+        ("blob", b"1" * 20_000),
         ("small", np.ones(3)),
         ("raw", pickle.PickleBuffer(large[1:])),
     ]:
