@@ -578,7 +578,10 @@ CANNOT_SEND = {
         "dataset = Holds(Loader(range(3), num_workers=0))",
         "dataset.thing is a Loader (a Loader and its iterators cannot be pickled or copied",
     ),
-    "an iterator": ("dataset = Holds(iter(Loader(range(3), num_workers=0)))", "thing is a Batches ("),
+    "an iterator": (
+        "dataset = Holds(iter(Loader(range(3), num_workers=0)))",
+        "is a Batches (",
+    ),
     "a global": (
         "class Query(Holds):\n    def __getitem__(self, i): return connection.execute('')\n"
         "dataset = Query(1)",
