@@ -32,6 +32,8 @@ class MinloaderError(RuntimeError):
 class BatchError(MinloaderError):
     """One batch failed. An ``on_error`` callable is given one; ``__cause__`` is the original error.
 
+    Raised without a batch, it is of an epoch that gives none since its batches failed.
+
     Attributes:
         ordinal: place of the batch in its epoch, from 0.
         epoch: the epoch it belongs to.

@@ -133,7 +133,7 @@ class Inspection:
     @property
     def losses(self) -> int:
         """How often tasks were lost. Reading it removes broken executors whose workers are gone."""
-        return sum(pool.losses() for pool in self.pools)
+        return sum(pool.end_broken() for pool in self.pools)
 
     # --- the shared memory
 

@@ -116,7 +116,8 @@ class Loader:
             many tasks it runs at once.
         mp_context: how "process" starts its workers, a ``multiprocessing`` context or the name
             of one. None: "spawn".
-        worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
+        worker_init_fn: called once in each worker with its :class:`WorkerInfo`; of a stream, for
+            each fresh copy of the dataset, with that of the shard.
         seed: non-negative int that all randomness derives from, together with epoch and
             ordinal of a batch. None: draw one, kept in ``loader.seed``.
         in_order: yield batches in the sampler's order; False: as they get ready.
@@ -125,13 +126,14 @@ class Loader:
             fails with :class:`BatchTimeout`. A thread cannot be killed: the batch fails at
             once, and the thread is left alone. With ``num_workers=0`` nobody is there to look.
         retries: how often a batch is tried again whose worker process died while making it,
-            before it fails with :class:`WorkerDied`.
+            before it fails with :class:`WorkerDied`; or that an executor of yours lost.
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after goes on with the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
             which the dataset or ``transform`` fails, with a warning in the log, and raises all
-            else. Whatever it is, a sample that is :data:`SKIP` is left out.
+            else. Whatever it is, a sample that is :data:`SKIP` is left out, and an epoch that
+            gives no batch since its batches failed ends in a :class:`BatchError`.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
@@ -460,11 +462,13 @@ class Loader:
         return next(self._runs)
 
     def _entered(self, account: Account) -> None:
-        """Note which epoch the consumer of an iterator is in, if that is the one begun last."""
-        if account is not self._account:
-            return
-        self._epoch = account.epoch + 1
-        if account.behind is not None:  # the one that another serves
+        """Note which epoch an iterator is in, if it is the one begun last."""
+        if account is self._account:
+            self._epoch = account.epoch + 1
+
+    def _left_behind(self, account: Account) -> None:
+        """Have the next epoch be the one after that of a consumer whom another has served."""
+        if account is self._account and account.behind is not None:
             state = check_state(account.behind(), None, stream=self._shards is not None)
             self._epoch = state["epoch"] + has_begun(state)
 
@@ -481,7 +485,8 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which decides its order and its seeds.
 
-        After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
+        Within :meth:`epochs` it is for the next epoch of that loop. After :meth:`load_state_dict`,
+        a number other than the state's begins that epoch anew.
         """
         self._epoch = check_int("epoch", epoch, 0)
         if self._resume is not None and self._resume["epoch"] != self._epoch:
@@ -548,9 +553,10 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` go on where :meth:`state_dict` was called.
 
-        Nothing that was delivered is loaded again. Number of workers, executor and the like may
-        be others; the dataset, the sampler and what makes batches of samples must not. Of our
-        samplers the world size may be another: what no rank was given is dealt out anew.
+        Iterators that were begun before refuse to go on. Nothing that was delivered is loaded
+        again, but for streams without a state. Number of workers, executor and the like may be
+        others; the dataset, the sampler and what makes batches of samples must not. Of our samplers
+        the world size may be another: what no rank was given is dealt out anew.
 
         Args:
             state: from a loader of this process or another.
@@ -659,7 +665,7 @@ class Epochs(Batches):
         # What was taken ahead nobody has seen: the next iteration begins there.
         account = vars(self).get("account")
         if account is not None and account.behind is not None:
-            self.owner._entered(account)
+            self.owner._left_behind(account)
         super().__del__()
 
 

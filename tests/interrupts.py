@@ -16,10 +16,13 @@ import minloader
 OURS = str(Path(minloader.__file__).parent)
 """Where the package lies: an interrupt comes there, and not in what it calls."""
 
+TESTS = str(Path(__file__).parent)
+"""What stands for the user's code. A generator in it that was interrupted cannot go on."""
+
 MOST = 20_000
 """Batches that are taken at most while an interrupt is waited for."""
 
-FINALIZERS = "__del__", "weakref_cb", "_remove"
+FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
 """What they raise CPython prints and drops, a KeyboardInterrupt too."""
 
 
@@ -57,9 +60,9 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
     Args:
         call: what is called, in this thread.
         step: how many places are passed before.
-        within: folder of the code in which places are counted; "" for all code but the call's own.
+        within: folder of the code in which places are counted; "" for all code but the tests'.
     """
-    left, reached, own = step, False, getattr(call, "__code__", None)
+    left, reached = step, False
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal left, reached
@@ -72,7 +75,8 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         return count
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is own or not frame.f_code.co_filename.startswith(within or "/"):
+        path = frame.f_code.co_filename
+        if path.startswith(TESTS) or not path.startswith(within or "/"):
             return None
         frame.f_trace_opcodes = True
         return count

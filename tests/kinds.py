@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from minloader import get_worker_info
+from minloader import SKIP, get_worker_info
 
 PASS = 1000
 
@@ -143,12 +143,16 @@ class Reusing:
             yield self.item
 
 
+BAD_ITEM = 999
+"""What an error of :class:`Failing` names."""
+
+
 class Failing:
-    """Raises once, in place of an item; it goes on behind that.
+    """Raises once, before an item; it goes on behind that.
 
     Args:
         n: number of items.
-        bad: which of them.
+        bad: before which of them.
     """
 
     def __init__(self, n: int, bad: int) -> None:
@@ -172,7 +176,7 @@ class _FailingItems:
             raise StopIteration
         if self.at == self.owner.bad:
             self.owner.bad = None
-            raise OSError(f"the index is not there at {self.at}")
+            raise ValueError(f"{BAD_ITEM} is bad")
         self.at += 1
         return self.at - 1
 
@@ -280,3 +284,82 @@ class FailsWhen:
         if number == self.number and os.path.exists(self.path):
             raise OSError("the network is down")
         return number
+
+
+class Uneven(Steady):
+    """Shard ``k`` has ``k`` numbers fewer than the first, and the last one has none."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        for number in uneven_part(self.n, info.id, info.num_workers):
+            yield self.on_sample(number)
+
+
+def uneven_part(n: int, shard: int, shards: int) -> list[int]:
+    numbers = list(range(shard, n, shards))
+    if shard and shard == shards - 1:
+        return []
+    return numbers[: len(numbers) - shard]
+
+
+# --- for the model -------------------------------------------------------------------------------
+
+
+def plain(item: Any) -> Any:
+    """An item as tuples and numbers: two that are alike are equal."""
+    if isinstance(item, (list, tuple)):
+        return tuple(map(plain, item))
+    return int(item)
+
+
+def index_of(item: Any) -> int:
+    """The last index in an item, without the number of its pass."""
+    while isinstance(item, (list, tuple)):
+        item = item[-1]
+    return int(item) % PASS
+
+
+def drawn() -> int:
+    info = get_worker_info()
+    assert info is not None
+    return int(info.rng.integers(1 << 40))
+
+
+class Cook:
+    """Gives the item and a random number of the batch.
+
+    Args:
+        bad: indices of items that raise, see :func:`index_of`.
+        left_out: those of items for which it says SKIP.
+        slow: those of items that take 0.02 s.
+    """
+
+    def __init__(self, bad: Any = (), left_out: Any = (), slow: Any = ()) -> None:
+        self.bad = set(bad)
+        self.left_out = set(left_out)
+        self.slow = set(slow)
+
+    def __getitem__(self, item: Any) -> Any:
+        index = index_of(item)
+        if index in self.slow:
+            threading.Event().wait(0.02)
+        if index in self.bad:
+            raise ValueError(f"{index} is bad")
+        return SKIP if index in self.left_out else (plain(item), drawn())
+
+
+class Slow:
+    """Some numbers of a stream take 0.02 s."""
+
+    def __init__(self, slow: Any) -> None:
+        self.slow = set(slow)
+
+    def __call__(self, number: int) -> int:
+        if number % 100 in self.slow:
+            threading.Event().wait(0.02)
+        return number
+
+
+def with_draw(sample: Any) -> Any:
+    return plain(sample), drawn()

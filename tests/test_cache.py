@@ -227,8 +227,8 @@ def test_what_finds_no_room_is_made_each_time():
 def test_what_finds_no_room_is_not_packed(kind, monkeypatch):
     """That takes long, each time."""
     packed = []
-    pack = cache._pack
-    monkeypatch.setattr(cache, "_pack", lambda *args: (packed.append(args[1]), pack(*args))[1])
+    pack = cache.pack_entry
+    monkeypatch.setattr(cache, "pack_entry", lambda *args: (packed.append(args[1]), pack(*args))[1])
     shared = cached([(1, {"data": kind(50_000)}), kind(1_000)], bytes=50_000)
     assert [len(shared[n]) for n in (0, 1, 0)] == [2, 1_000, 2]
     assert packed == [1]

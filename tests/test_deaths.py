@@ -1016,15 +1016,14 @@ def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
     start, terminate = spawned.WorkerProcess.start, spawned.WorkerProcess.terminate
     breaks = threading.Event()
     processes: list[Any] = []
-    registered: dict[int, Any] = {}
+    executor: Any = None
 
     def start_late(process: Any) -> None:
-        nonlocal registered
+        nonlocal executor
         start(process)
         processes.append(process)
         if len(processes) == 2:
             (executor,) = inspect(loader).executors
-            registered = executor._processes
             if dies == "at once":
                 os.kill(processes[0].pid, signal.SIGKILL)
             assert eventually(lambda: any(each.has_ended() for each in processes), 60)
@@ -1032,7 +1031,7 @@ def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
 
     def terminate_late(process: Any) -> None:
         breaks.set()
-        eventually(lambda: len(registered) == 2)
+        eventually(lambda: executor.leaving or not executor.may_start_workers)
         terminate(process)
 
     monkeypatch.setattr(spawned.WorkerProcess, "start", start_late)

@@ -202,7 +202,7 @@ def test_a_job_that_cannot_be_sent_is_an_error(remote, monkeypatch):
 def left() -> tuple[int, int, int]:
     """Jobs, mapped slots and threads of ours in this worker."""
     threads = sum(each.name.startswith("minloader") for each in threading.enumerate())
-    return len(foreign.loaded_jobs), len(slot_writer._mappings), threads
+    return len(foreign.loaded_jobs), len(slot_writer.mappings), threads
 
 
 def test_a_closed_loader_leaves_nothing_in_the_workers_of_an_executor():

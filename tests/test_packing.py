@@ -134,13 +134,19 @@ test_so_it_is_for_many_more = pytest.mark.slow(thorough(PLANS(check_plan)))
 def test_ranks_have_as_many_rows_in_each_step(lengths, rows, shuffle, window, world_size):
     """A batch of several rows is several batches of one row, and those are equally many."""
     kind = partial(PackedBatchSampler, lengths, 30, window=window, shuffle=shuffle)
-    for single, several in zip(
-        every_rank(kind, world_size), every_rank(partial(kind, rows=rows), world_size), strict=True
-    ):
-        rest = iter(single)
-        grouped = [flat(islice(rest, rows)) for _ in range(len(several))]
-        assert list(several) == grouped
-        assert list(rest) == []
+    single = list(zip(*every_rank(kind, world_size), strict=True))
+    several = list(zip(*every_rank(partial(kind, rows=rows), world_size), strict=True))
+    assert flat(flat(several)) == flat(flat(single))
+    given = iter(flat(single))
+    for step in several:
+        counts = [len(rows_of([lengths[index] for index in batch], 30)) for batch in step]
+        assert max(counts) <= rows
+        for batch in step:
+            row = list(next(given))
+            while len(row) < len(batch):
+                row += next(given)
+            assert row == batch
+    assert len(several) == -(-len(single) // rows)
 
 
 def best_fit(lengths: Iterable[int], capacity: int) -> list[int]:

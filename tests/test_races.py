@@ -260,7 +260,7 @@ def test_a_job_is_let_go_while_others_are_looked_through(reference, monkeypatch)
 
     monkeypatch.setattr(foreign, "LOOK_SECONDS", 0.0)
     foreign.loaded_jobs.update({b"one": Former(), b"other": Former()})  # type: ignore[dict-item]
-    foreign._forget_closed()
+    foreign.forget_closed()
     assert foreign.loaded_jobs == {}
 
 
@@ -444,6 +444,7 @@ def test_a_fork_while_loaders_are_made(two_slots):
         each.settle(slot, 4096, 0)
     memory = [each.lease(slot, retire=False) for each, slot in zip(two_slots, lent, strict=True)]
     slots.before_fork()
+    slots.in_parent()
     assert [slot.fd for slot in lent] == [-1, -1]
     del memory
 

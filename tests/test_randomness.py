@@ -200,3 +200,23 @@ def test_the_sampler_draws_not_what_the_first_batch_draws():
     parts = [MixtureSampler([50], [1], shuffle=True, seed=seed) for seed in (1, 0)]
     singles = BatchSampler(50, None, shuffle=True, seed=2)
     assert [index for _, index in parts[0]] != list(singles)  # seed + 1 + 0
+
+
+def test_ranks_of_the_drop_in_draw_other_numbers():
+    torch = pytest.importorskip("torch")
+    from minloader.torch import DataLoader
+
+    class Noise:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> float:
+            return float(torch.rand(1))
+
+    drawn = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        sampler = torch.utils.data.DistributedSampler(range(8), 2, rank)
+        loader = DataLoader(Noise(), batch_size=2, sampler=sampler)
+        drawn.append({float(value) for batch in loader for value in batch})
+    assert len(drawn[0] | drawn[1]) == 8

@@ -340,7 +340,12 @@ def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     """Garbage is collected when it likes; here it is whenever a slot is closed."""
     retire = slots.Slot.retire
     monkeypatch.setattr(slots.Slot, "retire", lambda slot: (retire(slot), gc.collect()))
-    for end in (bench.pool.retire_leased, bench.pool.close):
+
+    def retire_leased() -> None:
+        for _, fd in bench.pool.retire_leased():
+            os.close(fd)
+
+    for end in (retire_leased, bench.pool.close):
         gc.disable()
         try:
             batches = []

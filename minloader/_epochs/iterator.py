@@ -7,8 +7,8 @@
                               |            v                                    `-- interrupted on
                               `-----> the next epoch, or the end                    its way: it is
                                                                                     put back
-An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns: next
-is the one that has given the fewest batches.
+An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns:
+next is the one that has given the fewest batches.
 
 Guarantees:
 
@@ -115,6 +115,7 @@ class Batches:
         self._watch: Any = None
         self._coming: dict[int, tuple[int, int]] = {}  # of epochs that began ahead, by index
         self._current: tuple[Lane, Pending] | None = None
+        self._entered = 0  # index of the last epoch that the loader was told of
         self._failed = -1, 0  # index of an epoch, and how many of its batches were left out
         self._look = 0.0  # when to look after the workers next
         self._process = lifetimes.process
@@ -300,6 +301,9 @@ class Batches:
             self._check(account)
             if account.is_over:
                 raise StopIteration
+            if self._entered != account.index:  # an interrupt may have kept it from being told
+                self.owner._entered(account)
+                self._entered = account.index
             any_order = not self.settings.in_order
             # Only a sampler's tasks may overtake each other: the reader of a shard cannot.
             overtaking = any_order and len(self._lanes) == 1 and self._lanes[0].may_overtake
@@ -409,7 +413,6 @@ class Batches:
                     self._begin_ahead(lane)
                 lane.begin_next()
         self._coming.pop(index, None)
-        self.owner._entered(account)
 
     def _check_fruit(self, account: Account, index: int) -> None:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""

@@ -232,8 +232,10 @@ class Lane(ABC):
         """Make what has arrived available, in the order of the tasks."""
         self._recover()
         while True:
-            here = (each for each in self.pending if each.outcomes is None and each.reply)
-            pending = next(here, None)
+            unopened = [each for each in self.pending if each.outcomes is None and not each.ends]
+            if not self.may_overtake:
+                del unopened[1:]  # another may have arrived since the first was looked at
+            pending = next((each for each in unopened if each.reply is not None), None)
             if pending is None:
                 return
             self._open(pending)
@@ -321,7 +323,7 @@ class Lane(ABC):
         for lost in [each for each in self.pending if each.lost is not None]:
             if self.settings.closed:
                 raise RuntimeError(CLOSED)
-            self._pool.losses()  # has the pool find out how its workers ended
+            self._pool.end_broken()  # finds out how its workers ended
             self._replace(lost, self._again(lost))
 
     def _replace(self, pending: Pending, pieces: list[Pending]) -> None:

@@ -248,7 +248,8 @@ class Source:
         interrupted.
         """
         items = pending.items
-        if self._is_inside and not self.told.items.is_used_up:
+        inside = self._is_inside and pending.ordinal + len(items) <= self.position
+        if inside and not self.told.items.is_used_up:
             if self.last is not None and self.last[0] < pending.ordinal:
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = pending.before, True, None

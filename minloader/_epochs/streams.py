@@ -291,7 +291,7 @@ class StreamLane(Lane):
             return  # what has arrived before it is opened first: the shard is read on from there
         if self.settings.closed:
             raise RuntimeError(CLOSED)
-        self._pool.losses()  # has the pool find out how its workers ended
+        self._pool.end_broken()  # finds out how its workers ended
         assert first.task is not None
         death = self._pool.deaths.pop(first.task.id, None)
         if death is not None or not isinstance(first.lost, BrokenExecutor | CancelledError):

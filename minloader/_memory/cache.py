@@ -192,7 +192,7 @@ class cached:  # noqa: N801  # used as a function
             return
         if _least_size(sample) > self.bytes - os.fstat(self._fd).st_size:
             return  # to pack it takes long
-        entry = _pack(sample, number)
+        entry = pack_entry(sample, number)
         import fcntl  # not on Windows
 
         with suppress(OSError):  # no memory, no descriptors: the sample is not kept
@@ -236,7 +236,7 @@ def _least_size(sample: Any) -> int:
     return int(sample.nbytes) if is_array else 0
 
 
-def _pack(sample: Any, number: int) -> bytearray:
+def pack_entry(sample: Any, number: int) -> bytearray:
     """Return the entry of a sample."""
     buffers = _Buffers()
     try:

@@ -92,7 +92,7 @@ class SlotWriter(NoSlot):
         self.size: int = address.size
         self._limit = max(address.size, address.limit)
         _forget_closed(address.closed)
-        self._mapping = _mappings.get(self._place)
+        self._mapping = mappings.get(self._place)
         self._leases: list[Any] = []  # one for each mapping that has arrays of the present batch
         self.begin()
 
@@ -151,7 +151,7 @@ class SlotWriter(NoSlot):
             return False
         finally:
             os.close(fd)
-        _mappings[self._place] = self._mapping
+        mappings[self._place] = self._mapping
         return True
 
     def put(self, data: memoryview) -> tuple[int, int] | None:
@@ -195,7 +195,7 @@ class SlotWriter(NoSlot):
             return list(buffers)
         # The parent will never lend this slot again; here it must not be found for the next task.
         self.retired = True
-        _mappings.pop(self._place, None)  # the kept array holds the mapping
+        mappings.pop(self._place, None)  # the kept array holds the mapping
         return [self._copied(*span) for span in buffers]
 
     def _copied(self, start: int, stop: int) -> tuple[int, int] | bytearray:
@@ -211,7 +211,7 @@ class SlotWriter(NoSlot):
             self.end([])
 
 
-_mappings: dict[tuple[str, Inode], SharedMapping] = {}
+mappings: dict[tuple[str, Inode], SharedMapping] = {}
 """The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
 
 _closed = 0
@@ -227,9 +227,9 @@ def _forget_closed(closed: int) -> None:
 
 def unmap_closed() -> None:
     """Unmap slots that are closed, from any thread."""
-    for place in copied(_mappings):
+    for place in copied(mappings):
         if not is_there(*place):
-            _mappings.pop(place, None)
+            mappings.pop(place, None)
 
 
 def _allocate(fd: int, start: int, stop: int) -> None:

@@ -132,10 +132,10 @@ class Pool:
     def watch(self) -> None:
         """Look for workers that are stuck. Called now and then while somebody waits."""
 
-    def losses(self) -> int:
-        """Return how often tasks have been lost so far.
+    def end_broken(self) -> int:
+        """End what has broken, for up to two seconds; return how often tasks were lost so far.
 
-        When it has grown, the futures of all lost tasks have an error, and the tasks are to be
+        When that has grown, the futures of all lost tasks have an error, and the tasks are to be
         sent again.
         """
         return 0

@@ -388,11 +388,11 @@ def _watch_loaders() -> None:
     """Have a thread look after the jobs that are loaded here, unless one does. Under the lock."""
     global _watcher
     if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_forget_closed, name="minloader-jobs", daemon=True)
+        _watcher = threading.Thread(target=forget_closed, name="minloader-jobs", daemon=True)
         _watcher.start()
 
 
-def _forget_closed() -> None:
+def forget_closed() -> None:
     """Let go of what closed loaders have left, now and then, until there are no more jobs."""
     global _watcher
     while True:

@@ -18,8 +18,8 @@ that is just submitting to it.
 
 Guarantees:
 
-1. Each future that ``submit()`` returned is done, at the latest when ``losses()`` grows or the pool
-   is closed. If ``losses()`` grew, ``deaths`` has the task that a dead worker was making.
+1. Each future that ``submit()`` returned is done, at the latest when what ``end_broken()`` returns
+   grows, or the pool is closed. If it grew, ``deaths`` has the task that a dead worker was making.
 2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
    that went (another group, another session, another parent).
 3. Closing waits GRACE for the workers, whatever their batches do, 2 * GRACE at most for the
@@ -522,7 +522,7 @@ class ProcessPool(RemotePool):
             for executor in self._executors:
                 executor.watch(self.timeout)
 
-    def losses(self) -> int:
+    def end_broken(self) -> int:
         with self._lock:
             self._remove_ended_executors()
             return self._losses

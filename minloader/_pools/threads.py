@@ -95,7 +95,7 @@ class ThreadPool(Pool):
         info = WorkerInfo(thread.info.id, thread.info.num_workers, self.pid, self.settings.seed)
         return _Thread(self.job, info, thread.tasks)
 
-    def losses(self) -> int:
+    def end_broken(self) -> int:
         return self.replaced
 
     def replace_workers(self) -> None:

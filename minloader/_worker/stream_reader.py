@@ -141,7 +141,9 @@ class ShardReader:
         """
         is_own = self.iterator is self.info.dataset
         is_dead = isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
-        if not self.is_inline or (self.reading and (is_dead or not is_own)):
+        size = self.maker.job.batch_size or 1
+        inside = self.reading and self.iterator is not None and len(self._samples) < size
+        if not self.is_inline or (inside and (is_dead or not is_own)):
             return False  # what raised an interrupt may be over
         if start.batches == self.position - 1 and self._former is not None:
             self._samples, self._former = self._former, None

@@ -1,0 +1,1 @@
+"""A model of the loader in plain Python, and random programs that are compared with it."""

@@ -1,0 +1,234 @@
+"""Random programs by hypothesis: its rules are what a program may do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from .programs import KINDS, WAYS, WITHIN, Kind, Program, Refused
+
+HERE = ["here"]
+THREADS = ["thread", "threads", "three threads"]
+PROCESSES = ["process", "processes"]
+
+counts: Counter[str] = Counter()
+"""How often each rule was used by all programs of this process, and how many there were."""
+
+some = st.integers(0, 2)
+
+
+class Programs(RuleBasedStateMachine):
+    """A program, of one step after the other."""
+
+    ways = (*HERE, *THREADS)
+    kinds = tuple(KINDS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program: Program
+
+    @initialize(data=st.data())
+    def begin_program(self, data: Any) -> None:
+        kind = data.draw(st.sampled_from(self.kinds), label="kind")
+        way = data.draw(st.sampled_from(self.ways_of(KINDS[kind])), label="way")
+        # At least three batches, of which at most two do not come: else that is an error.
+        n = data.draw(st.integers(12, 17) | st.integers(30, 60), label="n")
+        indices = st.frozensets(st.integers(0, n - 1), max_size=1)
+        bad, left_out, slow = (data.draw(indices, label=what) for what in ("bad", "skip", "slow"))
+        fate = data.draw(st.sampled_from(["fails", "left out", "replaced"]), label="fate")
+        options: dict[str, Any] = {
+            "prefetch_factor": data.draw(st.integers(1, 3), label="prefetch_factor"),
+            "in_order": data.draw(st.sampled_from([True, True, True, False]), label="in_order"),
+        }
+        counts["programs"] += 1
+        self.program = Program(kind, way, n, bad, left_out - bad, slow, fate, options)
+
+    @contextlib.contextmanager
+    def noted(self, name: str) -> Iterator[Program]:
+        counts[name] += 1
+        try:
+            yield self.program
+        except Refused:
+            counts["refused"] += 1
+            self.program.restart()
+        except BaseException as error:
+            error.add_note("\n".join(["the program:", *self.program.steps]))
+            raise
+
+    def teardown(self) -> None:
+        if not hasattr(self, "program"):
+            return
+        try:
+            for which in range(len(self.program.states))[-2:]:
+                with self.noted("verify at the end") as program:
+                    program.verify(which, self.elsewhere)
+                if not self.program.states:
+                    break
+        finally:
+            self.program.end()
+
+    # --- what is possible
+
+    def ways_of(self, what: Kind) -> list[str]:
+        """With 0 workers, a stream that must be opened for its shard has one copy only."""
+        return [way for way in self.ways if not what.opened or way != "here"]
+
+    @property
+    def elsewhere(self) -> str:
+        return "threads" if self.program.what.opened else "here"
+
+    @property
+    def live(self) -> int:
+        return len(self.program.runs) if hasattr(self, "program") else 0
+
+    @property
+    def can_begin(self) -> bool:
+        what = self.program.what
+        only = what.alone or what.sequential or self.in_epochs
+        return self.live < 3 and not (self.live and only)
+
+    @property
+    def in_epochs(self) -> bool:
+        return any(how != "iter" for _, _, how in self.program.runs)
+
+    # --- rules
+
+    @precondition(lambda self: self.can_begin)
+    @rule()
+    def begin(self) -> None:
+        with self.noted("iter") as program:
+            program.begin("iter")
+
+    @precondition(lambda self: self.can_begin and not self.live)
+    @rule(epochs=st.integers(1, 3))
+    def begin_epochs(self, epochs: int) -> None:
+        with self.noted("epochs") as program:
+            program.begin("epochs", epochs)
+
+    @precondition(lambda self: self.can_begin and not self.live)
+    @rule(epochs=st.integers(1, 3), depth=st.integers(1, 3))
+    def begin_prefetch(self, epochs: int, depth: int) -> None:
+        with self.noted("prefetch") as program:
+            program.begin("prefetched", epochs, depth)
+
+    @precondition(lambda self: self.live)
+    @rule(which=some, count=st.integers(1, 4) | st.integers(5, 40))
+    def take(self, which: int, count: int) -> None:
+        with self.noted("next") as program, program.step(f"take {count} of {which % self.live}"):
+            program.take(which % self.live, count)
+
+    @precondition(lambda self: self.live)
+    @rule(which=some)
+    def finish(self, which: int) -> None:
+        with self.noted("next to the end") as program:
+            program.finish(which % self.live)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        which=some,
+        places=st.lists(st.integers(0, 150) | st.integers(0, 1_500), min_size=1, max_size=4),
+        within=st.sampled_from(WITHIN),
+    )
+    def interrupt(self, which: int, places: list[int], within: str) -> None:
+        for place in places:
+            if self.live:
+                with self.noted("Ctrl-C in next") as program:
+                    program.interrupt(which % self.live, place, within)
+
+    @precondition(lambda self: self.live and not self.in_epochs)
+    @rule(which=some, numbers=st.lists(st.integers(1, 5), min_size=2, max_size=3))
+    def take_in_threads(self, which: int, numbers: list[int]) -> None:
+        with self.noted("next in threads") as program:
+            program.take_in_threads(which % self.live, numbers)
+
+    @precondition(
+        lambda self: self.live and not self.program.what.alone and self.program.what.repeatable
+    )
+    @rule(which=some)
+    def leave(self, which: int) -> None:
+        with self.noted("leave") as program:
+            which %= self.live
+            if program.runs[which][1].place.coming:  # else its stream may have counted, or not
+                program.leave(which)
+            else:
+                program.finish(which)
+
+    @precondition(
+        lambda self: self.program.what.has_state and self.program.steps[-1] != "note a state"
+    )
+    @rule()
+    def note(self) -> None:
+        with self.noted("state_dict") as program:
+            program.note()
+
+    @precondition(lambda self: self.program.states)
+    @rule(which=st.integers(0, 9))
+    def load(self, which: int) -> None:
+        with self.noted("load_state_dict") as program:
+            program.load(which % len(program.states))
+
+    @precondition(lambda self: self.program.former is not None)
+    @rule()
+    def use_former(self) -> None:
+        with self.noted("next after load_state_dict") as program:
+            program.use_former()
+
+    @precondition(lambda self: self.program.states)
+    @rule(which=st.integers(0, 9), data=st.data())
+    def move(self, which: int, data: Any) -> None:
+        way = data.draw(st.sampled_from(self.ways_of(self.program.what)), label="way")
+        with self.noted("load_state_dict elsewhere") as program:
+            program.move(which % len(program.states), way)
+
+    @precondition(lambda self: self.program.states)
+    @rule(which=st.integers(0, 9))
+    def verify(self, which: int) -> None:
+        with self.noted("a state leads to the rest") as program:
+            program.verify(which % len(program.states), self.elsewhere)
+
+    @precondition(lambda self: not self.program.what.sequential and not self.in_epochs)
+    @rule(epoch=st.integers(0, 3), by=st.sampled_from(["set_epoch", "attribute"]))
+    def set_epoch(self, epoch: int, by: str) -> None:
+        with self.noted("set_epoch") as program:
+            program.set_epoch(epoch, by)
+
+    @rule(data=st.data())
+    def resize(self, data: Any) -> None:
+        most = 2 if self.program.loader.stats.executor == "process" else 3
+        least = int(self.program.what.opened)
+        workers = data.draw(st.integers(least, most), label="workers")
+        with self.noted("num_workers") as program:
+            program.resize(workers)
+
+    @precondition(lambda self: self.program.loader.stats.executor == "process")
+    @rule(seed=st.integers(0, 9))
+    def kill(self, seed: int) -> None:
+        with self.noted("kill a worker") as program:
+            program.kill(seed)
+
+    @precondition(lambda self: "start" not in self.program.steps)
+    @rule()
+    def start(self) -> None:
+        with self.noted("start") as program:
+            program.start()
+
+    @precondition(lambda self: self.program.steps[7:])
+    @rule(seldom=st.integers(0, 5))
+    def close(self, seldom: int) -> None:
+        if seldom == 5:
+            with self.noted("close") as program:
+                program.close()
+
+
+class ProgramsInProcesses(Programs):
+    """The same with worker processes, most of the time."""
+
+    ways = (*PROCESSES, *PROCESSES, "here", "threads")
+
+
+assert set(HERE + THREADS + PROCESSES) == set(WAYS)

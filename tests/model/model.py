@@ -1,0 +1,98 @@
+"""What a loader must give: a list of epochs, each a list of batches with their draws."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Plan = Callable[[int, int], list[tuple[Any, str]]]
+"""Gives the items of an epoch, by its number and by how many passes there were before, each with
+what becomes of its batch: "given", "replaced", "fails" or "left out"."""
+
+
+@dataclass
+class Place:
+    """Where a consumer is: what of an epoch is still to come, by ordinal."""
+
+    epoch: int
+    passes: int
+    rest: dict[int, tuple[Any, str]]
+    over: bool = False  # the consumer was told so
+
+    @property
+    def coming(self) -> list[int]:
+        return [ordinal for ordinal, (_, fate) in self.rest.items() if fate != "left out"]
+
+
+@dataclass
+class Run:
+    """An iteration: the epoch that it is in, and how many follow."""
+
+    place: Place
+    more: int = 0
+
+
+@dataclass
+class Model:
+    plan: Plan
+    ordered: bool  # whether batches come in the order of their ordinals
+    one_order: bool = False  # whether an epoch has an unknown one, but the same whenever it comes
+    epoch: int = 0  # number of the next epoch
+    passes: int = 0
+    latest: Place | None = None  # of the iteration that was begun last
+    loaded: Place | None = None  # where the next one begins
+    draws: dict[Any, Any] = field(default_factory=dict)  # those seen: they never change
+
+    def begin(self, epochs: int = 1) -> Run:
+        return Run(self.enter(), epochs - 1)
+
+    def enter(self) -> Place:
+        self.latest, self.loaded = self.loaded or self.beginning(), None
+        self.epoch = self.latest.epoch + 1
+        return self.latest
+
+    def beginning(self) -> Place:
+        return Place(self.epoch, self.passes, dict(enumerate(self.plan(self.epoch, self.passes))))
+
+    def advance(self, run: Run) -> None:
+        while not run.place.coming and run.more:
+            self.end(run.place)
+            run.place, run.more = self.enter(), run.more - 1
+
+    def give(self, run: Run, epoch: int | None, item: Any, fate: str, draw: Any) -> None:
+        self.advance(run)
+        place = run.place
+        assert epoch in (None, place.epoch), f"epoch {epoch}, not {place.epoch}"
+        fits = [k for k in place.coming[: 1 if self.ordered else None] if place.rest[k][0] == item]
+        assert fits, f"{fate} {item}, but {[place.rest[k] for k in place.coming[:5]]} are to come"
+        assert fate == place.rest[fits[0]][1], f"{item}: {fate}, not {place.rest[fits[0]][1]}"
+        if self.one_order:
+            known = self.draws.setdefault((place.epoch, len(place.rest)), item)
+            assert known == item, f"{item} is where {known} was"
+        for ordinal in [k for k in place.rest if k <= fits[0]] if self.ordered else fits[:1]:
+            del place.rest[ordinal]
+        known = self.draws.setdefault((place.epoch, fits[0], item), draw)
+        assert known == draw, f"{item} has drawn {draw}, but before {known}"
+
+    def stop(self, run: Run) -> None:
+        assert not run.more, f"{run.more} epochs are left out"
+        assert not run.place.coming, f"the end, but {run.place.rest} are to come"
+        self.end(run.place)
+
+    def end(self, place: Place) -> None:
+        if not place.over:
+            place.over, self.passes = True, place.passes + 1
+
+    def state(self) -> Place:
+        here = self.latest if self.latest and not self.latest.over else None
+        return copy.deepcopy(self.loaded or here or self.beginning())
+
+    def load(self, place: Place) -> None:
+        self.loaded, self.latest = copy.deepcopy(place), None
+        self.epoch, self.passes = place.epoch, place.passes
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.loaded = self.loaded if self.loaded and self.loaded.epoch == epoch else None

@@ -1,0 +1,44 @@
+"""Random programs, as many as a minute has room for: ``python -m tests.model`` runs an hour."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from .machine import Programs, ProgramsInProcesses, counts
+
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # the command makes what fails short
+)
+
+
+def run(machine: Any, programs: int, steps: int) -> Counter[str]:
+    """Runs programs, and says how often each rule was used."""
+    before = counts.copy()
+    options = settings(SETTINGS, max_examples=programs, stateful_step_count=steps)
+    run_state_machine_as_test(machine, settings=options)
+    return counts - before
+
+
+@pytest.mark.timeout(600)
+def test_programs():
+    used = run(Programs, 150, 20)
+    assert used["programs"] >= 100
+    for rule in ("iter", "epochs", "prefetch", "state_dict", "load_state_dict", "Ctrl-C in next"):
+        assert used[rule] > 3
+
+
+@pytest.mark.timeout(600)
+def test_programs_with_worker_processes():
+    used = run(ProgramsInProcesses, 12, 12)
+    assert used["programs"] >= 12
