@@ -186,12 +186,6 @@ def dead_at_once(
                 server._stop()  # it is the standard library's to keep
 
 
-def made_and_room(batches: Any) -> tuple[int, int]:
-    """How many batches a prefetch has ready, and how many more its thread may make by now."""
-    exchange = batches._exchange
-    return exchange.ready.qsize(), exchange.room.qsize()
-
-
 def _memory_group() -> tuple[Path, str] | None:
     """The control group of this process that limits memory, if it may be divided; its file."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():

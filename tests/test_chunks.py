@@ -76,7 +76,8 @@ def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
 def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
     """An epoch that has found out already that batches are quick."""
     epoch = iter(loader)
-    epoch._chunk = size
+    for lane in epoch.account.lanes:
+        lane._chunk = size
     return epoch
 
 

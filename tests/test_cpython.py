@@ -337,10 +337,6 @@ def test_4_a_worker_that_is_reaped_while_it_lives():
     assert worker.exitcode == -signal.SIGKILL
 
 
-def is_zombie(pid):
-    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-
-
 def test_4_a_worker_that_is_reaped_while_another_thread_waits_for_it():
     """As by the manager thread, where a closing has waited long enough for it and lets go."""
     worker = get_context("spawn").Process(target=signal.pause)

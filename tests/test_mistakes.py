@@ -377,7 +377,8 @@ def test_a_failing_sample_with_an_index_of_the_users_own_kind(anywhere):
     failures: list[BatchError] = []
     items = [[Key("a"), Key("b")]]
     on_error = lambda e: [failures.append(e), SKIP][1]  # noqa: E731
-    assert list(anywhere(abs, items, collate_fn=list, on_error=on_error)) == []
+    with pytest.raises(BatchError, match="nothing is left of epoch 0"):
+        list(anywhere(abs, items, collate_fn=list, on_error=on_error))
     assert failures[0].sample.name == "a"
     assert "item [Key a, Key b], sample Key a" in str(failures[0])
 
@@ -577,7 +578,10 @@ CANNOT_SEND = {
         "dataset = Holds(Loader(range(3), num_workers=0))",
         "dataset.thing is a Loader (a Loader and its iterators cannot be pickled or copied",
     ),
-    "an iterator": ("dataset = Holds(iter(Loader(range(3), num_workers=0)))", "thing is a Epoch ("),
+    "an iterator": (
+        "dataset = Holds(iter(Loader(range(3), num_workers=0)))",
+        "is a Batches (",
+    ),
     "a global": (
         "class Query(Holds):\n    def __getitem__(self, i): return connection.execute('')\n"
         "dataset = Query(1)",

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import minloader
-from minloader import Loader, get_worker_info, prefetch
+from minloader import Loader, get_worker_info
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
 from minloader._inspect import inspect
@@ -321,7 +321,7 @@ def patience(monkeypatch) -> None:
     monkeypatch.setattr(seeds, "patience", 0.1)
 
 
-@pytest.mark.parametrize("read", [list, lambda inner: list(prefetch(inner, abs))])
+@pytest.mark.parametrize("read", [list, lambda inner: in_threads(partial(list, inner))[0]])
 def test_a_batch_may_need_others_that_are_made_here(read, patience, caplog):
     """In its own thread, or in another one, which it waits for."""
 

@@ -124,7 +124,7 @@ class Batches:
         """Begin with the first epoch, which the lanes have begun. Return the account."""
         account = Account(lanes, self._lock, fruitful=fruitful)
         account.behind = self._behind
-        self._watch = ShardWatch(self.settings, len(lanes))
+        self._watch = ShardWatch(self.settings, len(lanes), compares=not fruitful)
         self._lanes, self.account = lanes, account
         self.fill()
         return account

@@ -370,10 +370,17 @@ def _place(reached: Reached, ended: bool, coming: bytes | None) -> State:
 
 
 class ShardWatch:
-    """Says in the log, once, what looks wrong with the shards of a stream."""
+    """Says in the log, once, what looks wrong with the shards of a stream.
 
-    def __init__(self, settings: Settings, total: int) -> None:
+    Args:
+        settings: what the loader's epochs have in common.
+        total: number of shards.
+        compares: whether each shard begins, so that their first batches can be compared.
+    """
+
+    def __init__(self, settings: Settings, total: int, *, compares: bool) -> None:
         self._settings = settings
+        settings.compared |= not compares
         self._total = total
         self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
 

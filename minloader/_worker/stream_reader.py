@@ -18,6 +18,7 @@ they hand out the copies of the dataset.
 from __future__ import annotations
 
 import copy
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.messages import END, LEFT_OUT, Shard, Start, WorkerInfo
 from minloader._worker.seeds import Place
+
+logger = logging.getLogger("minloader")
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class ShardReader:
         reading_id: number of the reading that it serves.
         last: what the samples of the batch drawn last are recognized by.
         is_other: whether it gave something else when it was read again.
+        beginning: state that the stream had before it was ever read; None if that is not known.
     """
 
     maker: BatchMaker
@@ -68,6 +72,7 @@ class ShardReader:
     reading_id: int = 0
     last: int | None = None
     is_other: bool = False
+    beginning: bytes | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn
     _former: list[Any] | None = None  # of the batch drawn last, where an interrupt may come
     _is_own_iterator: bool = False  # of the stream
@@ -76,8 +81,9 @@ class ShardReader:
     @property
     def is_whole(self) -> bool:
         """Whether the pass was read to its end, so that the next can begin with the same copy."""
-        put_back = self.start.at and not self._is_own_iterator  # it may begin there each time
-        return self.ended and not self._failed and not put_back
+        # Where a state was put back in mid-epoch, the stream may begin there each time.
+        is_put = self.is_fresh and self.start.at and not self._is_own_iterator
+        return self.ended and not self._failed and not (is_put and is_stateful(self.info.dataset))
 
     def begin(self, index: int | None = None) -> Place:
         """Prepare for a batch of the shard, by default the next, and return its place.
@@ -120,6 +126,10 @@ class ShardReader:
                 self._take(size)
                 if not samples and self.is_fresh and self.start.state is not None:
                     self._open()  # it was the state of an end, and does not stand for a beginning
+                    self._take(size)
+                    if not samples and self.beginning is not None:
+                        self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
+                        self._open()  # it begins each time where it was put last
             self._take(size)
         except Exception:
             self._samples, self.last = [], None
@@ -230,6 +240,7 @@ class ShardReaders:
     is_inline: bool
     _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
+    _beginning: bytes | None = None  # state that the job's own object had before it was read
 
     def find(self, shard: Shard, epoch: int, pid: int) -> ShardReader | None:
         """Return the reader of a shard; None if another worker has begun with it.
@@ -246,11 +257,13 @@ class ShardReaders:
         if reader is not None and reader.goes_on(start):
             reader.reading_id = shard.reading
             return reader
+        if start.state is None and self.is_inline and self._beginning is not None:
+            start = start._replace(state=self._beginning)
         info, is_fresh = self._take_copy(shard, start, pid)
         for former in [former for former in self._readers if former[0] < shard.oldest]:
             del self._readers[former]
         reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
-        reader.reading_id = shard.reading
+        reader.reading_id, reader.beginning = shard.reading, self._beginning
         self._readers[key] = reader
         return reader
 
@@ -277,6 +290,8 @@ class ShardReaders:
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset, is_taken = self.maker.job.dataset, self._is_taken
+        if not is_taken:
+            self._note_beginning(dataset)
         if self.reload is not None and is_taken:
             return self.reload(), False
         alone = shard.total == 1
@@ -289,13 +304,21 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if is_taken and is_read_once(dataset):
+        if is_read_once(dataset) and (is_taken or not (alone or self.reload)):
             raise RuntimeError(
                 f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
                 "pass an object whose __iter__ begins anew"
             )
         self._is_taken = True
         return dataset, is_taken
+
+    def _note_beginning(self, dataset: Any) -> None:
+        """Note where the stream begins: a pass that is left early moves the user's own object."""
+        if self._beginning is None and is_stateful(dataset):
+            try:
+                self._beginning = pack({"dataset": dataset.state_dict()}, down=False)
+            except Exception as error:  # many have none before their first sample
+                logger.debug("the stream has no state before it is read: %r", error)
 
 
 def recognized(samples: list[Any]) -> int:
