@@ -357,7 +357,14 @@ class _Executor(Executor):
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        if not dead or (self.leaving and not self.tasks.unfinished):
+        manager = self.manager
+        if manager is not None and not manager.is_alive() and self.tasks.unfinished:
+            # It has ended with an error: Ctrl-C came in the middle of the executor's submit(),
+            # which then gave a number twice.
+            self._kill([worker for worker in self.workers if worker not in dead])
+            self.tasks.fail("the executor's thread has ended")
+            self.break_up("the executor's thread has ended")
+        elif not dead or (self.leaving and not self.tasks.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()

@@ -190,6 +190,7 @@ class DataLoader(TorchLoader[T]):
         self._seed: int | None = None
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
+        self._prepared: EpochStart | None = None  # of the first epoch, drawn for a state
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
         self._closed = False
@@ -272,7 +273,10 @@ class DataLoader(TorchLoader[T]):
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            batches = self._iterate(self._begin_order(order)._replace(told=told))
+            prepared, self._prepared = self._prepared, None
+            if prepared is None or prepared.told != told:
+                prepared = self._begin_order(order)._replace(told=told)
+            batches = self._iterate(prepared)
         self._resume, self._begun, self._behind = None, True, None
         return batches
 
@@ -489,10 +493,14 @@ class DataLoader(TorchLoader[T]):
         key = self._state_key()
         if self._resume is not None:
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
+        if self._loader is None:
+            # The first epoch's order is drawn now, and kept: the state fixes it.
+            start = self._begin_order(self._sync_order())._replace(told=self._sampler_epoch())
+            self._prepared = start
+            self._start = start._replace(epoch=self._ready().epoch)
         now = EpochStart.now(self._generators(), seeded=False)
         now = now._replace(shared=None, told=self._sampler_epoch())
-        if self._loader is None:
-            return partial(_keyed, key, partial(_state, None, now, now))
+        assert self._loader is not None
         note = self._loader._note_state()
         return partial(_keyed, key, partial(_state, note, self._start or now, now))
 
@@ -532,11 +540,7 @@ class DataLoader(TorchLoader[T]):
         self._behind = None
         if known["epoch"] is not None:
             self.set_epoch(known["epoch"])
-        if known["loader"] is None:  # nothing had been iterated
-            self._restore_generators(start)
-            self._loader = self._seed = self._start = self._resume = None
-            self._begun = False
-            return
+        self._prepared = None
         self._seed = known["loader"]["seed"]
         self._ready().load_state_dict(known["loader"])
         self._resume = known
@@ -620,16 +624,16 @@ class Batches(Generic[T]):
         self._owner._behind = note
 
 
-def _state(note: Callable[[], Any] | None, start: EpochStart, now: EpochStart) -> dict[str, Any]:
+def _state(note: Note, start: EpochStart, now: EpochStart) -> dict[str, Any]:
     """Return what a state of a ``DataLoader`` says.
 
     Args:
-        note: returns the state of its :class:`minloader.Loader`; None if there is none yet.
+        note: returns the state of its :class:`minloader.Loader`.
         start: start of the epoch that was begun last.
         now: what the next epoch would start from.
     """
-    state = None if note is None else note()
-    begin = start if state is not None and state["epoch"] == start.epoch else now
+    state = note()
+    begin = start if state["epoch"] == start.epoch else now
     return {"loader": state, "order": begin.encode(), "epoch": begin.told}
 
 
