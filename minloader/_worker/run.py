@@ -97,7 +97,7 @@ class Worker:
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         is_inline = info.num_workers == 0
-        self._readers = ShardReaders(self._maker, info.seed, reload, self._prepare, is_inline)
+        self._readers = ShardReaders(self._maker, info.seed, reload, is_inline)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.is_stream:
             try:
@@ -251,7 +251,7 @@ class Worker:
         """Return the reader for a task; None if there is none, for the reason that outcomes has."""
         assert task.shard is not None
         try:
-            return self._readers.find(task.shard, task.epoch, self.info.pid)
+            return self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
         except BaseException as error:
             stage = "when the stream was made ready, by worker_init_fn if there is one"
             outcomes += [self._failure(error, stage, fatal=True), END]

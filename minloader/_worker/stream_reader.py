@@ -229,21 +229,27 @@ class ShardReaders:
         maker: makes batches of what is read.
         seed: the loader's.
         reload: gives another copy of the dataset. None: there is only this process's.
-        prepare: calls ``worker_init_fn``, if there is one, on the copy that an info has.
         is_inline: whether this is the calling process.
     """
 
     maker: BatchMaker
     seed: int
     reload: Callable[[], Any] | None
-    prepare: Callable[[WorkerInfo], None]
     is_inline: bool
     _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
     _beginning: bytes | None = None  # state that the job's own object had before it was read
 
-    def find(self, shard: Shard, epoch: int, pid: int) -> ShardReader | None:
+    def find(
+        self, shard: Shard, epoch: int, pid: int, prepare: Callable[[WorkerInfo], None]
+    ) -> ShardReader | None:
         """Return the reader of a shard; None if another worker has begun with it.
+
+        Args:
+            shard: which, and for which reading.
+            epoch: the epoch that it is read for.
+            pid: of this process.
+            prepare: calls ``worker_init_fn``, if there is one, on the copy that an info has.
 
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
@@ -259,7 +265,7 @@ class ShardReaders:
             return reader
         if start.state is None and self.is_inline and self._beginning is not None:
             start = start._replace(state=self._beginning)
-        info, is_fresh = self._take_copy(shard, start, pid)
+        info, is_fresh = self._take_copy(shard, start, pid, prepare)
         for former in [former for former in self._readers if former[0] < shard.oldest]:
             del self._readers[former]
         reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
@@ -267,7 +273,9 @@ class ShardReaders:
         self._readers[key] = reader
         return reader
 
-    def _take_copy(self, shard: Shard, start: Start, pid: int) -> tuple[WorkerInfo, bool]:
+    def _take_copy(
+        self, shard: Shard, start: Start, pid: int, prepare: Callable[[WorkerInfo], None]
+    ) -> tuple[WorkerInfo, bool]:
         """Return a copy of the dataset to read, with its info, and whether it must be put back."""
         follows = -1 if start.follows is None or start.batches else start.follows
         before = self._readers.get((follows, shard.id))
@@ -278,7 +286,7 @@ class ShardReaders:
         info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
         info.rank = self.maker.job.rank
         if not is_prepared:
-            self.prepare(info)
+            prepare(info)
         return info, True
 
     def _is_in_use(self, shard: Shard) -> bool:
