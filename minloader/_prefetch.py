@@ -27,12 +27,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
-from minloader._checks import check_int, shown
+from minloader._checks import check_int, copied, shown
 from minloader._epochs.state import Note
 
 GRACE = 0.5
@@ -135,6 +136,8 @@ class Prefetch(Generic[B]):
     def _next(self, taken: list[Any]) -> B:
         if self._is_over:
             raise StopIteration
+        if not self._end.alive:
+            raise RuntimeError(CLOSED)
         while not self._is_drawn and (
             len(self._entries) <= self._depth or not self._entries[-1].is_ready
         ):
@@ -171,13 +174,16 @@ class Prefetch(Generic[B]):
 
     def _draw(self) -> None:
         """Take another batch from the source, or go on with that where an interrupt came."""
-        if self._source is None or not self._end.alive:
+        if self._source is None:
             raise RuntimeError(CLOSED)
         entries = self._entries
         if not entries or entries[-1].is_ready:
             entries.append(_Entry())
         entry = entries[-1]
         if not entry.batch and entry.error is None:
+            if len(entries) > 1 and getattr(self._source, "is_inline", False):
+                # The dataset itself may use the memory of a batch again: ``fn`` comes first.
+                entries[-2].wait()
             try:
                 # It goes into the entry in one step, which no interrupt can come between.
                 entry.batch.extend(map(next, repeat(self._source, 1)))
@@ -217,11 +223,16 @@ class Prefetch(Generic[B]):
         Harmless when repeated.
         """
         self._end()
-        with self._lock:
-            if not self._is_over:  # else the loader is still told what the consumer was given
-                self._source = None
-            self._entries.clear()
-            self._is_drawn = self._is_over
+        for entry in copied(self._entries):
+            _finish(entry.future, RuntimeError(CLOSED))  # another thread may wait for it
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_over:  # else the loader is still told what the consumer was given
+                    self._source = None
+                self._entries.clear()
+                self._is_drawn = self._is_over
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Prefetch[B]:
         return self
@@ -279,14 +290,22 @@ def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
     while (entry := tasks.get()) is not None:
         if entry.batch:
             try:
-                entry.future.set_result(fn(entry.batch.pop()))
+                _finish(entry.future, None, fn(entry.batch.pop()))
             except StopIteration as error:  # it would end the consumer's loop
                 stop = RuntimeError("fn raised StopIteration")
                 stop.__cause__ = error
-                entry.future.set_exception(stop)
+                _finish(entry.future, stop)
             except BaseException as error:  # SystemExit too: the consumer's to see
-                entry.future.set_exception(error)
+                _finish(entry.future, error)
         del entry
+
+
+def _finish(future: Future[Any], error: BaseException | None, value: Any = None) -> None:
+    with suppress(InvalidStateError):  # the other side was first: the thread, or close()
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
 
 
 def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import making, require, workers
+from conftest import making, require
 from helpers import Echo, once_in
 from interrupts import OURS, interrupted, some_steps, taken_through
 from kinds import (
@@ -529,38 +529,6 @@ def test_an_interrupt_anywhere_with_a_stream_loses_nothing(way):
         check_in_order(taken_through(iter(loader), some_steps(5, PLACES, 2_000)))
         # What was being sent when an interrupt came may be under way: then the shard is read again.
         assert loader.stats.reread == 0 or way != "here"
-
-
-@pytest.mark.parametrize("way", ["threads", "processes"])
-def test_interrupts_within_the_standard_library_lose_nothing(way):
-    """In the executor, its queues and locks."""
-    with Loader(Echo(), itertools.count(), **WAYS[way]) as loader:
-        check_in_order(taken_through(iter(loader), some_steps(6, PLACES, 4_000), ""))
-
-
-@pytest.mark.slow
-def test_an_interrupt_while_a_lost_task_is_sent_again_loses_nothing():
-    rng = random.Random(8)
-    with Loader(Echo(), itertools.count(), num_workers=1) as loader:
-        batches, given = iter(loader), []
-        for _ in range(8):
-            given += itertools.islice(batches, 20)
-            (worker,) = workers(loader)
-            worker.kill()
-            worker.join()
-            given += taken_through(batches, [rng.randrange(60, 900) for _ in range(3)])
-        check_in_order(given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("within", [OURS, ""])
-def test_an_interrupt_in_a_start_leaves_a_loader_that_can_be_used(within):
-    rng = random.Random(9)
-    for _ in range(12):
-        with Loader(Echo(), range(40), num_workers=2) as loader:
-            interrupted(loader.start, int(4 ** (7 * rng.random())), within)
-            assert list(loader) == list(range(40))
-            assert len(workers(loader)) == 2
 
 
 @pytest.mark.parametrize("way", ["here", "threads", "processes"])

@@ -151,6 +151,11 @@ class Batches:
             for lane in self._lanes:
                 lane.leave()
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether batches are made in the calling process, in ``next``."""
+        return not self.settings.depth
+
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""
         with self._lock:
