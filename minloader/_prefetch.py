@@ -92,6 +92,7 @@ class Prefetch(Generic[B]):
         if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
             raise TypeError(f"batches must be iterable, got {shown(batches)}")
         self._source: Iterator[Any] | None = iter(batches)
+        self._keep: Callable[[Any], Any] | None = getattr(fn, "keep", None)
         self._take = _note_taker(batches, self._source)
         self._given = self._take()  # the state as of the batch that was given last
         self._entries: deque[_Entry] = deque()
@@ -138,9 +139,7 @@ class Prefetch(Generic[B]):
             raise StopIteration
         if not self._end.alive:
             raise RuntimeError(CLOSED)
-        while not self._is_drawn and (
-            len(self._entries) <= self._depth or not self._entries[-1].is_ready
-        ):
+        while not self._is_drawn and self._may_draw():
             self._draw()
         if not self._entries:
             self._is_over = True
@@ -163,6 +162,17 @@ class Prefetch(Generic[B]):
         finally:
             del error  # its traceback holds this frame
 
+    def _may_draw(self) -> bool:
+        """Whether to take another batch now: one that has come, if others are on their way."""
+        entries = self._entries
+        if not entries or not entries[-1].is_ready:
+            return True
+        return len(entries) <= self._depth and getattr(self._source, "is_ready", _always)()
+
+    def is_ready(self) -> bool:
+        """Return whether ``next`` need not wait."""
+        return not self._entries or self._entries[0].is_done
+
     def _put_back(self, taken: list[Any]) -> None:
         """Keep what an interrupt has kept from the consumer."""
         if taken:
@@ -181,9 +191,6 @@ class Prefetch(Generic[B]):
             entries.append(_Entry())
         entry = entries[-1]
         if not entry.batch and entry.error is None:
-            if len(entries) > 1 and getattr(self._source, "is_inline", False):
-                # The dataset itself may use the memory of a batch again: ``fn`` comes first.
-                entries[-2].wait()
             try:
                 # It goes into the entry in one step, which no interrupt can come between.
                 entry.batch.extend(map(next, repeat(self._source, 1)))
@@ -193,6 +200,8 @@ class Prefetch(Generic[B]):
                 self._is_drawn = True
                 entries.pop()
                 return
+        if self._keep is not None:
+            entry.batch[:] = map(self._keep, entry.batch)
         entry.note = self._note_drawn()
         if entry.error is None:
             self._tasks.put(entry)  # twice, if an interrupt comes now: the thread makes it once
@@ -224,6 +233,7 @@ class Prefetch(Generic[B]):
         """
         self._end()
         for entry in copied(self._entries):
+            entry.batch.clear()  # the thread need not make it
             _finish(entry.future, RuntimeError(CLOSED))  # another thread may wait for it
         if self._lock.acquire(blocking=False):
             try:
@@ -281,6 +291,10 @@ class _Entry:
         return self.error or self.future.exception()
 
     @property
+    def is_done(self) -> bool:
+        return self.is_ready and (self.error is not None or self.future.done())
+
+    @property
     def value(self) -> Any:
         return self.future.result()
 
@@ -288,16 +302,21 @@ class _Entry:
 def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
     """Call the function on each batch. Runs in the thread, which has none while it waits."""
     while (entry := tasks.get()) is not None:
-        if entry.batch:
-            try:
-                _finish(entry.future, None, fn(entry.batch.pop()))
-            except StopIteration as error:  # it would end the consumer's loop
-                stop = RuntimeError("fn raised StopIteration")
-                stop.__cause__ = error
-                _finish(entry.future, stop)
-            except BaseException as error:  # SystemExit too: the consumer's to see
-                _finish(entry.future, error)
+        with suppress(IndexError):  # it was made already, or is not wanted any more
+            batch = [entry.batch.pop()]
+            _finish(entry.future, *_attempt(fn, batch))
         del entry
+
+
+def _attempt(fn: Callable[[Any], Any], batch: list[Any]) -> tuple[BaseException | None, Any]:
+    try:
+        return None, fn(batch.pop())
+    except StopIteration as error:  # it would end the consumer's loop
+        stop = RuntimeError("fn raised StopIteration")
+        stop.__cause__ = error
+        return stop, None
+    except BaseException as error:  # SystemExit too: the consumer's to see
+        return error, None
 
 
 def _finish(future: Future[Any], error: BaseException | None, value: Any = None) -> None:
@@ -330,10 +349,14 @@ def _keep_state(state_dict: Callable[[], Any]) -> Note:
     return lambda: state
 
 
+def _always() -> bool:
+    return True
+
+
 def _no_state() -> Any:
     raise TypeError(
         "there is no state, since the batches that were given to prefetch have no state_dict; give "
-        "it the Loader itself, not an iterator or a generator over it"
+        "it the Loader itself, not a generator over it"
     )
 
 

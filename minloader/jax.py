@@ -73,9 +73,17 @@ class _Put:
         self._default = config.jax_default_device
         self._copy = True  # until it is known that batches go to no CPU
 
+    def keep(self, batch: Any) -> Any:
+        """Copy what others may write to meanwhile. Called in the consumer's thread."""
+        return jax.tree.map(self._kept, batch) if self._copy else batch
+
+    def _kept(self, leaf: Any) -> Any:
+        array = None if isinstance(leaf, jax.Array) else _as_array(leaf)
+        return leaf if array is None or is_leased(array) else array.copy()
+
     def __call__(self, batch: Any) -> Any:
         leaves, tree = jax.tree.flatten(batch)
-        arrays = [_as_array(leaf, copy=self._copy) for leaf in leaves]
+        arrays = [_as_array(leaf) for leaf in leaves]
         with nullcontext() if self._default is None else jax.default_device(self._default):
             # None, which JAX takes for no leaf, stands for one that stays here. The containers
             # around it must stay, or the batch would not match a pytree of devices.
@@ -97,13 +105,11 @@ class _Put:
         return jax.tree.unflatten(tree, leaves)
 
 
-def _as_array(leaf: Any, *, copy: bool) -> Any:
+def _as_array(leaf: Any) -> Any:
     """Return what to put on a device for a leaf; None if the leaf stays here."""
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, np.generic) or not hasattr(leaf, "__array__"):
         return None
     array = np.asarray(leaf)
-    if array.dtype.kind in UNFIT:
-        return None
-    return array.copy() if copy and not is_leased(array) else array
+    return None if array.dtype.kind in UNFIT else array

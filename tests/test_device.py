@@ -307,29 +307,6 @@ def test_the_source_is_let_go_in_the_consumers_thread():
     assert where == [threading.current_thread()]
 
 
-def test_a_source_that_does_not_answer_is_left_alone(monkeypatch):
-    monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
-    waiting, answer = threading.Event(), threading.Event()
-
-    def source() -> Iterator[Any]:
-        yield 1
-        waiting.set()
-        answer.wait()
-        yield arrays.pop()
-
-    arrays = [np.zeros(3)]
-    watch = weakref.ref(arrays[0])
-    batches = prefetch(source(), same)
-    next(batches)
-    waiting.wait()
-    batches.close()
-    assert threads()  # it cannot be ended
-    answer.set()
-    assert eventually(lambda: not threads())
-    assert watch() is None  # what it brought at last is not kept for anybody
-    del batches
-
-
 def test_closing_wakes_the_consumer(monkeypatch):
     monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
     gate = Gated()
@@ -744,7 +721,7 @@ def test_a_state_that_cannot_be_had_stops_nothing():
 
 def test_without_a_state():
     with Loader(Squares(3), num_workers=0) as loader:
-        for batches in (prefetch([1], same), prefetch(iter(loader), same)):
+        for batches in (prefetch([1], same), prefetch((each for each in loader), same)):
             with pytest.raises(TypeError, match="give it the Loader itself"):
                 batches.state_dict()
             list(batches)

@@ -151,10 +151,15 @@ class Batches:
             for lane in self._lanes:
                 lane.leave()
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether batches are made in the calling process, in ``next``."""
-        return not self.settings.depth
+    def is_ready(self) -> bool:
+        """Return whether ``next`` need not wait for a worker."""
+        with self._lock:
+            account = self.account
+            if account is None or account.is_over or self.settings.closed or not self.in_flight:
+                return True
+            lanes = self._in_turn(account)
+            found = lanes[0].look(any_order=False) if lanes else None
+            return not lanes or (found is not None and found.is_open)
 
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""

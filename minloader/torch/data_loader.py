@@ -615,6 +615,11 @@ class Batches(Generic[T]):
     def __len__(self) -> int:
         return len(self._owner._index_sampler)
 
+    def is_ready(self) -> bool:
+        """Return whether ``next`` need not wait for a worker."""
+        ask: Callable[[], bool] | None = getattr(self._batches, "is_ready", None)
+        return ask is None or ask()
+
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""
         return self._owner._note_state()
