@@ -225,8 +225,9 @@ class Source:
         if self._peeked:
             items.extend(map(self._peeked.pop, (0,)))
         else:
+            taken = _take(self._iterator)
             self._is_inside = True
-            items.extend(_take(self._iterator))
+            items.extend(taken)
             self._is_inside = False
         if len(items) == count:
             return False

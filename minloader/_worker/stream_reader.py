@@ -75,6 +75,7 @@ class ShardReader:
     beginning: bytes | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn
     _former: list[Any] | None = None  # of the batch drawn last, where an interrupt may come
+    _is_inside: bool = False  # whether the iterator's own code runs
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
 
@@ -152,7 +153,7 @@ class ShardReader:
         is_own = self.iterator is self.info.dataset
         is_dead = isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
         size = self.maker.job.batch_size or 1
-        inside = self.reading and self.iterator is not None and len(self._samples) < size
+        inside = self._is_inside and len(self._samples) < size
         if not self.is_inline or (inside and (is_dead or not is_own)):
             return False  # what raised an interrupt may be over
         if start.batches == self.position - 1 and self._former is not None:
@@ -172,7 +173,10 @@ class ShardReader:
     def _take(self, size: int) -> None:
         # Not by islice(), which calls iter(): a stream that is its own iterator would begin anew.
         # A sample goes into the list in one step, which no interrupt can come between.
-        self._samples.extend(map(next, repeat(self.iterator, size - len(self._samples))))
+        missing = map(next, repeat(self.iterator, size - len(self._samples)))
+        self._is_inside = True
+        self._samples.extend(missing)
+        self._is_inside = False
 
     def fetch(self) -> Any:
         """Return the next batch, END or LEFT_OUT."""
