@@ -30,8 +30,8 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     dataset: Any
 
     def __post_init__(self) -> None:
-        kind = type(self.dataset)
-        if not (hasattr(kind, "__getitem__") or callable(self.dataset)):
+        kinds = ("__getitem__", "__getitems__", "__call__")
+        if not any(hasattr(type(self.dataset), name) for name in kinds):
             raise TypeError(
                 f"dataset must have __getitem__, or be callable, got {shown(self.dataset)}"
             )
