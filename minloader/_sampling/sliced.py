@@ -30,8 +30,9 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     dataset: Any
 
     def __post_init__(self) -> None:
-        kinds = ("__getitem__", "__getitems__", "__call__")
-        if not any(hasattr(type(self.dataset), name) for name in kinds):
+        kind = type(self.dataset)
+        is_indexed = hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__")
+        if not (is_indexed or callable(self.dataset)):
             raise TypeError(
                 f"dataset must have __getitem__, or be callable, got {shown(self.dataset)}"
             )
