@@ -401,6 +401,7 @@ class Loader:
         """Begin the next epoch, for an iterator. States are of that from now on."""
         self._check_open()
         begin = time.perf_counter()
+        self._settings.counters.begin_epoch(begin)
         self._group.tidy()
         resume, where = self._resume, self._group.pool
         lanes: list[Any]

@@ -214,7 +214,10 @@ class Batches:
         if counters.left:
             counters.consumer += begin - counters.left
         try:
-            account = self.account or self._begin()
+            account = self.account
+            if account is None:
+                account = self._begin()
+                begin = perf_counter()  # what went before was counted
             while True:
                 lane, pending = self._find(account)
                 n = pending.given

@@ -198,10 +198,13 @@ class Counters(Stats):
         self.wait += now - begin
         self.left = now if working else 0.0
 
-    def began_epoch(self, begin: float) -> None:
-        """Count the start of an epoch, which took since ``begin``."""
+    def begin_epoch(self, begin: float) -> None:
+        """Note when the first epoch begins: replies may come before it has begun."""
         if not self.startup:
             self._began = begin
+
+    def began_epoch(self, begin: float) -> None:
+        """Count the start of an epoch, which took since ``begin``."""
         self.opened(begin)
         self.leave(begin, working=False)
 
