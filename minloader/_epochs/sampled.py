@@ -142,26 +142,28 @@ class Source:
         at = known.at if known is not None else 0
         self._peeked = []
         foreign = known is not None and not self._is_exact
-        if foreign and not at and iterator is not sampler:
+        first: list[Any] = []
+        if foreign and not at and not told.items.is_used_up:
             # What it says between epochs may stand for the end of one: there is nothing then.
-            first = list(_take(iterator))
-            iterator = itertools.chain(first, iterator) if first else iter(told.items)
-        self._pass_over(iterator, at, peek=foreign)
+            first += _take(iterator)
+            iterator = iterator if first else iter(told.items)
+        self._pass_over(iterator, at, first, peek=foreign)
         self._put_back, self._iterator = False, iterator
 
-    def _pass_over(self, iterator: Iterator[Any], at: int, *, peek: bool) -> None:
+    def _pass_over(self, iterator: Any, at: int, first: list[Any], *, peek: bool) -> None:
         """Draw up to the position, and check that the items are still the same.
 
         Args:
             iterator: of the sampler.
-            at: where it is.
+            at: where it was, before the first item.
+            first: that item, if it was drawn.
             peek: whether to draw the next item: the generator of a sampler must begin, or what was
                 put back would hold for the next.
         """
         ordinal, expected = self.check
         stop = max(self.position, ordinal + 1, self.position + peek)
         for here in range(at, stop):
-            found = list(_take(iterator))
+            found, first = first or list(_take(iterator)), []
             if not found:
                 if here >= max(self.position, ordinal + 1):
                     return
@@ -181,6 +183,8 @@ class Source:
             self.last = here, item
         if stop > self.position:
             self._peeked = found
+        elif first:
+            self._peeked = first
 
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""

@@ -126,6 +126,8 @@ def check_sampler(state: State, sampler: Any, length: int | None) -> None:
 
 def _refuse_own_generator(sampler: Any) -> None:
     """Refuse a sampler whose order follows from a generator of its own, which nothing puts back."""
+    if getattr(sampler, "puts_generators_back", False):
+        return
     for each in with_inner(sampler):
         if hasattr(each, "set_epoch"):
             return  # it is told what its order follows from

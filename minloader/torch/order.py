@@ -82,6 +82,8 @@ class Order(PassesState):
     ``state_dict`` and ``load_state_dict`` is put back by these, and any other is read again.
     """
 
+    puts_generators_back = True
+
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = self._stateful = sampler
         self._items: Iterator[Any] | None = None
