@@ -141,7 +141,7 @@ def restored():
 def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
     """The states of a run without workers, restored with several numbers of them."""
     expected, given = restored[kind]
-    assert given == [[expected[k:] for k in range(N + 1)]] * len(ELSEWHERE)
+    assert given == [[expected[k:] for k in range(len(expected) + 1)]] * len(ELSEWHERE)
 
 
 @settings(max_examples=60, deadline=None)
