@@ -225,7 +225,7 @@ def _copied(state: Mapping[str, Any]) -> State:
         known["batches"],
         *(each for start, stop in known["beyond"] for each in (start, stop)),
     ]
-    if bounds != sorted(set(bounds)):
+    if bounds != sorted(bounds):
         raise ValueError("beyond must be ranges that ascend, after batches")
     if sampler is not None and sampler["at"] > known["batches"]:
         raise ValueError("the state of the sampler is from after the batches")
