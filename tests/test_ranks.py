@@ -606,9 +606,9 @@ def test_four_processes():
     costs = [
         [cost_of(b, lengths, "max_padded") for b in rank["dynamic"]["batches"]] for rank in ranks
     ]
-    # A step with one of the few samples that are longer than all others is not even.
+    # One step has the few samples that are longer than all others, and is not even.
     spreads = sorted(map(spread, zip(*costs, strict=True)))
-    assert spreads[len(spreads) // 2] <= 0.05
+    assert spreads[-2] <= 0.05  # all steps but that one
 
 
 def test_ranks_through_a_loader():
