@@ -143,7 +143,8 @@ class Pending:
             if error is None:
                 self._settle(future.result())
         except Exception as failure:  # cancelled; or no room for a batch in this process
-            error = failure.with_traceback(None)  # which would lead to this frame
+            failure.__context__ = None  # who keeps an error, in a log, would keep this frame
+            error = failure.with_traceback(None)
         if error is not None:
             self.discard_slot()
             self.lost = error
