@@ -28,7 +28,7 @@ def test_the_quickstart_runs_as_a_plain_script(tmp_path):
 
 
 def test_it_is_one_page():
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 130
 
 
 def test_the_two_commands_are_where_the_whole_run_reads_them():
