@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 project = "minloader"
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
 smartquotes = False  # what stands in quotes is often a value to type: "keep"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
