@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import making, require
+from conftest import eventually, making, require
 from helpers import Echo, once_in
 from interrupts import OURS, interrupted, some_steps, taken_through
 from kinds import (
@@ -35,6 +35,7 @@ from kinds import (
 )
 
 from minloader import SKIP, BatchSampler, Loader, MixtureSampler, get_worker_info, prefetch
+from minloader._inspect import inspect
 
 N = 9
 EPOCHS = 3
@@ -545,6 +546,25 @@ def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
             epoch = first // 1000 + 1
             assert len(list(batches)) == 3
             assert loader.epoch == epoch
+
+
+@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+def test_an_interrupt_anywhere_in_close_leaves_nothing(way):
+    """Once it is called again; or else when the loader is let go of."""
+    step, reached = 0, True
+    while reached and step < 1_000:
+        loader = Loader(Echo(), itertools.count(), **WAYS[way])
+        batches = iter(loader)
+        next(batches)
+        workers = [worker.process for worker in inspect(loader).workers]
+        reached = interrupted(loader.close, step).reached
+        if step % 2:
+            loader.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                next(batches)
+            assert eventually(lambda ended=workers: not any(each.is_alive() for each in ended), 20)
+        step += 3 if step < 60 else 2 + step // 8
+    assert step > 20
 
 
 # --- errors ---------------------------------------------------------------------------------------
