@@ -143,6 +143,33 @@ def test_the_state_between_epochs_leads_to_the_next(make, kind):
             assert [list(other) for _ in range(epoch, EPOCHS)] == expected[epoch:]
 
 
+@pytest.mark.parametrize("way", [HERE, THREADS, PROCESSES])
+def test_what_comes_after_batches_that_came_early_keeps_its_place(way):
+    """In its draws, and in the states that follow."""
+
+    def drawn(item: int) -> tuple[int, float]:
+        info = get_worker_info()
+        assert info is not None
+        return item, float(info.rng.random())
+
+    with Loader(drawn, range(40), **HERE) as loader:
+        expected = list(loader)
+    with Loader(drawn, range(40), **HERE) as loader:
+        next(iter(loader))
+        state = loader.state_dict() | {"beyond": [[3, 5], [8, 9], [20, 30]]}
+    early = {3, 4, 8, *range(20, 30)}
+    rest = [batch for n, batch in enumerate(expected) if n and n not in early]
+    for taken in range(0, len(rest), 5 if way is PROCESSES else 1):
+        with Loader(drawn, range(40), **way) as loader:
+            loader.load_state_dict(state)
+            batches = iter(loader)
+            assert [next(batches) for _ in range(taken)] == rest[:taken]
+            later = loader.state_dict()
+        with Loader(drawn, range(40), **HERE) as loader:
+            loader.load_state_dict(later)
+            assert list(loader) == rest[taken:]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 299])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("torchs", [False, True])
@@ -513,6 +540,17 @@ def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
     with Loader(Echo(), itertools.count(), num_workers=0) as other:
         other.load_state_dict(state)
         assert next(iter(other)) == given + 1
+
+
+@pytest.mark.parametrize("way", ["here", "threads"])
+def test_an_interrupt_while_what_came_early_is_passed_over_loses_nothing(way):
+    with Loader(Echo(), range(10**5), **WAYS[way]) as loader:
+        next(iter(loader))
+        holes = [[n, n + n % 5 + 1] for n in range(10, 10**4, 11)]
+        loader.load_state_dict(loader.state_dict() | {"beyond": holes})
+        given = taken_through(iter(loader), some_steps(6, PLACES, 1_000))
+    early = {n for start, stop in holes for n in range(start, stop)}
+    assert given == [n for n in range(1, given[-1] + 1) if n not in early]
 
 
 class Endless:

@@ -213,19 +213,24 @@ class Source:
         """Whether the next item follows on the last one, with nothing to leave out between."""
         return not self.holes or self.holes[0][0] > self.position
 
+    def pass_holes(self, pending: Pending) -> None:
+        """Draw what an earlier run has handed over, and have a task begin after it."""
+        while not self.is_adjoining:
+            if self.position < self.holes[0][1]:
+                self._is_inside = True
+                list(_take(self._iterator))
+                self.position += 1
+                self._is_inside = False
+            else:
+                pending.ordinal = self.position
+                del self.holes[0]
+
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> bool:
         """Add the next item to a list; return False if there are no more.
 
         It goes from the sampler into the list in one step of C, which nothing can interrupt.
         """
         count = len(items)
-        while not self.is_adjoining:
-            self._is_inside = True
-            list(_take(self._iterator))
-            self.position += 1
-            if self.position >= self.holes[0][1]:
-                del self.holes[0]
-            self._is_inside = False
         if self._peeked:
             items.extend(map(self._peeked.pop, (0,)))
         else:
@@ -259,9 +264,11 @@ class Source:
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = pending.before, True, None
             items.clear()
+            self.position = pending.ordinal
         self._is_inside = False
         items[-1:] = map(hold, items[-1:])
-        self.position = pending.ordinal + len(items)
+        if items:
+            self.position = pending.ordinal + len(items)
 
 
 def _take(iterator: Any) -> Iterator[Any]:
@@ -329,6 +336,8 @@ class SamplerLane(Lane):
                 source.ask()
                 pending = Pending(source, source.position, [], source.state)
                 self.pending.append(pending)
+            if not pending.items:
+                source.pass_holes(pending)
             # After the deadline no more are drawn: a slow sampler must not hold up those that are
             # there.
             while not pending.items or (
