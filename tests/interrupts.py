@@ -50,7 +50,7 @@ def places(code: CodeType) -> frozenset[int]:
     for instruction in dis.get_instructions(code):
         if before.startswith(("CALL", "RESUME")) or instruction.opname == "JUMP_BACKWARD":
             found.add(instruction.offset)
-        before = instruction.opname
+        before = instruction.opname.replace("CALL_INTRINSIC", "INTRINSIC")  # after that it does not
     return frozenset(found)
 
 
