@@ -701,27 +701,7 @@ def test_no_memory_in_the_worker(bench, monkeypatch):
     assert (set(one), set(two)) == ({1}, {2})
 
 
-def test_no_address_space_in_the_parent(bench, monkeypatch):
-    mapping = slots.SharedMapping
-
-    def no_room(fd: int, size: int, *, populate: bool = False) -> Any:
-        if populate:  # the worker's
-            return mapping(fd, size, populate=populate)
-        raise OSError(errno.ENOMEM, "cannot map")
-
-    monkeypatch.setattr(slots, "SharedMapping", no_room)
-    for n in range(3):
-        (batch,) = bench.trip(numbered, [n])
-        assert set(batch) == {n}
-        batch += 1
-    assert bench.pool.used == (0, 0)
-
-
-def test_no_room_for_a_copy_in_the_parent(monkeypatch, caplog):
-    class Full:
-        def __mul__(self, size: int) -> Any:
-            raise MemoryError
-
+def test_no_address_space_in_the_parent(monkeypatch, caplog):
     room = iter([False, False])  # nor when the batch is sent again
     mapping = slots.SharedMapping
 
@@ -731,7 +711,6 @@ def test_no_room_for_a_copy_in_the_parent(monkeypatch, caplog):
         raise OSError(errno.ENOMEM, "cannot map")
 
     monkeypatch.setattr(slots, "SharedMapping", no_room)
-    monkeypatch.setattr(slots, "ctypes", SimpleNamespace(c_char=Full()))
     with Loader(numbered, range(4), num_workers=1, prefetch_factor=1) as loader:
         batches = iter(loader)
         with pytest.raises(MemoryError, match=r"no room for the 2\d\d kB of a batch") as caught:

@@ -28,7 +28,6 @@ be called from any thread, and from finalizers.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import threading
@@ -150,17 +149,22 @@ class Slots:
         Args:
             slot: the slot.
             retire: never lend it again.
+
+        Raises:
+            MemoryError: this process has no address space for it.
         """
         with self._lock:
-            try:
-                if slot.mapping is None:
+            if slot.mapping is None:
+                try:
                     slot.mapping = SharedMapping(slot.fd, slot.size)
-                memory = slot.mapping.lease()
-                slot.leased = weakref.ref(slot.mapping)
-            except OSError:  # no address space: a private copy is dear, but always works
-                memory = _copy(slot)
-                self.discard(slot)
-                return memory
+                except OSError:
+                    raise MemoryError(
+                        f"this process has no room for the {amount(slot.size)} of a batch; let go "
+                        "of batches sooner, make them smaller, or raise its limit of memory or "
+                        "address space (ulimit -v)"
+                    ) from None
+            memory = slot.mapping.lease()
+            slot.leased = weakref.ref(slot.mapping)
             self._leased.add(slot)
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
@@ -231,19 +235,6 @@ class Slots:
         self._ended = True
         for slot in list(self._all):
             slot.retire()
-
-
-def _copy(slot: Slot) -> Any:
-    try:
-        memory = (ctypes.c_char * slot.size)()
-    except MemoryError:
-        raise MemoryError(
-            f"this process has no room for the {amount(slot.size)} of a batch; let go of batches "
-            "sooner, make them smaller, or raise its limit of memory or address space (ulimit -v)"
-        ) from None
-    with open(slot.fd, "rb", closefd=False) as file:
-        file.readinto(memory)
-    return memory
 
 
 def _free_space(folder: str | None) -> int:
