@@ -338,8 +338,8 @@ def test_slots_are_used_again_when_nothing_is_kept():
 
 def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
     """Garbage is collected when it likes; here it is whenever a slot is closed."""
-    retire = slots.Slot.retire
-    monkeypatch.setattr(slots.Slot, "retire", lambda slot: (retire(slot), gc.collect()))
+    close = slots.Slot.close
+    monkeypatch.setattr(slots.Slot, "close", lambda slot: (close(slot), gc.collect()))
 
     def retire_leased() -> None:
         for _, fd in bench.pool.retire_leased():
@@ -529,7 +529,7 @@ def test_what_lies_beside_the_slot_was_not_born_there(bench, monkeypatch):
     assert [set(data[start:stop]) for start, stop in parcel.buffers] == [{1}, {2}, {7}]
     del first, second, beside
     writer.close()
-    bench.pool.discard(slot)
+    bench.pool.free(slot, retire=True)
     libc.munmap(start + slot_writer.GRAIN, more)
 
 

@@ -1181,7 +1181,7 @@ def test_shared_tensors_stay_shared():
     epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
     with (
         ProcessPoolExecutor(1) as executor,
-        pytest.raises(TypeError, match="an UntypedStorage only by the one that starts it"),
+        pytest.raises(TypeError, match="a UntypedStorage only by the one that starts it"),
     ):
         Loader([epoch], [0], executor=executor, num_workers=1)
 

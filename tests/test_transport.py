@@ -518,9 +518,13 @@ def siblings(n):
     return dataset
 
 
+def bottomless():
+    return functools.reduce(lambda inner, _: [inner], range(100_000), 1)
+
+
 @pytest.mark.parametrize(
     ("obj", "path"),
-    [(siblings(1000), "dataset.lock"), (Endless(), "dataset"), (deep(5000, 1), "dataset")],
+    [(siblings(1000), "dataset.lock"), (Endless(), "dataset"), (bottomless(), "dataset")],
 )
 def test_the_search_for_the_culprit_ends(monkeypatch, obj, path):
     """One attempt to pickle, and one look at each part: more would be quadratic, or endless."""

@@ -75,7 +75,7 @@ class Shard(NamedTuple):
     """The part of a stream that a task reads on in.
 
     Attributes:
-        run: number of the pass over the stream, counted by the loader.
+        pass_: number of the pass over the stream, counted by the loader.
         oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
@@ -83,7 +83,7 @@ class Shard(NamedTuple):
         start: where it begins, in its first task; None in all others.
     """
 
-    run: int
+    pass_: int
     oldest: int
     id: int
     total: int
