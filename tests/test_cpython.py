@@ -596,6 +596,7 @@ def test_4_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch)
 
     monkeypatch.setattr(multiprocessing.connection, "wait", look_in_between)
     codes.append(each.exitcode)
+    each.join()
     multiprocessing.forkserver._forkserver._stop()
     assert codes == [-signal.SIGABRT, 255]
 
