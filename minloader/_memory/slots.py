@@ -39,6 +39,7 @@ from minloader._memory.files import (
     SharedFile,
     SharedMapping,
     SlotAddress,
+    at_fork,
     libc,
     make_folder,
     when_gone,
@@ -261,7 +262,4 @@ def in_forked_child() -> None:
         slots.close_in_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child
-    )
+at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from minloader._memory.files import at_fork
+
 process = object()
 """Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""
 
@@ -26,8 +28,7 @@ def _begin_fork() -> None:
     process = object()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_fork)
+at_fork(after_in_child=_begin_fork)
 
 
 def lead_group() -> None:
