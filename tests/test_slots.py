@@ -701,6 +701,16 @@ def test_no_memory_in_the_worker(bench, monkeypatch):
     assert (set(one), set(two)) == ({1}, {2})
 
 
+def test_a_slot_that_is_retired_twice_counts_once():
+    pool = Slots(1 << 20, 1)
+    first = pool.lend()
+    assert first is not None
+    for _ in range(2):
+        pool.free(first, retire=True)
+    assert pool.lend().limit == first.limit  # type: ignore[union-attr]
+    pool.close()
+
+
 def test_no_address_space_in_the_parent(monkeypatch, caplog):
     room = iter([False, False])  # nor when the batch is sent again
     mapping = slots.SharedMapping

@@ -201,7 +201,8 @@ if sys.platform != "win32":
         """Get hold of a child that was just started."""
         kinds = {popen_fork.Popen.poll: _WorkerPopen, popen_forkserver.Popen.poll: _ServedPopen}
         kind = kinds.get(type(popen).poll)
-        if kind is None or not hasattr(os, "pidfd_open"):
+        has_pidfds = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+        if kind is None or not has_pidfds:
             return  # a class of the user's, or another system
         try:
             popen.pidfd = os.pidfd_open(popen.pid)

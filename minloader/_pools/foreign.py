@@ -52,7 +52,7 @@ from minloader._pools.base import RemotePool, finish
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
-from minloader._worker.start import serve
+from minloader._worker.start import serve, stop_serving
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -409,9 +409,11 @@ def forget_closed() -> None:
 
 
 def forget(token: bytes) -> None:
-    """Let a job go."""
-    if loaded_jobs.pop(token, None) is not None:
-        serve(None)
+    """Let a job go. Another's worker may be making a batch meanwhile."""
+    job = loaded_jobs.pop(token, None)
+    if job is not None:
+        stop_serving(getattr(job.store, "worker", None))
+        del job
         gc.collect()  # a dataset may be in a cycle
 
 
