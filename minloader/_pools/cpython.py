@@ -24,6 +24,8 @@ Guarantees of :class:`Executor` over its base class:
    thread has ended, however threads interleave (pieces 5 and 6).
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
+
+The price of the pieces 1 to 11, in lines of code: 26, 6, 13, 40, 7, 10, 13, 3, 28, 8, 4.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ if sys.platform != "win32":
 # Without this piece: a worker that was killed is said to have ended with exit code 255.
 #
 # So there is a descriptor for each worker (a pidfd), which never stands for another process, and
-# one thread at a time looks. Where the system has none, the first two remain.
+# one thread at a time looks. Where the system has no such descriptors, all of this remains.
 
 UNKNOWN = 255
 """Exit code of a child that is gone, when nobody knows its own."""
@@ -182,7 +184,7 @@ if sys.platform != "win32":
         """A child of "spawn" or "fork" whose end is known once and for all."""
 
         pidfd = -1
-        looking: threading.Lock
+        looking: Any  # reentrant: garbage may be collected while it is held, and look, too
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             if self.pidfd < 0:
@@ -213,7 +215,7 @@ if sys.platform != "win32":
             return
         else:
             weakref.finalize(popen, os.close, popen.pidfd).atexit = False
-            popen.looking = threading.Lock()
+            popen.looking = threading.RLock()
             popen.__class__ = kind
 
 
