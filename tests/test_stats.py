@@ -502,11 +502,12 @@ def test_what_a_meter_tells(monkeypatch):
 
 
 def test_where_there_are_no_such_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(processor_time, "waited", partial(processor_time.waited, str(tmp_path)))
-    assert processor_time.Meter().add(100) is None
-    assert processor_time.waited(str(tmp_path / "none")) == {}
+    waited = processor_time.waited
+    assert waited(str(tmp_path / "none")) == {}
     (tmp_path / "1").mkdir()  # a thread that has just ended
-    assert processor_time.waited(str(tmp_path)) == {}
+    assert waited(str(tmp_path)) == {}
+    monkeypatch.setattr(processor_time, "waited", partial(waited, str(tmp_path)))
+    assert processor_time.Meter().add(100) is None
 
 
 @pytest.mark.parametrize(

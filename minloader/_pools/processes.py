@@ -371,6 +371,8 @@ class _Executor(Executor):
             heartbeat = self.heartbeats.last(n)
             if not self._is_late(worker, heartbeat, timeout) or worker.stack is not None:
                 continue
+            if worker.has_ended():
+                continue  # by itself
             stack = self.heartbeats.stack(partial(send_signal, worker), GRACE)
             now = self.heartbeats.last(n)
             if now == heartbeat and self._is_late(worker, now, timeout):
