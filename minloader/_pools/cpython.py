@@ -25,7 +25,7 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 11, in lines of code: 26, 6, 13, 40, 7, 10, 13, 3, 28, 8, 4.
+The price of the pieces 1 to 11, in lines of code: 26, 6, 13, 46, 7, 10, 13, 3, 28, 8, 4.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ if sys.platform != "win32":
 # Without this piece: a worker that was killed is said to have ended with exit code 255.
 #
 # So there is a descriptor for each worker (a pidfd), which never stands for another process, and
-# one thread at a time looks. Where the system has no such descriptors, all of this remains.
+# one thread at a time looks. Where the system has none, the first and the last remain.
 
 UNKNOWN = 255
 """Exit code of a child that is gone, when nobody knows its own."""
@@ -188,6 +188,11 @@ if sys.platform != "win32":
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             if self.pidfd < 0:
+                if self.returncode is None and hasattr(os, "waitid"):
+                    try:
+                        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    except ChildProcessError:
+                        self.returncode = UNKNOWN
                 return super().poll(flag)
             timeout = 0 if flag == os.WNOHANG else None
             if self.returncode is None and connection.wait([self.pidfd], timeout):
@@ -203,20 +208,23 @@ if sys.platform != "win32":
         """Get hold of a child that was just started."""
         kinds = {popen_fork.Popen.poll: _WorkerPopen, popen_forkserver.Popen.poll: _ServedPopen}
         kind = kinds.get(type(popen).poll)
+        if kind is None:
+            return  # a class of the user's
         has_pidfds = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
-        if kind is None or not has_pidfds:
-            return  # a class of the user's, or another system
         try:
-            popen.pidfd = os.pidfd_open(popen.pid)
+            popen.pidfd = os.pidfd_open(popen.pid) if has_pidfds else -1
         except ProcessLookupError:  # somebody has reaped it already
             if popen.poll() is None:
                 popen.returncode = UNKNOWN
-        except OSError:  # an old kernel, or no descriptors
             return
-        else:
+        except OSError:  # an old kernel, or no descriptors
+            popen.pidfd = -1
+        if popen.pidfd >= 0:
             weakref.finalize(popen, os.close, popen.pidfd).atexit = False
-            popen.looking = threading.RLock()
-            popen.__class__ = kind
+        elif kind is _ServedPopen:
+            return
+        popen.looking = threading.RLock()
+        popen.__class__ = kind
 
 
 def send_signal(process: Any, number: int) -> None:
