@@ -1119,23 +1119,12 @@ def test_workers_are_started_just_when_one_dies(monkeypatch):
         assert list(loader) == [n * n for n in range(20)]
 
 
-class HangsInAnImport:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __getitem__(self, item: int) -> int:
-        return item
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if trouble.once(self.path):
-            trouble.hang()
-
-
 def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
     """With its stack. Another worker takes its place."""
-    monkeypatch.setattr(spawned, "LONGEST_START", 3.0)
-    with Loader(HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2) as loader:
+    monkeypatch.setattr(spawned, "LONGEST_START", 10.0)
+    with Loader(
+        trouble.HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2
+    ) as loader:
         assert list(loader) == [0, 1, 2, 3]
         assert loader.stats.replaced >= 1  # on a busy machine others take too long
     assert "its start took too long, here:" in caplog.text
