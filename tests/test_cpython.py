@@ -273,7 +273,6 @@ def test_3_a_start_fails_if_the_child_is_dead(monkeypatch, method):
         assert worker.exitcode == -signal.SIGKILL
     if is_needed and method == "spawn":
         assert os.waitpid(pids[0], os.WNOHANG) == (pids[0], signal.SIGKILL)  # nobody has reaped it
-    cpython.reap(worker)
     for each in (process, worker):
         if each.pid is not None:
             each.join()
@@ -302,64 +301,88 @@ LOOKS: dict[str, Any] = {
     "active_children": lambda process: multiprocessing.active_children(),
 }
 
+pidfds = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has no pidfds")
 
+
+@pidfds
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_4_who_looks_at_a_dead_child_reaps_it(method, look):
+def test_4_who_looks_at_a_dead_child_reaps_it(method, look, monkeypatch):
+    """So no signal for it goes by its pid."""
     process, worker = (get_context(method).Process(target=os._exit, args=(3,)) for _ in range(2))
     cpython.start_worker(worker)
     process.start()
-    assert cpython.holds_pid(worker)
-    assert eventually(lambda: is_zombie(process.pid) and is_zombie(worker.pid))
-    LOOKS[look](process)
-    LOOKS[look](worker)
-    assert [is_zombie(each.pid) for each in (process, worker)] == [False, True]
-    assert [cpython.holds_pid(each) for each in (process, worker)] == [False, True]
-    cpython.reap(worker)
+    if method != "forkserver":
+        assert eventually(lambda: is_zombie(process.pid) and is_zombie(worker.pid))
+    for each in (process, worker):
+        each.join() if method == "forkserver" else LOOKS[look](each)
+    assert not is_zombie(process.pid)
     assert not is_zombie(worker.pid)
-    assert not cpython.holds_pid(worker)
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("another process has that pid"))
+    with pytest.raises(ProcessLookupError):
+        cpython.send_signal(worker, signal.SIGKILL)
     assert worker.exitcode == process.exitcode == 3
-    process.join()
-    worker.join()
+    for each in (process, worker):
+        each.join()
+    if method == "forkserver":
+        multiprocessing.forkserver._forkserver._stop()
 
 
-def test_4_a_worker_that_is_reaped_while_it_lives():
-    """It keeps its pid, and whoever looks at it when it is dead reaps it."""
+@pytest.mark.parametrize("has_pidfds", [pytest.param(True, marks=pidfds), False])
+def test_4_a_signal_reaches_a_worker(has_pidfds, monkeypatch):
+    if not has_pidfds:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
     worker = get_context("spawn").Process(target=signal.pause)
     cpython.start_worker(worker)
-    cpython.reap(worker)
-    assert cpython.holds_pid(worker)
-    worker.kill()
+    assert worker.exitcode is None
+    cpython.send_signal(worker, signal.SIGKILL)
     worker.join()
-    assert not cpython.holds_pid(worker)
-    assert not is_zombie(worker.pid)
     assert worker.exitcode == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        cpython.send_signal(worker, signal.SIGKILL)
 
 
-def test_4_a_worker_that_is_reaped_while_another_thread_waits_for_it():
-    """As by the manager thread, where a closing has waited long enough for it and lets go."""
-    worker = get_context("spawn").Process(target=signal.pause)
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pidfds), "after", "no pidfds"])
+def test_4_somebody_else_has_reaped_a_worker(when, monkeypatch):
+    """A plain child is then taken for one that lives."""
+    if when == "no pidfds":
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    process, worker = (get_context("spawn").Process(target=int) for _ in range(2))
+    process.start()
+    os.waitpid(process.pid, 0)
+    assert process.exitcode is None
+    if when == "before":
+        hold = cpython._hold
+        monkeypatch.setattr(cpython, "_hold", lambda popen: (os.waitpid(popen.pid, 0), hold(popen)))
     cpython.start_worker(worker)
-    joining = threading.Thread(target=worker.join)
-    joining.start()
-    wait = Path(f"/proc/self/task/{joining.native_id}/wchan")
-    assert eventually(lambda: "wait" in wait.read_text())  # it is in waitid()
-    cpython.reap(worker)
-    worker.kill()
-    joining.join()
-    assert worker.exitcode == -signal.SIGKILL
-    assert not is_zombie(worker.pid)  # nobody else looks at it
-
-
-def test_4_somebody_else_has_reaped_a_worker():
-    worker = get_context("spawn").Process(target=int)
-    cpython.start_worker(worker)
-    os.waitpid(worker.pid, 0)
-    assert not cpython.holds_pid(worker)
+    if when != "before":
+        os.waitpid(worker.pid, 0)
+    worker.join()
     assert worker.exitcode == cpython.UNKNOWN
-    cpython.reap(worker)
-    worker.join()
+    process._popen.returncode = 0  # or the library waits for it for ever
+    process.join()
+
+
+@pidfds
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_4_two_threads_look_at_a_dead_child(method):
+    """Each sees its code, however it is reaped."""
+    for _ in range(20):
+        worker = get_context(method).Process(target=os.abort)
+        cpython.start_worker(worker)
+        codes: list[int | None] = []
+        threads = [
+            threading.Thread(target=lambda: (worker.join(), codes.append(worker.exitcode)))  # noqa: B023
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert codes == [-signal.SIGABRT] * 4
+    if method == "forkserver":
+        multiprocessing.forkserver._forkserver._stop()
 
 
 def test_4_an_executor_reaps_a_worker_before_it_ends_it(tmp_path, monkeypatch):
@@ -561,23 +584,22 @@ def test_10_a_pipe_for_replies_holds_less_than_one():
     assert held(cpython.Executor(2, context)) == len(reply)
 
 
-def test_12_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch):
+def test_4_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch):
     wait, codes = multiprocessing.connection.wait, []
-    for start in (lambda process: process.start(), cpython.start_worker):
-        each = get_context("forkserver").Process(target=os.abort)
-        start(each)
-        wait([each.sentinel])
+    each = get_context("forkserver").Process(target=os.abort)
+    each.start()
+    wait([each.sentinel])
 
-        def look_in_between(files: Any, timeout: Any) -> Any:
-            monkeypatch.undo()
-            codes.append(each.exitcode)  # noqa: B023  # as another thread does
-            return files
+    def look_in_between(files: Any, timeout: Any) -> Any:
+        monkeypatch.undo()
+        codes.append(each.exitcode)  # as another thread does
+        return files
 
-        monkeypatch.setattr(multiprocessing.connection, "wait", look_in_between)
-        codes.append(each.exitcode)
-        each.join()
+    monkeypatch.setattr(multiprocessing.connection, "wait", look_in_between)
+    codes.append(each.exitcode)
+    each.join()
     multiprocessing.forkserver._forkserver._stop()
-    assert codes == [-signal.SIGABRT, 255, -signal.SIGABRT, -signal.SIGABRT]
+    assert codes == [-signal.SIGABRT, 255]
 
 
 def test_no_public_name_tells_that_an_executor_is_broken():

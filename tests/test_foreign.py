@@ -247,6 +247,34 @@ def test_threads_of_a_dataset_are_told_where_they_are():
         assert list(loader) == [(-1, 2, True)] * 3
 
 
+class WaitsForTheOthersEnd(OwnThreads):
+    """Its batch is being made while the job of another loader is let go."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        if index:
+            self.path.touch()
+            assert eventually(lambda: len(foreign.loaded_jobs) == 1)
+        return super().__getitem__(index)
+
+
+def test_a_job_that_is_let_go_is_not_that_of_the_batch_under_way(tmp_path):
+    path = tmp_path / "began"
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
+        Loader(abs, range(2), executor=executor) as other,
+        Loader(WaitsForTheOthersEnd(path), [0, 1], executor=executor) as loader,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert list(other) == [0, 1]
+        told = thread.submit(list, loader)
+        assert eventually(path.exists)
+        other.close()
+        assert told.result() == [(-1, 1, True)] * 2
+
+
 # --- loky, MPI -------------------------------------------------------------------------------
 
 PROGRAM = """

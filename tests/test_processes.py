@@ -329,7 +329,7 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     sleeps = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", look)
-        lifetimes.kill_trees(sleep.pid for sleep in sleeps)
+        lifetimes.kill_trees({sleep.pid: sleep.send_signal for sleep in sleeps})
     assert [sleep.wait() for sleep in sleeps] == [-signal.SIGKILL] * 2
     assert seen
     assert all(seen)

@@ -77,7 +77,7 @@ def test_what_is_shown_of_it():
 def test_mistakes():
     with pytest.raises(TypeError, match="values must be a list of values, not one str"):
         SharedList("abc")
-    with pytest.raises(TypeError, match="list indices must be integers or slices"):
+    with pytest.raises(TypeError, match="indices must be integers or slices"):
         SharedList([])["a"]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unhashable"):
         hash(SharedList([]))

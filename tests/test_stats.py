@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from minloader import SKIP, Loader
 from minloader._insight.counters import Stats
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
-from minloader._worker.processor_time import Meter
+from minloader._worker import processor_time
 from tests.conftest import eventually, variants
 from tests.helpers import Squares
 
@@ -413,11 +414,11 @@ def burn(seconds):
         pass
 
 
-BURN = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
+BURN = "import time\nwhile time.process_time() < 0.1: pass"
 
 
 class Burning:
-    """0.1 s of processor time for each sample: here, in programs that end, in one that lives."""
+    """0.1 s of processor time for each sample: here, or in programs that end."""
 
     def __init__(self, where):
         self.where = where
@@ -425,22 +426,13 @@ class Burning:
     def __getitem__(self, index):
         if self.where == "here":
             burn(0.1)
-            return index
-        pipe = subprocess.PIPE
-        program = subprocess.Popen([sys.executable, "-c", BURN], stdin=pipe, stdout=pipe)
-        program.stdout.readline()
-        if self.where == "ended":
-            program.communicate(b"\n")
         else:
-            LIVING.append(program)
+            subprocess.run([sys.executable, "-c", BURN], check=True)
         return index
 
 
-LIVING: list[subprocess.Popen[bytes]] = []
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["here", "ended", "living"])
+@pytest.mark.parametrize("where", ["here", "ended"])
 def test_what_programs_compute_counts_as_computing(where):
     with Loader(Burning(where), range(10), num_workers=1) as loader:
         stats = run(loader)
@@ -477,60 +469,45 @@ def test_threads_are_not_told_apart():
     assert "computing" not in str(stats)
 
 
-class Kernel:
-    """Files as in /proc, for a process and what it started."""
+def test_what_a_meter_tells(monkeypatch):
+    second = 10**9
+    ticks: list[float] = []
+    threads: dict[str, tuple[int, int]] = {}
 
-    def __init__(self, path):
-        self.path = path
-        self.children = {}
+    def set_to(times: list[float], **spent: tuple[float, float]) -> None:
+        """Times: of user and system, and those of children that ended. Threads: seconds of each."""
+        ticks[:] = [*times, 0.0]
+        for name, (ran, waited) in spent.items():
+            threads[name] = int(ran * second), int(waited * second)
 
-    def set(self, pid, ticks=(0, 0, 0, 0), threads=((0, 0),), children=()):
-        """Ticks: user and system time, and those of children that ended. Threads: ns of each."""
-        folder = self.path / str(pid)
-        folder.mkdir(exist_ok=True)
-        fields = ["R", *["0"] * 10, *map(str, ticks), "0"]
-        (folder / "stat").write_bytes(
-            f"{pid} (a ) \xff ".encode("latin-1") + b") " + " ".join(fields).encode()
-        )
-        for n, (ran, waited) in enumerate(threads):
-            task = folder / "task" / str(pid + n)
-            task.mkdir(parents=True, exist_ok=True)
-            (task / "schedstat").write_text(f"{ran} {waited} 7\n")
-            (task / "children").write_text(" ".join(map(str, children)) if n == 0 else "")
+    monkeypatch.setattr("os.times", lambda: ticks)
+    monkeypatch.setattr(processor_time, "waited", lambda: dict(threads))
+    set_to([9, 0, 0, 0], main=(9, 1))
+    meter = processor_time.Meter()
+    set_to([10, 0, 0, 0], main=(10, 2))
+    assert meter.add(100) == (1, 1, 98)
 
-
-def test_the_files_that_are_read(tmp_path):
-    tick, second = os.sysconf("SC_CLK_TCK"), 10**9
-    kernel, pid = Kernel(tmp_path), os.getpid()
-    kernel.set(pid, (9 * tick, 0, 0, 0), [(9 * second, second)])
-    meter = Meter(str(tmp_path))
-
-    # One second here, and two in a thread of a child that lives; it waited one.
-    kernel.set(pid, (10 * tick, 0, 0, 0), [(10 * second, second)], [1000, 2000])
-    kernel.set(1000, (tick, tick, 0, 0), [(0, 0), (2 * second, second)])
-    assert meter.add(100) == (3, 1, 96)
-
-    # The child has ended, with another second. How long it waited nobody knows: as long as we did.
-    kernel.set(pid, (11 * tick, 0, 2 * tick, tick), [(11 * second, 2 * second)])
-    assert meter.add(100) == (2, 2, 96)
+    # A child has ended, with three seconds. How long it waited nobody knows: as long as we did.
+    set_to([11, 0, 2, 1], main=(11, 3))
+    assert meter.add(100) == (4, 4, 92)
 
     # It cannot have waited longer than it took.
-    kernel.set(pid, (11 * tick, 0, 92 * tick, tick), [(int(11.1 * second), 3 * second)])
+    set_to([11, 0, 92, 1], main=(11.1, 4))
     assert meter.add(100) == (90, 10, 0)
 
     # Two threads at once.
-    threads = [(int(81.1 * second), 43 * second), (70 * second, 40 * second)]
-    kernel.set(pid, (151 * tick, 0, 92 * tick, tick), threads)
+    set_to([151, 0, 92, 1], main=(81.1, 44), other=(70, 40))
     assert meter.add(100) == (140, 80, 0)
     assert meter.add(0) is None
 
 
-def test_where_there_are_no_such_files(tmp_path):
-    meter = Meter(str(tmp_path))
-    assert meter.add(100) is None
-    kernel = Kernel(tmp_path)
-    kernel.set(os.getpid())
-    assert meter.add(1e9) is None
+def test_where_there_are_no_such_files(monkeypatch, tmp_path):
+    waited = processor_time.waited
+    assert waited(str(tmp_path / "none")) == {}
+    (tmp_path / "1").mkdir()  # a thread that has just ended
+    assert waited(str(tmp_path)) == {}
+    monkeypatch.setattr(processor_time, "waited", partial(waited, str(tmp_path)))
+    assert processor_time.Meter().add(100) is None
 
 
 @pytest.mark.parametrize(

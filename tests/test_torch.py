@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import deque, namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import Lock
@@ -1177,12 +1178,12 @@ def test_shared_tensors_stay_shared():
     first = fingerprint(data)[0]
     epoch.fill_(20)
     assert fingerprint(data)[0] == first
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        with pytest.raises(TypeError, match=r"set_sharing_strategy\('file_descriptor'\)"):
-            next(iter(DataLoader(data, num_workers=1)))
-    finally:
-        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+    epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+    with (
+        ProcessPoolExecutor(1) as executor,
+        pytest.raises(TypeError, match="a UntypedStorage only by the one that starts it"),
+    ):
+        Loader([epoch], [0], executor=executor, num_workers=1)
 
 
 # --- an ordinary script

@@ -633,3 +633,16 @@ def die_writing(share: float) -> None:
         raise AssertionError("it lives")
 
     os.pwrite = write
+
+
+class HangsInAnImport:
+    def __init__(self, path: Any) -> None:
+        self.path = str(path)
+
+    def __getitem__(self, item: int) -> int:
+        return item
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if once(self.path):
+            hang()

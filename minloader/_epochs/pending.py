@@ -165,7 +165,7 @@ class Pending:
     def discard_slot(self) -> None:
         """Give up the memory that was lent to the task: somebody may still write to it."""
         if self.slots is not None and self.slot is not None:
-            self.slots.discard(self.slot)
+            self.slots.free(self.slot, retire=True)
 
     def forget(self) -> Pending:
         """Let go of the task: if it is queued, it need not run. Return what to know of it."""

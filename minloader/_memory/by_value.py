@@ -15,12 +15,11 @@ is imported if an annotation needs it.
 What typing reduces to a name of ``__main__`` is sent by value too, since annotations refer to it.
 
 From CPython 3.15, ``lazy import`` (PEP 810) binds a name to an object that stands for the module
-until it is used. Such an object is sent as the statement that made it.
+until it is used. What is sent uses it: the module is imported.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 import types
@@ -125,30 +124,8 @@ def _reduce_named(obj: Any) -> Any:
 
 
 def _reduce_lazy_import(lazy: Any) -> Any:
-    """Reduce the object of a ``lazy import`` without importing anything.
-
-    It shows what it stands for to nobody but the garbage collector. The object of ``import a.b``
-    refers to "a.b"; that of ``from a import b`` refers to "b" and to another one, which refers to
-    "a" and ("b",); that of ``import a.b as c`` to "b" and to another one, which refers to "a.b".
-    """
-    kinds = str, tuple, type(lazy)
-    names: list[Any] = [lazy]
-    while names and type(names[0]) is type(lazy):
-        names[:1] = (each for each in gc.get_referents(names[0]) if isinstance(each, kinds))
-    match names:
-        case [str(module)]:
-            return _run_lazy_import, (f"lazy import {module}",)
-        case [str(module), tuple(), str(name)]:
-            return _run_lazy_import, (f"lazy from {module} import {name} as it",)
-        case [str(module), str(), *_]:
-            return _run_lazy_import, (f"lazy import {module} as it",)
-    return _return, (lazy.resolve(),)  # some other CPython
-
-
-def _run_lazy_import(statement: str) -> Any:
-    namespace: dict[str, Any] = {}
-    exec(statement, namespace)
-    return namespace.popitem()[1]  # what the statement added last
+    """Reduce the object of a ``lazy import`` to what it stands for, which is imported here."""
+    return _return, (lazy.resolve(),)
 
 
 def _return(obj: Any) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, takewhile
-from time import monotonic
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +13,15 @@ from minloader._memory.by_value import MAIN
 from minloader._memory.inherited import check, must_be_inherited
 from minloader._memory.pickling import Pickler
 
-MOST_FAILURES = 200
-"""How many parts that cannot be pickled are looked into for the one at fault. Each was pickled
-with all that is below it: an object that makes its parts anew would have endlessly many."""
-
-MOST_SECONDS = 2.0
-"""How long the search may take, but for the attempt under way. From CPython 3.14, an attempt with
-an object that makes its parts anew ends where the C stack does, after some 60,000 objects."""
+MOST_PARTS = 100_000
+"""How many parts are looked at for the one at fault, a second's work. A dataset may be of millions,
+or make new ones each time."""
 
 
 class _Probe(Pickler):
-    """A pickler of which nothing is kept."""
+    """A pickler of which nothing is kept but the last object that it began with."""
+
+    last: Any = None
 
     def __init__(self, start_method: str | None) -> None:
         # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
@@ -33,18 +30,11 @@ class _Probe(Pickler):
         self._start_method = start_method
 
     def persistent_id(self, obj: Any) -> int | None:
+        self.last = obj
         if not must_be_inherited(obj):
             return None
         check(obj, self._start_method)
         return 0
-
-
-def _pickling_error(obj: Any, start_method: str | None) -> str | None:
-    try:
-        _Probe(start_method).dump(obj)
-    except Exception as error:
-        return str(error)  # its traceback would keep the pickler, and all that it has seen
-    return None
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -76,31 +66,28 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             value = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(value, types.FunctionType) or not name.startswith("_"):
                 yield f".{name}", value
-    else:
+    elif not isinstance(obj, str | bytes | int | float | None):
         if type(obj).__module__ in MAIN:  # it is sent with all that its methods use
             yield "", type(obj)
         try:
-            state = obj.__reduce_ex__(5)[2]
+            reduced: Any = obj.__reduce_ex__(5)
         except Exception:  # it cannot be taken apart: it is itself the part at fault
             return
+        if isinstance(reduced, str):
+            return
+        arguments, state = (*reduced, None)[1:3]
+        yield from (("", each) for each in arguments if not isinstance(each, type))
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 yield from ((f".{name}", value) for name, value in part.items())
-
-
-def _failing_parts(
-    obj: Any, start_method: str | None, deadline: float
-) -> Iterator[tuple[str, Any, str]]:
-    for suffix, part in takewhile(lambda _: monotonic() < deadline, _parts(obj)):
-        error = _pickling_error(part, start_method)
-        if error is not None:
-            yield suffix, part, error
+            else:
+                yield "", part
 
 
 def find_culprit(
     obj: Any, path: str, start_method: str | None = None
 ) -> tuple[str, Any, str] | None:
-    """Find a part of an object that cannot be pickled though all its own parts can.
+    """Find the part of an object that cannot be pickled.
 
     Args:
         obj: what to look into.
@@ -108,23 +95,23 @@ def find_culprit(
         start_method: of the processes that may inherit parts of it; None if none do.
 
     Returns:
-        The part's path ("dataset.files[3].lock"), the part and the text of its error, the nearest
-        such part if there are several; the object itself if the search took too long; None if
-        all is well.
+        The shortest path to the part ("dataset.files[3].lock"), the part and the text of its error;
+        the object itself if the part is made anew each time, or is too deep; None if all is well.
     """
-    error = _pickling_error(obj, start_method)
-    if error is None:
+    probe = _Probe(start_method)
+    try:
+        probe.dump(obj)
         return None
-    found = [(path, obj, error)]  # breadth first; all kept alive, so that no id is used again
+    except Exception as failure:
+        error = str(failure)
+        too_deep = RecursionError in (type(failure), type(failure.__cause__))
+    found = [(path, obj)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
-    left, deadline = MOST_FAILURES, monotonic() + MOST_SECONDS
-    for path, obj, error in found:  # grows while we walk
-        failing = list(islice(_failing_parts(obj, start_method, deadline), left))
-        left = left - len(failing) if monotonic() < deadline else 0
-        if not failing and (left or not any(True for _ in _parts(obj))):
-            return path, obj, error
-        for suffix, part, part_error in failing:
-            if id(part) not in seen:
-                seen.add(id(part))
-                found.append((path + suffix, part, part_error))
-    return found[0]
+    for place, part in islice(found, 0 if too_deep else MOST_PARTS):  # grows while we walk
+        if part is probe.last:
+            return place, part, error
+        for suffix, each in _parts(part):
+            if id(each) not in seen:
+                seen.add(id(each))
+                found.append((place + suffix, each))
+    return path, obj, error

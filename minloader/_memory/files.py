@@ -137,6 +137,12 @@ if libc is not None:  # elsewhere batches go through the pipe
     libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
 
 
+def at_fork(**functions: Callable[[], object]) -> None:
+    """Call functions at each fork, as ``os.register_at_fork``, where there are forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**functions)
+
+
 class _Anchor:
     __slots__ = ("__weakref__",)
 

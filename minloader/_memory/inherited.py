@@ -1,4 +1,4 @@
-"""Objects of ``multiprocessing`` that a process can only inherit: locks, values, queues, pipes.
+"""What a process can only inherit: locks, values, queues, pipes, and shared memory of torch's.
 
 The standard library pickles them only while it starts a process, which is given their descriptors
 then. So a job's pickler takes them out, and each worker gets them with its start, also one that
@@ -34,6 +34,7 @@ _NAMES = {
     "multiprocessing.queues": ("Queue", "SimpleQueue"),
     "multiprocessing.connection": ("Connection", "PipeConnection"),
     "_ctypes": ("_CData",),  # RawValue and RawArray are of the types of ctypes
+    "torch.storage": ("UntypedStorage",),
 }
 """The classes that they derive from, by module, such that none need be imported."""
 
@@ -48,11 +49,17 @@ def may_be_inherited(kind: type) -> bool:
 
 
 def must_be_inherited(obj: Any) -> bool:
-    """Whether an object must be inherited. One of ctypes must if it lies in shared memory."""
+    """Whether an object must be inherited. One of ctypes or torch must if its memory is shared."""
     if not isinstance(obj, _CTYPE):
-        return may_be_inherited(type(obj))
+        is_one = may_be_inherited(type(obj))
+        return is_one and (not hasattr(obj, "is_shared") or is_shared(obj))
     attributes = getattr(obj, "__dict__", {}).values()
     return any(type(each).__module__ == "multiprocessing.heap" for each in attributes)
+
+
+def is_shared(storage: Any) -> bool:
+    """Whether a storage of torch's lies in memory that was shared on purpose."""
+    return storage.device.type == "cpu" and bool(storage.is_shared())
 
 
 class _NoChild:
@@ -72,7 +79,8 @@ def check(obj: Any, start_method: str | None) -> None:
         Exception: it cannot be inherited.
     """
     if start_method is None:
-        raise TypeError("a process can be given it only by the one that starts it")
+        kind = type(obj).__qualname__
+        raise TypeError(f"a process can be given a {kind} only by the one that starts it")
     if start_method != "fork":
         set_spawning_popen(cast(Any, _NoChild))
         try:

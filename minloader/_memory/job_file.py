@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared, unlink
-from minloader._memory.inherited import check, may_be_inherited, must_be_inherited
+from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
     bytes_of,
@@ -35,7 +35,6 @@ from minloader._memory.tensors import (
     load_tensor,
     reduce_typed_storage,
     require_gradient,
-    share,
 )
 
 
@@ -49,7 +48,6 @@ class _JobPickler(Pickler):
     Attributes:
         buffers: large buffers, in the order in which the stream asks for them.
         inherited: objects that must be inherited, by their id; the stream has their numbers.
-        descriptors: of the shared memory of tensors, to be kept open.
         modules: names of those that have the classes and functions which the stream refers to.
     """
 
@@ -61,7 +59,6 @@ class _JobPickler(Pickler):
         self.inherited: dict[int, tuple[int, Any]] = {}
         self._ordinary: set[type] = set()  # types of what stays in the stream
         self._start_method = start_method
-        self.descriptors: list[int] = []
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Any] = {}
 
@@ -136,13 +133,13 @@ class _JobPickler(Pickler):
         return load_storage, (self._memory_of(storage),)
 
     def _memory_of(self, storage: Any) -> Any:
-        """Return the memory of a storage, as an array or an address: once, however many have it."""
+        """Return the memory of a storage, as an array if it is not inherited.
+
+        Once, however many have it.
+        """
         key = storage.data_ptr(), storage.nbytes()
-        if key not in self._storages and storage.is_shared():
-            self._storages[key], descriptor = share(storage)
-            self.descriptors.append(descriptor)
-        elif key not in self._storages:
-            self._storages[key] = bytes_of(storage)
+        if key not in self._storages:
+            self._storages[key] = storage if is_shared(storage) else bytes_of(storage)
         return self._storages[key]
 
 
@@ -274,11 +271,9 @@ class JobFile(SharedFile):
     def __init__(self, obj: Any, start_method: str | None = None) -> None:
         super().__init__()
         self.token = secrets.token_bytes(32)
-        self._descriptors: list[int] = []
         try:
             with open(self.fd, "wb", closefd=False) as file:
                 pickler = _JobPickler(file, start_method)
-                self._descriptors = pickler.descriptors
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
                 file.write(self.token)
@@ -297,12 +292,6 @@ class JobFile(SharedFile):
     def content(self) -> mmap.mmap:
         """Map the file, to be sent to where nobody can open it."""
         return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ)
-
-    def close(self) -> None:
-        """Let the file go. What is mapped already stays usable."""
-        super().close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
 
 
 def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:

@@ -77,11 +77,8 @@ class SharedList(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         try:
             place = range(len(self))[index]
-        except (IndexError, TypeError) as error:
-            text = (
-                str(error).replace("range object", "list").replace("range indices", "list indices")
-            )
-            raise type(error)(text) from None
+        except IndexError:
+            raise IndexError("list index out of range") from None
         if isinstance(place, range):
             return self._part(place)
         start, stop = self._ends[place : place + 2].tolist()

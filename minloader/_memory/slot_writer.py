@@ -28,6 +28,7 @@ from minloader._memory.files import (
     Inode,
     SharedMapping,
     SlotAddress,
+    at_fork,
     is_there,
     open_shared,
 )
@@ -263,9 +264,7 @@ def before_fork() -> None:
         writer.before_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    # In the child the slot is the worker's.
-    os.register_at_fork(before=before_fork, after_in_child=partial(use, None))
+at_fork(before=before_fork, after_in_child=partial(use, None))  # in the child it is the worker's
 
 
 def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:

@@ -5,9 +5,9 @@ A slot is a shared file that belongs to the parent:
                     ┌──────────────── last view of the memory dies ────────────────┐
                     v                                                              |
     (new) ──────> free ── lend ──> lent ── settle ──> settled ── lease ──────> leased
-                    ^               |                  |  |                        |
-                    └───────────────│───── free ───────┘  |                        |
-                                    └── discard ──────────┴──> retired <───────────┘
+                    ^               |                  |                           |
+                    ├───────────────┴────── free ──────┘                           |
+                    └──────> retired <─────────────────────────────────────────────┘
 
 * **lent**: a task has the slot. Its worker opens the file, makes the arrays of a batch in it or
   copies them there, and lets the file grow up to the limit that it was lent with. Space is
@@ -28,7 +28,6 @@ be called from any thread, and from finalizers.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import threading
@@ -40,6 +39,7 @@ from minloader._memory.files import (
     SharedFile,
     SharedMapping,
     SlotAddress,
+    at_fork,
     libc,
     make_folder,
     when_gone,
@@ -61,11 +61,6 @@ class Slot(SharedFile):
     limit = 0
     mapping: SharedMapping | None = None
     leased: weakref.ref[SharedMapping] | None = None
-
-    def retire(self) -> None:
-        """Close the file. Views of its memory stay."""
-        self.close()
-        self.mapping = None
 
 
 class Slots:
@@ -150,17 +145,22 @@ class Slots:
         Args:
             slot: the slot.
             retire: never lend it again.
+
+        Raises:
+            MemoryError: this process has no address space for it.
         """
         with self._lock:
-            try:
-                if slot.mapping is None:
+            if slot.mapping is None:
+                try:
                     slot.mapping = SharedMapping(slot.fd, slot.size)
-                memory = slot.mapping.lease()
-                slot.leased = weakref.ref(slot.mapping)
-            except OSError:  # no address space: a private copy is dear, but always works
-                memory = _copy(slot)
-                self.discard(slot)
-                return memory
+                except OSError:
+                    raise MemoryError(
+                        f"this process has no room for the {amount(slot.size)} of a batch; let go "
+                        "of batches sooner, make them smaller, or raise its limit of memory or "
+                        "address space (ulimit -v)"
+                    ) from None
+            memory = slot.mapping.lease()
+            slot.leased = weakref.ref(slot.mapping)
             self._leased.add(slot)
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
@@ -174,23 +174,24 @@ class Slots:
             self.free(slot)
 
     def free(self, slot: Slot, *, retire: bool = False) -> None:
-        """Take back a settled slot whose memory nothing uses."""
-        with self._lock:
-            if retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight:
-                self.discard(slot)
-            else:
-                self._free.append(slot)
+        """Take back a settled slot whose memory nothing uses.
 
-    def discard(self, slot: Slot) -> None:
-        """End a slot: one that does not come back, or whose memory is not to be used again."""
+        Args:
+            slot: the slot.
+            retire: never lend it again: somebody may still write to it. It need not be settled.
+        """
         with self._lock:
-            self._retire(slot)
-            self._all.discard(slot)
-            self._committed -= slot.limit
+            if not (retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight):
+                self._free.append(slot)
+            elif slot in self._all:
+                self._retire(slot)
+                self._all.remove(slot)
+                self._committed -= slot.limit
 
     def _retire(self, slot: Slot) -> None:
         if slot.fd >= 0:
-            slot.retire()
+            slot.close()
+            slot.mapping = None  # views of it stay
             self._open -= 1
             self._closed += 1
 
@@ -219,31 +220,16 @@ class Slots:
         with self._lock:
             self._ended = True
             while self._free:
-                self.discard(self._free.pop())
+                self.free(self._free.pop())
             for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
             if self.folder is not None and os.getpid() == self._pid:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def leave_to_parent(self) -> None:
+    def close_in_fork(self) -> None:
         """Let go of the slots in a fork: they are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
-        self._ended = True
-        for slot in list(self._all):
-            slot.retire()
-
-
-def _copy(slot: Slot) -> Any:
-    try:
-        memory = (ctypes.c_char * slot.size)()
-    except MemoryError:
-        raise MemoryError(
-            f"this process has no room for the {amount(slot.size)} of a batch; let go of batches "
-            "sooner, make them smaller, or raise its limit of memory or address space (ulimit -v)"
-        ) from None
-    with open(slot.fd, "rb", closefd=False) as file:
-        file.readinto(memory)
-    return memory
+        self.close()
 
 
 def _free_space(folder: str | None) -> int:
@@ -273,10 +259,7 @@ def in_forked_child() -> None:
         mapping.make_private(fd)
     in_parent()
     for slots in copied(all_slots):
-        slots.leave_to_parent()
+        slots.close_in_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child
-    )
+at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child)

@@ -10,7 +10,8 @@ So strides arrive, but for those of a tensor that takes little of the memory tha
 the strides that ``Tensor.clone()`` gives. A tensor that is more than numbers (sparse, nested,
 quantized) is taken apart by torch itself, into tensors and storages.
 
-Those of a job go as their storages do, so that what overlaps still does.
+Those of a job go as their storages do, so that what overlaps still does, and what is shared is
+inherited.
 
 Nothing here imports torch before there is a tensor.
 """
@@ -19,11 +20,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
-from typing import Any, NamedTuple
-
-from minloader._memory.files import Inode, inode_of, open_shared
+from typing import Any
 
 MOST_SPAN = 2
 """How many times its numbers the memory of a tensor may be that is sent as it is. A copy without
@@ -106,41 +104,11 @@ def bytes_of(storage: Any) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
-class StorageAddress(NamedTuple):
-    """Where shared memory of torch's is: a file to open, its inode, the bytes it has."""
-
-    path: str
-    inode: Inode
-    size: int
-
-
-def share(storage: Any) -> tuple[StorageAddress, int]:
-    """Share memory that was shared on purpose: all processes see what one writes to it.
-
-    Returns:
-        Its address, and a descriptor to be kept open while others load it.
-    """
-    strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
-    if strategy != "file_descriptor" or not os.path.exists("/proc/self/fd"):
-        raise TypeError(
-            f"a shared tensor cannot be sent with torch's strategy {strategy!r} here; "
-            "set_sharing_strategy('file_descriptor') on Linux, or clone() it"
-        )
-    fd, size = storage._share_fd_cpu_()
-    fd = os.dup(fd)  # that one is torch's
-    return StorageAddress(f"/proc/{os.getpid()}/fd/{fd}", inode_of(fd), size), fd
-
-
 def load_storage(memory: Any) -> Any:
-    """Return an untyped storage over the memory of an array of bytes, or of an address."""
+    """Return an untyped storage over an array of bytes; or itself, if it was inherited."""
     torch = importlib.import_module("torch")
-    if not isinstance(memory, StorageAddress):
-        return torch.from_numpy(memory).untyped_storage()
-    fd = open_shared(memory.path, memory.inode, os.O_RDWR)
-    try:
-        return torch.UntypedStorage._new_shared_fd_cpu(fd, memory.size)
-    finally:
-        os.close(fd)
+    is_one = isinstance(memory, torch.UntypedStorage)
+    return memory if is_one else torch.from_numpy(memory).untyped_storage()
 
 
 def load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:

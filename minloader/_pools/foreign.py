@@ -52,7 +52,7 @@ from minloader._pools.base import RemotePool, finish
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
-from minloader._worker.start import serve
+from minloader._worker.start import serve, stop_serving
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -176,7 +176,7 @@ class ForeignPool(RemotePool):
             self._token = self.job_file.token
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
-        self._job = _Job(self.job, threading.local(), ids, nullcontext(), {})
+        self._job = _Loaded(self.job, threading.local(), ids, nullcontext(), {})
         _jobs_here[self._token] = self._job
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
@@ -273,8 +273,8 @@ def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply
 
 
 @dataclass(eq=False)
-class _Job:
-    """A loader's job in this process, and the worker that makes its batches.
+class _Loaded:
+    """A loader's job as it is in this process, and the worker that makes its batches.
 
     In the process of its loader, each thread has a worker of its own. Elsewhere the process has
     one, and a lock: a Dask worker has several threads, but the global generators, and a slot that
@@ -321,17 +321,17 @@ class _Job:
         return time.monotonic() - self.used < IDLE_SECONDS
 
 
-_jobs_here: weakref.WeakValueDictionary[bytes, _Job] = weakref.WeakValueDictionary()
+_jobs_here: weakref.WeakValueDictionary[bytes, _Loaded] = weakref.WeakValueDictionary()
 """Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
 
-loaded_jobs: dict[bytes, _Job] = {}
+loaded_jobs: dict[bytes, _Loaded] = {}
 """Jobs of loaders of other processes, by their token."""
 
 _lock = threading.Lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
 
 
-def find_job(reference: JobReference, attached: Any = None) -> _Job | None:
+def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:
     """Return the job of a task, loaded if need be; None if it is not here."""
     token = reference.token
     here = _jobs_here.get(token)
@@ -347,7 +347,7 @@ def find_job(reference: JobReference, attached: Any = None) -> _Job | None:
         return job
 
 
-def _load_job(reference: JobReference, attached: Any) -> _Job | None:
+def _load_job(reference: JobReference, attached: Any) -> _Loaded | None:
     """Load the job of a loader of another process; return None if it has to be sent.
 
     Raises:
@@ -376,7 +376,7 @@ def _load_job(reference: JobReference, attached: Any) -> _Job | None:
         mapping[:] = memoryview(attached)  # a copy of its own, for the dataset to change
     how = {"packer": BatchPacker(OutOfBand()), "seed": seed_globals}
     ids = itertools.repeat(-1)
-    return _Job(
+    return _Loaded(
         address.unpickle(mapping), SimpleNamespace(), ids, _lock, how, found, time.monotonic()
     )
 
@@ -409,9 +409,11 @@ def forget_closed() -> None:
 
 
 def forget(token: bytes) -> None:
-    """Let a job go."""
-    if loaded_jobs.pop(token, None) is not None:
-        serve(None)
+    """Let a job go. Another's worker may be making a batch meanwhile."""
+    job = loaded_jobs.pop(token, None)
+    if job is not None:
+        stop_serving(getattr(job.store, "worker", None))
+        del job
         gc.collect()  # a dataset may be in a cycle
 
 

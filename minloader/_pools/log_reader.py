@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import socket
 import sys
@@ -16,6 +15,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
+from minloader._memory.files import at_fork
 from minloader._worker.logs import HEAD, PACKET
 
 logger = logging.getLogger("minloader")
@@ -86,10 +86,7 @@ def _in_forked_child() -> None:
     _showing = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child
-    )
+at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
 
 
 def _hand_on(reader: socket.socket) -> None:

@@ -27,7 +27,8 @@ Guarantees:
    the loader is collected and when the interpreter exits.
 4. The parent's main module is never imported in a worker, so that scripts need no guard.
 5. In a fork of the parent nothing here touches the parent's workers.
-6. No signal goes to a pid that may be another process's by now: workers are reaped last.
+6. No signal goes to a pid that may be another process's by now: a worker is sent one by its pidfd,
+   a group when its leader lives or no process has that pid.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools
-from minloader._pools.cpython import Executor, holds_pid, reap, register_exit, start_worker
+from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.log_reader import LogReader, open_logs
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
@@ -126,22 +127,15 @@ class WorkerProcess:
         # The sentinel is a pipe, which a fork that the worker left behind may hold open.
         return bool(wait([self.sentinel], 0)) or self.exitcode is not None
 
-    def holds_pid(self) -> bool:
-        """Whether the pid cannot be another process's by now."""
-        return holds_pid(self._process)
-
     def kill_group(self) -> None:
         """Kill what is left of the worker's process group."""
-        kill_group(self.pid, reaped=not self.holds_pid())
-
-    def reap(self) -> None:
-        """Let the pid go. Before that nobody reaps the process, so that it can be signalled."""
-        reap(self._process)
+        kill_group(self.pid, reaped=self.exitcode is not None)
 
 
 def _kill(workers: list[WorkerProcess]) -> None:
     """Kill workers, and all that they started."""
-    kill_trees(worker.pid for worker in workers if worker.holds_pid())
+    alive = {worker.pid: partial(send_signal, worker) for worker in workers if worker.is_alive()}
+    kill_trees(alive)
     for worker in workers:
         worker.kill_group()
 
@@ -322,12 +316,11 @@ class _Executor(Executor):
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
-        for worker in self.workers:
-            worker.reap()
+        codes = [worker.exitcode for worker in self.workers]  # of each: to look is to reap
         self.heartbeats.close()
         if self._logs is not None:
             self._logs.close(GRACE)
-        if self.broken or any(worker.exitcode for worker in self.workers):
+        if self.broken or any(codes):
             kill_marked(TOKEN, self.setup.token)
 
     def _reveal_deaths(self) -> list[WorkerProcess]:
@@ -357,30 +350,30 @@ class _Executor(Executor):
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        manager = self.manager
+        manager, reason = self.manager, ""
         if manager is not None and not manager.is_alive() and self.tasks.unfinished:
             # It has ended with an error: Ctrl-C came in the middle of the executor's submit(),
             # which then gave a number twice.
-            self._kill([worker for worker in self.workers if worker not in dead])
-            self.tasks.fail("the executor's thread has ended")
-            self.break_up("the executor's thread has ended")
+            reason = "the executor's thread has ended"
         elif not dead or (self.leaving and not self.tasks.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > STUCK:
+            reason = "a worker died while it sent a reply"
+        if reason:
             self._kill([worker for worker in self.workers if worker not in dead])
-            self.tasks.fail("a worker died while it sent a reply")
-            self.break_up("a worker died while it sent a reply")
+            self.tasks.fail(reason)
+            self.break_up(reason)
 
     def _kill_late(self, timeout: float) -> None:
         for n, worker in enumerate(self.workers):
             heartbeat = self.heartbeats.last(n)
             if not self._is_late(worker, heartbeat, timeout) or worker.stack is not None:
                 continue
-            if not worker.holds_pid():
-                continue
-            stack = self.heartbeats.stack(worker.pid, GRACE)
+            if worker.has_ended():
+                continue  # by itself
+            stack = self.heartbeats.stack(partial(send_signal, worker), GRACE)
             now = self.heartbeats.last(n)
             if now == heartbeat and self._is_late(worker, now, timeout):
                 worker.stack = stack

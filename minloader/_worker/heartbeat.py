@@ -64,14 +64,19 @@ class Heartbeats:
         """Return the last heartbeat of a worker."""
         return Heartbeat(*_FORMAT.unpack_from(self._memory, index * _FORMAT.size))
 
-    def stack(self, pid: int, seconds: float) -> str:
-        """Return the Python stacks of a worker's threads; "" if it does not answer in time."""
+    def stack(self, send: Callable[[int], None], seconds: float) -> str:
+        """Return the Python stacks of a worker's threads; "" if it does not answer in time.
+
+        Args:
+            send: sends the worker a signal.
+            seconds: how long to wait.
+        """
         if _STACK_SIGNAL is None:
             return ""
         begin = size = os.fstat(self._file.fd).st_size
         deadline = time.monotonic() + seconds
         try:
-            os.kill(pid, _STACK_SIGNAL)
+            send(_STACK_SIGNAL)
         except OSError:  # it has ended
             return ""
         while time.monotonic() < deadline:

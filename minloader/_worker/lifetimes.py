@@ -13,8 +13,11 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+
+from minloader._memory.files import at_fork
 
 process = object()
 """Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""
@@ -25,8 +28,7 @@ def _begin_fork() -> None:
     process = object()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_fork)
+at_fork(after_in_child=_begin_fork)
 
 
 def lead_group() -> None:
@@ -76,23 +78,26 @@ def _watch(parent: Any, clean_up: Callable[[], object]) -> None:
 def kill_descendants() -> None:
     """Kill all that this process started, and what that started."""
     for pid in _descendants(os.getpid()):
-        _send(pid, "SIGKILL")
+        _send(partial(os.kill, pid), "SIGKILL")
 
 
-def kill_trees(pids: Iterable[int]) -> None:
+def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> None:
     """Kill processes with their groups, and what they started outside these (setsid).
 
     All descendants are looked up before the first process dies, because then they lose the
     parent they are found by, and an executor ends all its workers when one is gone.
+
+    Args:
+        leaders: how to send a signal to each process, by its pid.
     """
-    leaders = list(pids)
-    for pid in leaders:
-        _send(pid, "SIGSTOP")  # so that it starts nothing more while we look
+    for send in leaders.values():
+        _send(send, "SIGSTOP")  # so that it starts nothing more while we look
     descendants = [other for pid in leaders for other in _descendants(pid)]
-    for pid in leaders:
+    for pid, send in leaders.items():
         kill_group(pid)
-    for pid in leaders + descendants:
-        _send(pid, "SIGKILL")
+        _send(send, "SIGKILL")
+    for pid in descendants:
+        _send(partial(os.kill, pid), "SIGKILL")
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
@@ -102,7 +107,7 @@ def kill_group(pid: int, *, reaped: bool = False) -> None:
     member (POSIX says so): if there is one of that pid, nothing is left of the group.
     """
     if hasattr(os, "killpg") and not (reaped and _exists(pid)):
-        _send(pid, "SIGKILL", os.killpg)
+        _send(partial(os.killpg, pid), "SIGKILL")
 
 
 def _exists(pid: int) -> bool:
@@ -115,11 +120,11 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _send(pid: int, name: str, send: Callable[[int, int], None] = os.kill) -> None:
+def _send(send: Callable[[int], None], name: str) -> None:
     number = getattr(signal, name, None if name == "SIGSTOP" else signal.SIGTERM)  # Windows
     try:
         if number is not None:
-            send(pid, number)
+            send(number)
     except (ProcessLookupError, PermissionError):
         return  # gone already; or no longer ours: it changed user
 
@@ -152,4 +157,4 @@ def kill_marked(name: str, value: str) -> None:
     mark = f"{name}={value}".encode()
     for pid, environment in _read_all("environ"):
         if mark in environment.split(b"\0"):
-            _send(pid, "SIGKILL")
+            _send(partial(os.kill, pid), "SIGKILL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,7 @@ class Shard(NamedTuple):
     """The part of a stream that a task reads on in.
 
     Attributes:
-        run: number of the pass over the stream, counted by the loader.
+        pass_: number of the pass over the stream, counted by the loader.
         oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
@@ -82,7 +83,7 @@ class Shard(NamedTuple):
         start: where it begins, in its first task; None in all others.
     """
 
-    run: int
+    pass_: int
     oldest: int
     id: int
     total: int
@@ -98,26 +99,15 @@ NO_SAMPLE: Final = ...
 """Stands for the index of a sample where none is being made. It survives pickling."""
 
 
-class _End:
-    """The type of :data:`END`, a constant that survives pickling."""
+class Mark(enum.Enum):
+    """Stands for a batch. It survives pickling."""
 
-    def __reduce__(self) -> str:
-        return "END"
-
-
-END: Final = _End()
-"""Stands for a batch: the shard has no more."""
+    END = "the shard has no more"
+    LEFT_OUT = "no worker survives it"
 
 
-class _LeftOut:
-    """The type of :data:`LEFT_OUT`, a constant that survives pickling."""
-
-    def __reduce__(self) -> str:
-        return "LEFT_OUT"
-
-
-LEFT_OUT: Final = _LeftOut()
-"""Stands for a batch that no worker survives."""
+END: Final = Mark.END
+LEFT_OUT: Final = Mark.LEFT_OUT
 
 
 class Task(NamedTuple):

@@ -1,9 +1,9 @@
-"""How long a worker computed, and how long it waited for a processor, with all that it started.
+"""How long a worker computed, and how long it waited for a processor, with what it started.
 
     seconds of work = computing + queued + asleep (files, the network, locks, other computers)
 
-All of it is read from files of the kernel, in the worker, and only now and then: it takes some
-50 µs. Where there is no ``/proc``, nothing is told.
+All of it is asked of the kernel, in the worker, and only now and then: it takes some 50 µs. What
+the worker started is counted when it has ended. Where there is no ``/proc``, nothing is told.
 """
 
 from __future__ import annotations
@@ -11,57 +11,26 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import NamedTuple
 
 from minloader._memory.limits import words
 
 COST = 0.002
-"""Most of a worker's time that the reading may take. With many threads or programs it is slow."""
+"""Most of a worker's time that the reading may take. With many threads it is slow."""
 
 
-class Usage(NamedTuple):
-    """What a process used up to some moment, with all that it started.
-
-    Attributes:
-        computing: seconds of processor time. Of children too: those that live, and those that were
-            waited for.
-        threads: nanoseconds that each living thread computed, and waited for a processor.
-    """
-
-    computing: float
-    threads: dict[str, tuple[int, int]]
-
-
-def usage(pid: int, proc: str = "/proc") -> Usage | None:
-    """Return what a process used until now; None where there is no /proc, or it is gone."""
-    ticks, times, pids = 0, {}, [str(pid)]
-    for each in pids:  # grows while we walk
-        try:
-            with open(f"{proc}/{each}/stat", "rb") as file:
-                # The second field is the program's name, which may have anything in it.
-                ticks += sum(map(int, file.read().rpartition(b")")[2].split()[11:15]))
-            threads = os.listdir(f"{proc}/{each}/task")
-        except OSError:
-            continue
-        for thread in threads:
-            folder = f"{proc}/{each}/task/{thread}"
-            computed, queued, *_ = *words(folder, "schedstat"), 0, 0
-            times[thread] = int(computed), int(queued)
-            # A kernel without CONFIG_PROC_CHILDREN has no such file: then live ones are missing.
-            pids += words(folder, "children")
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), times) if times else None
+def waited(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
+    """Return the nanoseconds that each thread computed, and waited for a processor."""
+    threads = os.listdir(folder) if os.path.isdir(folder) else []
+    found = ((each, words(f"{folder}/{each}", "schedstat")) for each in threads)
+    return {each: (int(values[0]), int(values[1])) for each, values in found if values}
 
 
 class Meter:
-    """Tells now and then how a worker process spent the time that its batches took.
+    """Tells now and then how a worker process spent the time that its batches took."""
 
-    Args:
-        proc: where the files of the kernel are.
-    """
-
-    def __init__(self, proc: str = "/proc") -> None:
-        self._proc = proc
-        self._last = Usage(0.0, {})
+    def __init__(self) -> None:
+        self._computed = 0.0
+        self._threads: dict[str, tuple[int, int]] = {}
         self._work = 0.0  # seconds since it told last
         self._due = 0.0
         self._tell()
@@ -78,20 +47,21 @@ class Meter:
         return self._tell() if self._work >= self._due else None
 
     def _tell(self) -> tuple[float, float, float] | None:
-        before, work = self._last, self._work
+        former, before, work = self._computed, self._threads, self._work
         begin = time.thread_time()  # a busy machine may take the processor away meanwhile
-        now = usage(os.getpid(), self._proc)
-        if now is None:
+        computed, threads = sum(os.times()[:4]), waited()
+        if not threads:
             self._due = math.inf
             return None
-        self._last, self._work = now, 0.0
+        self._computed, self._threads, self._work = computed, threads, 0.0
         self._due = (time.thread_time() - begin) / COST
-        computing = max(0.0, now.computing - before.computing)
-        seen = queued = 0.0
-        for thread, (ran, waited) in now.threads.items():
-            ran_before, waited_before = before.threads.get(thread, (0, 0))
-            seen += (ran - ran_before) / 1e9
-            queued += (waited - waited_before) / 1e9
+        computing = max(0.0, computed - former)
+        spent = [
+            now - then
+            for each in threads
+            for now, then in zip(threads[each], before.get(each, (0, 0)), strict=True)
+        ]
+        seen, queued = sum(spent[::2]) / 1e9, sum(spent[1::2]) / 1e9
         # Of programs that have ended the kernel adds up the computing, not the waiting. They are
         # taken to have waited as the others did, for each second that they computed.
         if seen:

@@ -38,7 +38,7 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
-from minloader._worker.messages import END, LEFT_OUT, Failure, Job, Reply, Task, WorkerInfo
+from minloader._worker.messages import END, Failure, Job, Mark, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
 from minloader._worker.seeds import Place, Seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
@@ -184,7 +184,7 @@ class Worker:
                 stage = WHOLE_ITEM
             # Whoever leaves out what fails must not leave out that a stream is another one.
             return self._failure(error, stage, fatal=reader is not None and reader.is_other)
-        if self._packer is None or batch is END or batch is LEFT_OUT:
+        if self._packer is None or type(batch) is Mark:
             return batch
         self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()

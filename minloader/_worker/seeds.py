@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from minloader._memory.files import at_fork
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 
@@ -138,8 +139,7 @@ def _begin_fork() -> None:
         random.__class__ = ModuleType  # type: ignore[assignment]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_fork)
+at_fork(after_in_child=_begin_fork)
 
 
 def reserve_globals() -> Callable[[], object]:

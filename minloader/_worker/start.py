@@ -54,10 +54,17 @@ def get_worker_info() -> WorkerInfo | None:
     return info
 
 
-def serve(worker: Worker | None) -> None:
+def serve(worker: Worker) -> None:
     """Make a worker the one that all threads of this process belong to."""
     global _process_worker
     _process_worker = worker
+
+
+def stop_serving(worker: Worker | None) -> None:
+    """Let a worker go, unless the threads belong to another by now."""
+    global _process_worker
+    if _process_worker is worker:
+        _process_worker = None
 
 
 class WorkerSetup(NamedTuple):

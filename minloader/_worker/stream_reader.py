@@ -258,7 +258,7 @@ class ShardReaders:
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        key, start = (shard.run, shard.id), shard.start
+        key, start = (shard.pass_, shard.id), shard.start
         reader = self._readers.get(key)
         if reader is not None and reader.reading_id == shard.reading:
             return reader
