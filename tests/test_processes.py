@@ -335,6 +335,17 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     assert all(seen)
 
 
+def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
+    def interrupt(folder: str) -> list[str]:
+        raise KeyboardInterrupt
+
+    sleep = subprocess.Popen(["sleep", "600"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "listdir", interrupt)
+        lifetimes.kill_trees({sleep.pid: sleep.send_signal})
+    assert sleep.wait() == -signal.SIGKILL
+
+
 @variants("hang", HANGS)
 def test_ctrl_c(tmp_path, hang):
     program, pids = run_program(tmp_path, "next(batches)", hang)

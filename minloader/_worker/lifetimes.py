@@ -90,14 +90,17 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> None:
     Args:
         leaders: how to send a signal to each process, by its pid.
     """
-    for send in leaders.values():
-        _send(send, "SIGSTOP")  # so that it starts nothing more while we look
-    descendants = [other for pid in leaders for other in _descendants(pid)]
-    for pid, send in leaders.items():
-        kill_group(pid)
-        _send(send, "SIGKILL")
-    for pid in descendants:
-        _send(partial(os.kill, pid), "SIGKILL")
+    descendants: list[int] = []
+    try:
+        for send in leaders.values():
+            _send(send, "SIGSTOP")  # so that it starts nothing more while we look
+        descendants += [other for pid in leaders for other in _descendants(pid)]
+    finally:  # if Ctrl-C comes meanwhile, too: nobody else would end those that were stopped
+        for pid, send in leaders.items():
+            kill_group(pid)
+            _send(send, "SIGKILL")
+        for pid in descendants:
+            _send(partial(os.kill, pid), "SIGKILL")
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
