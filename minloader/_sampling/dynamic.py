@@ -20,7 +20,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int, shown
-from minloader._sampling.windows import LookUp, WindowSampler
+from minloader._sampling.source import LookUp
+from minloader._sampling.windows import WindowSampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,8 +125,8 @@ class DynamicBatchSampler(WindowSampler):
         if cost is not None and not callable(cost):
             raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
         self.cost = cost
-        limit, ways = (name, float(budget)), ("refuse", "drop")
-        super().__init__(lengths, sampler, limit, long, ways, shuffle, (seed, rank, world_size))
+        limit = name, float(budget)
+        super().__init__(lengths, sampler, limit, long, shuffle, (seed, rank, world_size))
 
     def _price(self, lengths: NDArray[Any]) -> NDArray[Any]:
         """Return the cost of each length. ``cost`` gets Python numbers: any callable will do."""
