@@ -121,7 +121,7 @@ class PackedBatchSampler(WindowSampler):
         samples, spans = cut(costs, self.capacity)
         return np.maximum(1, spans[:, 1] - spans[:, 0]), samples, spans
 
-    def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         import numpy as np
 
         order = np.arange(len(costs))

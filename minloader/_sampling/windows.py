@@ -143,12 +143,11 @@ class WindowSampler(Sampler):
         """Return costs, samples and spans of the pieces of samples."""
         raise NotImplementedError
 
-    def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         """Return the batches of entries.
 
         Args:
             costs: of the entries, above 0 and at most the limit.
-            epoch: number of the epoch.
             rng: what to draw from.
             by: what steps are dealt out by: a dict of the arguments named in ``_dealt_by``.
         """
@@ -262,7 +261,7 @@ class WindowSampler(Sampler):
         for part, (*values, until) in enumerate([*place["dealt"], own]):
             by = dict(zip(self._dealt_by, values, strict=True))
             rng = self._rng(epoch, place["window_at"]["batches"], part)
-            numbers, starts, stops = self._plan(window.costs[left], epoch, rng, by)
+            numbers, starts, stops = self._plan(window.costs[left], rng, by)
             numbers = left[numbers]
             if until is not None:
                 count = (until - begun) * by["world_size"]
