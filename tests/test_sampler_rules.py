@@ -507,7 +507,7 @@ FAILING: dict[str, Any] = {
         lambda n: [3] * n if n in BAD else 3, 40, sampler=Lazy(range(N))
     ),
     "dynamic cost": lambda: DynamicBatchSampler(
-        Lazy([n if n in BAD else 3 for n in range(N)]), 400, cost=lambda n: 1 // (n == 3)
+        Lazy([n if n in BAD else 3 for n in range(N)]), 400, cost=lambda n: {3: 1}[n]
     ),
     "mixture": lambda: MixtureSampler([Raising(N, BAD)], [1], 4),
 }
