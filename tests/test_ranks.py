@@ -120,9 +120,7 @@ def test_ranks_share_a_plan(
     if world_size == 1:
         assert len(taken) == len(lengths)
     elif not lazy:
-        assert len(lengths) - len(taken) <= max(world_size - 1, len(lengths) // 100) + (
-            world_size - 1
-        )
+        assert len(lengths) - len(taken) < world_size
     for batch in flat(steps):
         assert 1 <= len(batch) <= (max_batch or len(lengths))
         assert cost_of(batch, costs, budget_name) <= budget
@@ -154,9 +152,8 @@ def test_no_rank_waits(corpus, budget_name, lazy):
         ranks = every_rank(kind, 4, epoch)
         steps = steps_of(ranks)
         costs = [[cost_of(batch, corpus, budget_name) for batch in step] for step in steps]
-        unlike = sum(spread(step) > 0.05 for step in costs)
-        assert unlike <= epoch % 2 * 0.05 * len(costs)  # outliers, which even epochs may drop
-        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 0.01 * len(corpus)
+        assert max(map(spread, costs)) <= 0.05
+        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 4
         # Not at the price of smaller batches.
         alone = kind(seed=0)
         alone.set_epoch(epoch)
@@ -358,9 +355,7 @@ def test_four_processes():
     costs = [
         [cost_of(b, lengths, "max_padded") for b in rank["dynamic"]["batches"]] for rank in ranks
     ]
-    # One step has the few samples that are longer than all others, and is not even.
-    spreads = sorted(map(spread, zip(*costs, strict=True)))
-    assert spreads[-2] <= 0.05  # all steps but that one
+    assert max(map(spread, zip(*costs, strict=True))) <= 0.05
 
 
 def test_ranks_through_a_loader():
