@@ -349,8 +349,8 @@ def test_the_order_depends_on_seed_and_epoch_alone(kind):
 @every_kind
 @pytest.mark.parametrize("started", [False, True])
 def test_an_iterator_keeps_its_epoch_and_its_batches(kind, started):
-    if kind in ROLLOVER or "counting" in kind:
-        return
+    if kind in ROLLOVER or "counting" in kind or ("told" in kind and not started):
+        return  # an inner generator begins with its first item
     expected = list(begun(KINDS[kind](), 1))
     sampler = begun(KINDS[kind](), 1)
     iterator = iter(sampler)
