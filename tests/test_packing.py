@@ -7,13 +7,13 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice, pairwise, product
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from conftest import require
-from helpers import SelfIterating, Stateful
+from helpers import Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -28,8 +28,6 @@ from minloader import (
     pack_collate,
     sliced,
 )
-from minloader import DynamicBatchSampler as Dynamic
-from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=50)  # a busy machine is no failure
 thorough = settings(deadline=None, max_examples=500)
@@ -187,30 +185,6 @@ def test_by_example():
     assert two[0].dropped == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"shuffle": True}, {"world_size": 2}])
-def test_no_samples_and_a_single_one(options):
-    ranks = options.get("world_size", 1)
-    for kind, long in product([list, np.array, Lazy], ["refuse", "split"]):
-        sampler = partial(PackedBatchSampler, long=long, **options)
-        nothing, alone = sampler(kind([]), 5), sampler(kind([1]), 1)
-        assert list(nothing) == []
-        assert len(list(alone)) == 2 - ranks
-        assert (nothing.dropped, alone.dropped) == (0, ranks - 1)
-
-
-@pytest.mark.parametrize("kind", [list, Lazy])
-def test_samples_of_no_length_count_as_one(kind):
-    assert [len(batch) for batch in PackedBatchSampler(kind([0] * 10), 4)] == [4, 4, 2]
-    assert [len(batch) for batch in PackedBatchSampler(kind([0] * 10), 4, rows=2)] == [8, 2]
-
-
-@pytest.mark.parametrize("kind", [list, Lazy])
-def test_all_are_longer_than_a_row(kind):
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 9, but must be .* at most capacity=4"):
-        list(PackedBatchSampler(kind([9, 9]), 4))
-    assert len(list(PackedBatchSampler(kind([9, 9]), 4, long="split"))) == 5
-
-
 def test_rows_of_one_and_without_end():
     assert list(PackedBatchSampler([5, 0, 7] * 2, 2**60)) == [[0, 1, 2, 3, 4, 5]]
     assert list(PackedBatchSampler([1, 0, 1], 1)) == [[0], [1], [2]]
@@ -245,55 +219,12 @@ def test_a_window_puts_other_lengths_together_each_epoch():
     assert companies(window, 0) != companies(window, 1)
 
 
-@pytest.mark.parametrize("kind", [np.array, Lazy])
-@pytest.mark.parametrize("window", [None, 50])
-def test_the_order_depends_on_seed_and_epoch_alone(kind, window):
-    lengths = np.random.default_rng(0).integers(1, 30, 200)
-
-    def batches(seed, epoch):
-        sampler = PackedBatchSampler(kind(lengths), 64, window=window, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    every = [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert every == [batches(seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert len({tuple(map(tuple, one)) for one in every}) == 9
-    # Not the same batches in another order.
-    assert len({frozenset(map(frozenset, one)) for one in every}) == 9
-
-
 def test_rows_are_shuffled_too():
     """By their first samples, rows of many samples would come before those of few."""
     lengths = np.random.default_rng(0).lognormal(6, 1, 3000).clip(1, 4096).astype(int)
     for seed in range(3):
         sizes = list(map(len, PackedBatchSampler(lengths, 4096, shuffle=True, seed=seed)))
         assert abs(np.corrcoef(sizes, range(len(sizes)))[0, 1]) < 0.2
-
-
-def test_an_iterator_keeps_its_epoch_and_its_batches():
-    sampler = PackedBatchSampler([1, 2, 3] * 10, 6, shuffle=True)
-    sampler.set_epoch(1)
-    expected = list(sampler)
-    begun = iter(sampler)
-    found = [next(begun)]
-    sampler.set_epoch(2)
-    assert list(sampler) != expected
-    assert found + list(begun) == expected
-    sampler.set_epoch(1)
-    for batch in sampler:
-        batch.clear()
-    assert list(sampler) == expected
-
-
-def test_lazy_lengths_can_be_read_again_or_say_so():
-    again = PackedBatchSampler(Lazy([2, 2, 2]), 4)
-    assert list(again) == list(again) == [[0, 1], [2]]
-    with pytest.raises(TypeError, match="lazily"):
-        len(again)
-    once = PackedBatchSampler(iter([2, 2, 2]), 4)
-    assert list(once) == [[0, 1], [2]]
-    with pytest.raises(RuntimeError, match="one epoch"):
-        iter(once)
 
 
 @pytest.fixture(scope="module")
@@ -314,52 +245,6 @@ def test_rows_are_full(corpus, options, least):
     assert corpus.sum() / (4096 * rows) >= least
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
-        ({"capacity": 4.0}, TypeError, r"capacity must be an int, got 4\.0"),
-        ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
-        ({"rows": "4"}, TypeError, "rows must be an int, got '4'"),
-        ({"long": "cut"}, ValueError, "long must be 'refuse', 'drop' or 'split', got 'cut'"),
-        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"window": 0.5}, TypeError, "window must be an int"),
-        ({"seed": -1}, ValueError, "seed must be at least 0"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
-        ({"lengths": 5}, TypeError, "lengths must be an iterable of numbers, got 5"),
-    ],
-)
-def test_impossible_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        PackedBatchSampler(**{"lengths": [1, 2], "capacity": 4, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("values", "long", "error", "message"),
-    [
-        ([1, 9, 5], "refuse", ValueError, r"lengths\[1\] is 9, .* at most capacity=5; raise cap"),
-        ([1, -9], "refuse", ValueError, r"lengths\[1\] is -9, but must be at least 0 and at most"),
-        ([1, 9, -3], "split", ValueError, r"lengths\[2\] is -3, but must be at least 0"),
-        ([1, 2.0], "refuse", TypeError, "lengths must be one int for each sample, got"),
-        (["1"], "split", TypeError, "lengths must be one int for each sample, got"),
-        ([True], "split", TypeError, "lengths must be one int for each sample, got"),
-        ([[1, 2]], "split", TypeError, "lengths must be one int for each sample, got"),
-    ],
-)
-def test_impossible_lengths(values, long, error, message):
-    for kind in (list, np.array, Lazy, iter):
-        with pytest.raises(error, match=message):
-            list(PackedBatchSampler(kind(values), 5, long=long))
-
-
-def test_small_dtypes_do_not_overflow():
-    for dtype in ("u1", "i2", "u8"):
-        lengths = np.full(1000, 100, dtype=dtype)
-        assert [len(batch) for batch in PackedBatchSampler(lengths, 70_000)] == [700, 300]
-        pieces = PackedBatchSampler(lengths[:1], 60, long="split")
-        assert list(pieces) == [[(0, 0, 60)], [(0, 60, 100)]]
-
-
 # --- states --------------------------------------------------------------------------------------
 
 LENGTHS = np.random.default_rng(1).integers(0, 30, 370)
@@ -371,8 +256,6 @@ KINDS: dict[str, Any] = {
     "lazy window": (Lazy, {"capacity": 64, "rows": 2, "window": 100, "shuffle": True}),
 }
 """Lengths and options of samplers of at least 40 batches."""
-
-LAZY_KINDS = ["lazy", "lazy window"]  # which read all lengths again for each state
 
 
 def make_sampler(kind: str, world_size: int = 1, rank: int = 0) -> PackedBatchSampler:
@@ -411,47 +294,9 @@ def test_a_loader_goes_on_after_every_batch(options):
                 assert [[part.tolist() for part in batch] for batch in loader] == found[k:]
 
 
-def test_the_state_is_small_and_refuses_other_arguments():
-    lengths = np.arange(100_000) % 50
-    big = PackedBatchSampler(lengths, 4096, long="split", shuffle=True)
-    next(iter(big))
-    assert len(json.dumps(big.state_dict())) < 500
-    endless = PackedBatchSampler(Lazy(count(1)), 9, long="split")
-    list(islice(endless, 1000))
-    assert len(json.dumps(endless.state_dict())) < 500
-
-    given = {"lengths": [1, 2, 3], "capacity": 4, "rows": 2}
-    state = PackedBatchSampler(**given).state_dict()
-    for changed, message in (
-        ({"capacity": 5}, "capacity is 5, but the state is of capacity 4"),
-        ({"rows": None}, "rows is None, but the state is of rows 2"),
-        ({"long": "drop"}, "long is 'drop', but the state is of long 'refuse'"),
-        ({"window": 9}, "window is 9, but the state is of window None"),
-        ({"shuffle": True}, "shuffle is True, but the state is of shuffle False"),
-        ({"seed": 1}, "seed is 1, but the state is of seed 0"),
-        ({"lengths": [1, 3, 2]}, "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'"),
-        ({"lengths": Lazy([1, 2])}, "n is None, but the state is of n 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PackedBatchSampler(**given | changed).load_state_dict(state)
-
-
 # --- the items of another sampler ----------------------------------------------------------------
 
 PARTS = [[1 + n % 7 for n in range(150)], [2 + n % 25 for n in range(90)]]
-
-
-class Failing:
-    """Raises an error in place of item 3; its iterators go on after that."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.items = iter(range(8))
-        return self
-
-    def __next__(self) -> int:
-        if (item := next(self.items)) == 3:
-            raise OSError("3 is bad")
-        return item
 
 
 def over_a_mixture(rank: int = 0, world_size: int = 1, **options: Any) -> PackedBatchSampler:
@@ -487,67 +332,6 @@ def test_rows_of_a_mixture(shuffle, world_size):
         fresh.load_state_dict(state)
         assert as_saved(fresh.state_dict()) == state
         assert list(fresh) == [step[-1] for step in steps[k:]]
-
-
-def test_whole_items_keep_their_names():
-    """Their lengths may be in a sequence or a mapping, or be worked out."""
-    names = {"a": 3, "bb": 1, "c": 2, "dd": 5, "e": 4}
-    for lengths in (names, names.get, names.__getitem__):
-        packed_names = PackedBatchSampler(lengths, 5, rows=2, sampler=names)
-        assert list(packed_names) == [["a", "c", "bb", "e"], ["dd"]]
-    assert list(PackedBatchSampler(np.array([9, 3, 2]), 5, sampler=[2, 1, 2])) == [[2, 1], [2]]
-    with pytest.raises(TypeError, match="number of batches is not known"):
-        len(packed_names)
-    few = [PackedBatchSampler(len, 9, sampler=[*"abc"], rank=r, world_size=2) for r in (0, 1)]
-    assert list(map(list, few)) == [[["a"]], [["b", "c"]]]
-
-
-def test_a_window_of_items_is_read_at_a_time(monkeypatch):
-    monkeypatch.setattr(windows, "WINDOW", 30)
-    for options, window in ({}, 30), ({"window": 12}, 30):
-        inner = Stateful(range(1000))
-        sampler = PackedBatchSampler(lambda item: 1, 4, sampler=inner, **options)
-        iterator = iter(sampler)
-        taken = flat(islice(iterator, 40))
-        state = as_saved(sampler.state_dict())
-        again = Stateful(range(1000))
-        resumed = PackedBatchSampler(lambda item: 1, 4, sampler=again, **options)
-        resumed.load_state_dict(state)
-        assert list(resumed) == list(iterator)
-        assert 0 <= again.drawn - (1000 - len(taken)) <= window
-
-
-def test_an_inner_sampler_that_is_its_own_iterator(monkeypatch):
-    """It would begin anew if it were asked for an iterator at each window."""
-    monkeypatch.setattr(windows, "WINDOW", 6)
-    for kind in (partial(PackedBatchSampler, capacity=3), partial(Dynamic, max_total=3)):
-        sampler = kind(lambda item: 1, sampler=SelfIterating(range(30)))
-        assert list(islice(sampler, 11)) == [[n, n + 1, n + 2] for n in range(0, 30, 3)]
-
-
-def test_a_sampler_of_items_that_fails_or_is_empty():
-    iterator = iter(PackedBatchSampler(lambda item: 2, 4, sampler=Failing()))
-    with pytest.raises(OSError, match="3 is bad"):
-        next(iterator)
-    assert flat(iterator) == [0, 1, 2, 4, 5, 6, 7]
-    for world_size in (1, 2):
-        nothing = PackedBatchSampler({}, 4, sampler=[], world_size=world_size)
-        assert list(nothing) == list(nothing) == []
-        assert nothing.dropped == 0
-    iterator = iter(PackedBatchSampler({"a": 1, "b": 2}, 5, sampler=[*"axb"]))
-    with pytest.raises(KeyError) as caught:
-        next(iterator)
-    assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
-    assert list(iterator) == [["a", "b"]]
-    for lengths, error, message in (
-        ({"a": 1, "b": 9}, ValueError, r"lengths\['b'\] is 9, .* at most capacity=5; raise cap"),
-        ({"a": 1, "b": 0.5}, TypeError, "lengths must be one int for each sample"),
-        (iter([1]), TypeError, "lengths must have __getitem__ or be a function of an item"),
-    ):
-        with pytest.raises(error, match=message):
-            list(PackedBatchSampler(lengths, 5, sampler=[*"ab"]))
-    with pytest.raises(TypeError, match="sampler must be iterable or None, got 3"):
-        PackedBatchSampler([1], 5, sampler=3)
 
 
 @pytest.mark.slow

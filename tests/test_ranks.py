@@ -69,22 +69,6 @@ def test_ranks_of_an_infinite_inner_sampler():
     ]
 
 
-@pytest.mark.parametrize(
-    "kind", [partial(BatchSampler, 5, 1), partial(DynamicBatchSampler, [1], max_total=1)]
-)
-def test_impossible_ranks(kind):
-    with pytest.raises(ValueError, match="rank must be below world_size=2, got 2"):
-        kind(rank=2, world_size=2)
-    with pytest.raises(ValueError, match="rank must be at least 0, got -1"):
-        kind(rank=-1, world_size=2)
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
-        kind(world_size=0)
-    with pytest.raises(TypeError, match=r"rank must be an int, got 0\.5"):
-        kind(rank=0.5, world_size=2)
-    sampler = kind(rank=np.int64(1), world_size=np.uint8(3))
-    assert (sampler.rank, sampler.world_size) == (1, 3)
-
-
 # --- DynamicBatchSampler -----------------------------------------------------------------------
 
 
@@ -136,9 +120,7 @@ def test_ranks_share_a_plan(
     if world_size == 1:
         assert len(taken) == len(lengths)
     elif not lazy:
-        assert len(lengths) - len(taken) <= max(world_size - 1, len(lengths) // 100) + (
-            world_size - 1
-        )
+        assert len(lengths) - len(taken) < world_size
     for batch in flat(steps):
         assert 1 <= len(batch) <= (max_batch or len(lengths))
         assert cost_of(batch, costs, budget_name) <= budget
@@ -170,9 +152,8 @@ def test_no_rank_waits(corpus, budget_name, lazy):
         ranks = every_rank(kind, 4, epoch)
         steps = steps_of(ranks)
         costs = [[cost_of(batch, corpus, budget_name) for batch in step] for step in steps]
-        unlike = sum(spread(step) > 0.05 for step in costs)
-        assert unlike <= epoch % 2 * 0.05 * len(costs)  # outliers, which even epochs may drop
-        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 0.01 * len(corpus)
+        assert max(map(spread, costs)) <= 0.05
+        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 4
         # Not at the price of smaller batches.
         alone = kind(seed=0)
         alone.set_epoch(epoch)
@@ -299,239 +280,7 @@ def test_costs_may_be_of_any_kind_of_number(number):
 # --- states ------------------------------------------------------------------------------------
 
 
-class Stateful:
-    """An inner sampler of somebody else's, which knows where it stands and how far it was read."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = list(values)
-        self.at = self.read = self.epoch = 0
-        self.continues = False
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.continues:
-            self.at = 0
-        self.continues = False
-        while self.at < len(self.values):
-            self.at += 1
-            self.read += 1
-            yield self.values[self.at - 1]
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.at, self.continues = epoch, 0, False
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.continues = state["at"], True
-
-
-def batch_samplers() -> st.SearchStrategy[Callable[[], Any]]:
-    def kind(n, over, size, shuffle, last_batch, rank, others):
-        if size is None:
-            last_batch = "keep"
-        overs = {
-            "int": lambda: n,
-            "list": lambda: list(range(n)),
-            "array": lambda: np.arange(n),
-            "lazy": lambda: Lazy(range(n)),
-            "once": lambda: iter(range(n)),
-            "stateful": lambda: Stateful(range(n)),
-            "our own": lambda: BatchSampler(n, None, shuffle=True, seed=5),
-        }
-        world_size = rank + 1 + others
-        return over, lambda: BatchSampler(
-            overs[over](), size, shuffle, last_batch, 3, rank, world_size
-        )
-
-    return st.builds(
-        kind,
-        n=st.integers(0, 25),
-        over=st.sampled_from(["int", "list", "array", "lazy", "once", "stateful", "our own"]),
-        size=st.none() | st.integers(1, 5),
-        shuffle=st.booleans(),
-        last_batch=st.sampled_from(["keep", "discard", "rollover"]),
-        rank=st.integers(0, 2),
-        others=st.integers(0, 2),
-    )
-
-
-def dynamic_samplers() -> st.SearchStrategy[Callable[[], Any]]:
-    def kind(lengths, over, budget_name, buckets, shuffle, max_batch, rank, others, cost):
-        overs = {"list": list, "array": np.array, "lazy": Lazy, "once": iter}
-        options = {"buckets": buckets, "shuffle": shuffle, "max_batch": max_batch, "seed": 3}
-        options |= {"rank": rank, "world_size": rank + 1 + others, "cost": cost}
-        return over, lambda: DynamicBatchSampler(
-            overs[over](lengths), **options, **{budget_name: 900}
-        )
-
-    return st.builds(
-        kind,
-        lengths=st.lists(st.integers(0, 30), max_size=40),
-        over=st.sampled_from(["list", "array", "lazy", "once"]),
-        budget_name=st.sampled_from(["max_total", "max_padded"]),
-        buckets=st.integers(1, 3),
-        shuffle=st.booleans(),
-        max_batch=st.integers(1, 4),
-        rank=st.integers(0, 2),
-        others=st.integers(0, 2),
-        cost=st.sampled_from([None, lambda n: n * n]),
-    )
-
-
-def size_of(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except TypeError:
-        return None
-
-
-KINDS = {
-    "int": partial(BatchSampler, 20, 3, shuffle=True),
-    "list": partial(BatchSampler, list(range(20)), 3),
-    "stateful": lambda **options: BatchSampler(Stateful(range(20)), 3, **options),
-    "dynamic": partial(DynamicBatchSampler, [1, 2, 3, 4] * 5, max_total=7, shuffle=True),
-    "lazy": partial(DynamicBatchSampler, Lazy([1, 2, 3, 4] * 5), max_total=7, shuffle=True),
-}
-
-
-def test_a_state_is_of_the_iterator_made_last():
-    sampler = BatchSampler(20, 3)
-    first, second = iter(sampler), iter(sampler)
-    next(first), next(first), next(second)
-    assert sampler.state_dict()["batches"] == 1
-    next(first)
-    assert sampler.state_dict()["batches"] == 1
-    list(second)
-    assert sampler.state_dict()["batches"] == 7
-
-
-def test_the_state_is_small():
-    lengths = np.arange(100_000) % 50
-    for sampler in (
-        BatchSampler(100_000, 512, True, "rollover"),
-        DynamicBatchSampler(lengths, max_total=1000, shuffle=True),
-    ):
-        next(iter(sampler))
-        assert len(json.dumps(sampler.state_dict())) < 400
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_the_state_of_one_rank_serves_all(rank):
-    """So a training run may save that of rank 0 alone."""
-    for kind in (KINDS["int"], KINDS["dynamic"]):
-        first, own, resumed = (kind(rank=which, world_size=3) for which in (0, rank, rank))
-        next(iter(first))
-        resumed.load_state_dict(first.state_dict())
-        assert list(resumed) == list(own)[1:]
-
-
 LENGTHS = [1, 2, 3, 4] * 5
-
-
-@pytest.mark.parametrize(
-    ("made", "loaded", "message"),
-    [
-        (
-            partial(BatchSampler, 20, 3),
-            partial(BatchSampler, 21, 3),
-            "n is 21, but the state is of n 20; make the sampler with",
-        ),
-        (
-            partial(BatchSampler, 20, 3),
-            partial(BatchSampler, 20, 4),
-            "batch_size is 4, but the state is of batch_size 3",
-        ),
-        (
-            partial(BatchSampler, 20, 3),
-            partial(BatchSampler, 20, 3, shuffle=True),
-            "shuffle is True, but the state is of shuffle False",
-        ),
-        (
-            partial(BatchSampler, 20, 3),
-            partial(BatchSampler, 20, 3, last_batch="discard"),
-            "last_batch is 'discard', but the state is of last_batch 'keep'",
-        ),
-        (
-            partial(BatchSampler, 20, 3),
-            partial(BatchSampler, 20, 3, seed=1),
-            "seed is 1, but the state is of seed 0",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 7),
-            partial(BatchSampler, 20, 3),
-            "sampler is 'BatchSampler', but the state is of sampler 'DynamicBatchSampler'",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 7),
-            partial(DynamicBatchSampler, LENGTHS[::-1], 7),
-            "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 90),
-            partial(DynamicBatchSampler, LENGTHS, 90, cost=lambda n: n * n),
-            "lengths is '[0-9a-f]+', but the state is of lengths '[0-9a-f]+'",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 7),
-            partial(DynamicBatchSampler, LENGTHS, max_padded=7),
-            "max_total is None, but the state is of max_total 7.0",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 7),
-            partial(DynamicBatchSampler, LENGTHS, 7, buckets=2),
-            "buckets is 2, but the state is of buckets 1",
-        ),
-        (
-            partial(DynamicBatchSampler, LENGTHS, 7),
-            partial(DynamicBatchSampler, LENGTHS, 7, max_batch=2),
-            "max_batch is 2, but the state is of max_batch None",
-        ),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused(made, loaded, message):
-    state = made().state_dict()
-    sampler = loaded()
-    before = sampler.state_dict()
-    with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict(json.loads(json.dumps(state)))
-    assert sampler.state_dict() == before
-    assert list(sampler) == list(loaded())
-
-
-def test_an_inner_sampler_may_gain_a_state_but_not_lose_it():
-    lists, states = (BatchSampler(over, 3) for over in (Lazy(range(20)), Stateful(range(20))))
-    whole = list(lists)
-    for sampler in (lists, states):
-        next(iter(sampler))
-    gained, lost = (BatchSampler(over, 3) for over in (Stateful(range(20)), Lazy(range(20))))
-    gained.load_state_dict(lists.state_dict())
-    assert list(gained) == whole[1:]
-    with pytest.raises(ValueError, match="has no load_state_dict"):
-        lost.load_state_dict(states.state_dict())
-    assert list(lost) == whole
-
-
-def test_what_is_no_state_is_refused():
-    for kind in KINDS.values():
-        sampler = kind()
-        state = sampler.state_dict()
-        for nonsense in (None, [1], "state", 3):
-            with pytest.raises(TypeError, match="state must be a dict from state_dict"):
-                sampler.load_state_dict(nonsense)
-        for name in state:
-            with pytest.raises(ValueError, match=f"the state has no '{name}'"):
-                sampler.load_state_dict({key: state[key] for key in state if key != name})
-        with pytest.raises(ValueError, match="version is 1, but the state is of version 3"):
-            sampler.load_state_dict(state | {"version": 3})
-        with pytest.raises(ValueError, match="batches must be at least 0"):
-            sampler.load_state_dict(state | {"batches": -1})
-        with pytest.raises(TypeError, match="epoch must be an int"):
-            sampler.load_state_dict(state | {"epoch": "first"})
 
 
 # --- as in a training run ----------------------------------------------------------------------
@@ -606,9 +355,7 @@ def test_four_processes():
     costs = [
         [cost_of(b, lengths, "max_padded") for b in rank["dynamic"]["batches"]] for rank in ranks
     ]
-    # One step has the few samples that are longer than all others, and is not even.
-    spreads = sorted(map(spread, zip(*costs, strict=True)))
-    assert spreads[-2] <= 0.05  # all steps but that one
+    assert max(map(spread, zip(*costs, strict=True))) <= 0.05
 
 
 def test_ranks_through_a_loader():

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minloader._checks import check_int, shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import Source
+from minloader._sampling.source import BEGINNING, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,20 +80,42 @@ class Run(Iterator[Any]):
     """The batches of an epoch. It is no generator, so that it goes on after an error.
 
     Args:
-        epoch: number of the epoch.
+        sampler: whose epoch it is.
+        epoch: its number.
         place: where to begin.
 
     Attributes:
-        epoch: number of the epoch.
         batches: number of batches that each rank was given.
         touched: whether a batch was asked for.
         ended: whether there are no more.
     """
 
-    def __init__(self, epoch: int, place: Place) -> None:
-        self.epoch = epoch
+    def __init__(self, sampler: Any, epoch: int, place: Place) -> None:
+        self.sampler, self.epoch = sampler, epoch
         self.batches: int = place["batches"]
         self.touched = self.ended = False
+
+    def __next__(self) -> Any:
+        self.touched = True
+        if self.ended:
+            raise StopIteration
+        try:
+            batch = self._next()
+        except StopIteration as error:
+            if self.ended:
+                raise
+            raise RuntimeError("a function that the sampler called raised StopIteration") from error
+        self.batches += 1
+        return batch
+
+    def _next(self) -> Any:
+        """Return the next batch of this rank, or end."""
+        raise NotImplementedError
+
+    def _end(self, dropped: int) -> NoReturn:
+        """End the epoch, of which so many samples were dropped."""
+        self.sampler._dropped, self.ended = dropped, True
+        raise StopIteration
 
     def place(self) -> Place:
         """Return where this run stands; when it has ended, where any other epoch begins.
@@ -109,6 +131,7 @@ class Sampler:
     # Attributes that decide the order; and those of them that may be others in another world size.
     _arguments: tuple[str, ...] = ()
     _dealt_by: tuple[str, ...] = ("world_size",)
+    _begin: type[Run]  # the batches of an epoch, from a place on
     sampler: Any = None  # what this one reads its items from
     _source: Source | None = None  # the same, or lazy lengths
 
@@ -153,27 +176,33 @@ class Sampler:
         if between:
             place = place | {"batches": 0}
         self._known = self.epoch, between, place
-        self._run = self._begin(self.epoch, place)
+        self._run = self._begin(self, self.epoch, place)
         return self._run
+
+    def __len__(self) -> int:
+        """Return the number of batches of the epoch, the same for every rank.
+
+        Raises:
+            TypeError: it is not known beforehand.
+        """
+        return self._counts()[0]
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length is, and whether that is known
 
     @property
     def dropped(self) -> int:
         """Number of samples of the epoch that no rank gets; before its end, as far as is known."""
-        run = self._run
-        if run is not None and run.ended and run.epoch == self.epoch:
-            return self._dropped
         try:
-            return self._to_drop()
-        except TypeError:  # the lengths are lazy, or the inner sampler has no length
+            return self._counts()[1]
+        except TypeError:
             return self._dropped
 
-    def _to_drop(self) -> int:
-        """Return how many samples no rank will get.
-
-        Raises:
-            TypeError: that is not known.
-        """
-        raise TypeError
+    def _counts(self) -> tuple[int, int]:
+        between, place = self._position()
+        foreseen = self._foreseen(place)
+        has_ended = between and place["batches"]
+        return (place["batches"], self._dropped) if has_ended else foreseen
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the iterator made last, as a small dict that is fit for JSON.
@@ -234,18 +263,25 @@ class Sampler:
             state = other.state_dict()
         self.load_state_dict(state)
 
-    # --- what samplers must have
+    # --- what kinds of samplers have of their own
+
+    def _foreseen(self, place: Place) -> tuple[int, int]:
+        """Return how many batches a rank gets of the epoch, and how many samples none gets.
+
+        Raises:
+            TypeError: that is not known.
+        """
+        raise NotImplementedError
 
     def _beginning(self) -> Place:
         """Return where an epoch begins if none before has left anything for it."""
-        raise NotImplementedError
-
-    def _begin(self, epoch: int, place: Place) -> Run:
-        """Return the batches of an epoch from a place on."""
-        raise NotImplementedError
+        return {"batches": 0, "source": BEGINNING}
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
+        check_int("source", place["source"][0], 0)
+        if self._source is not None:
+            self._source.restore(epoch, place["source"])
 
     def _dealt_anew(self, place: Place, former: dict[str, Any]) -> Place:
         """Return a place of a run that was dealt out by other arguments, as one of this sampler."""

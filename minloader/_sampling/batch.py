@@ -1,16 +1,90 @@
-"""Batches of a fixed number of indices."""
+"""Steps of equally many items, cut into a batch for each rank.
+
+::
+
+    source  ──>  what is left, and what is read  ──>  step  ──>  a piece for each rank
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.source import BEGINNING, Indexed, Source, is_sequence, plain, unplain
+from minloader._sampling.source import Source, plain, unplain
 
 
-class BatchSampler(Sampler):
+class StepRun(Run):
+    """The batches of an epoch: of what is left, and of what is read."""
+
+    def __init__(self, sampler: StepSampler, epoch: int, place: Place) -> None:
+        super().__init__(sampler, epoch, place)
+        self._left: list[Any] = list(map(unplain, place["left"]))  # comes before what is read
+        self._reading = sampler._read(epoch, place["source"])
+
+    def place(self) -> Place:
+        left = [plain(item) for item in self._left]
+        place = self._reading.over() if self.ended else self._reading.place()
+        return {"batches": self.batches, "left": left, "source": place}
+
+    def _next(self) -> Any:
+        sampler, left = self.sampler, self._left
+        rank, ranks, size = sampler.rank, sampler.world_size, sampler.batch_size
+        whole = sampler._step
+        if len(left) < whole:
+            self._reading.take(left, whole - len(left))
+        if len(left) < (ranks if sampler.last_batch == "keep" else whole):
+            if sampler.last_batch != "rollover":
+                self._left = []
+            self._end(len(left) - len(self._left))
+        step, self._left = left[:whole], left[whole:]
+        if size is None:
+            return step[rank]
+        return step[len(step) * rank // ranks : len(step) * (rank + 1) // ranks]
+
+
+class StepSampler(Sampler):
+    """A sampler whose batches are pieces of steps. A step takes ``batch_size`` items a rank."""
+
+    _dealt_by = ("world_size", "batch_size")
+    _begin: type[StepRun] = StepRun
+    last_batch = "keep"
+
+    def __init__(self, batch_size: int | None, seed: int, rank: int, world_size: int) -> None:
+        super().__init__(seed, rank, world_size)
+        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
+
+    @property
+    def _step(self) -> int:
+        """How many items all ranks take at once."""
+        return self.world_size * (self.batch_size or 1)
+
+    def _foreseen(self, place: Place) -> tuple[int, int]:
+        items = len(place["left"]) + max(0, self._ahead(place["source"]))
+        batches, rest = divmod(items, self._step)
+        batches += place["batches"]
+        if self.last_batch == "keep" and rest >= self.world_size:
+            return batches + 1, 0
+        return batches, 0 if self.last_batch == "rollover" else rest
+
+    def _beginning(self) -> Place:
+        return {"left": [], **super()._beginning()}
+
+    def _read(self, epoch: int, place: Any) -> Any:
+        """Begin to read items from a place on."""
+        raise NotImplementedError
+
+    def _ahead(self, place: Any) -> int:
+        """Return how many items are to be read from a place on.
+
+        Raises:
+            TypeError: that is not known.
+        """
+        raise NotImplementedError
+
+
+class BatchSampler(StepSampler):
     """Batches of a fixed number of indices.
 
     Runs in the process that iterates it, normally the parent. Any number of samples takes the same
@@ -41,7 +115,6 @@ class BatchSampler(Sampler):
     """
 
     _arguments = ("n", "batch_size", "shuffle", "last_batch")
-    _dealt_by = ("world_size", "batch_size")
 
     def __init__(
         self,
@@ -53,108 +126,22 @@ class BatchSampler(Sampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(seed, rank, world_size)
-        self._values: Any = None  # of a sequence, which needs not be read to be skipped
-        if not hasattr(n_or_sampler, "__iter__"):
-            self._values = range(check_int("n_or_sampler", n_or_sampler, 0))
-        elif is_sequence(n_or_sampler):
-            self.sampler = self._values = n_or_sampler
-        else:
-            self.sampler = n_or_sampler
-            self._source = Source("n_or_sampler", n_or_sampler)
-        self.n = None if self._values is None else len(self._values)
+        super().__init__(batch_size, seed, rank, world_size)
+        self._source: Source = Source("n_or_sampler", n_or_sampler)
+        self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
+        self.n = None if self._source.values is None else len(self._source)
         if last_batch not in ("keep", "discard", "rollover"):
             raise ValueError(
                 f"last_batch must be 'keep', 'discard' or 'rollover', got {shown(last_batch)}"
             )
         if batch_size is None and last_batch != "keep":
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
-        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
         self.shuffle = check_bool("shuffle", shuffle)
         self.last_batch = last_batch
 
-    def __len__(self) -> int:
-        """Return the number of batches of the epoch, the same for every rank.
+    def _read(self, epoch: int, place: Sequence[Any]) -> Any:
+        return self._source.read(epoch, place, self._derive(epoch) if self.shuffle else None)
 
-        Raises:
-            TypeError: the inner sampler has no length.
-        """
-        return self._divide()[0]
-
-    @property
-    def _step(self) -> int:
-        """How many indices all ranks take at once."""
-        return self.world_size * (self.batch_size or 1)
-
-    def _to_drop(self) -> int:
-        return self._divide()[1]
-
-    def _divide(self) -> tuple[int, int]:
-        """Return how many batches a rank gets of the epoch, and how many samples none gets."""
-        between, place = self._position()
-        if between and place["batches"]:  # the epoch has ended
-            return place["batches"], self._dropped
-        n = len(self.sampler) if self.n is None else self.n
-        n += len(place["left"]) - place["source"][0]
-        batches, rest = divmod(max(0, n), self._step)
-        batches += place["batches"]
-        if self.last_batch == "keep" and rest >= self.world_size:
-            return batches + 1, 0
-        return batches, 0 if self.last_batch == "rollover" else rest
-
-    # --- epochs and states
-
-    def _beginning(self) -> Place:
-        return {"batches": 0, "left": [], "source": BEGINNING}
-
-    def _begin(self, epoch: int, place: Place) -> Run:
-        return _Batches(self, epoch, place)
-
-    def _restore(self, epoch: int, place: Place) -> None:
-        check_int("source", place["source"][0], 0)
-        if self._source is not None:
-            self._source.restore(epoch, place["source"])
-
-
-class _Batches(Run):
-    """The batches of an epoch: of what is left, and of what is read."""
-
-    def __init__(self, sampler: BatchSampler, epoch: int, place: Place) -> None:
-        super().__init__(epoch, place)
-        self._sampler = sampler
-        self._left: list[Any] = list(map(unplain, place["left"]))  # comes before what is read
-        source, known = sampler._source, place["source"]
-        values: Any = sampler._values
-        if source is not None:
-            values = source.read(epoch, [0, *known[1:]] if sampler.shuffle else known)
-        if source is None or sampler.shuffle:
-            seed = sampler._derive(epoch) if sampler.shuffle else None
-            values = Indexed(values, seed, known)
-        self._reading = values
-
-    def place(self) -> Place:
-        left = [plain(item) for item in self._left]
-        place = self._reading.over() if self.ended else self._reading.place()
-        return {"batches": self.batches, "left": left, "source": place}
-
-    def __next__(self) -> Any:
-        self.touched = True
-        if self.ended:
-            raise StopIteration
-        sampler, left = self._sampler, self._left
-        ranks, size, whole = sampler.world_size, sampler.batch_size, sampler._step
-        if len(left) < whole:
-            self._reading.take(left, whole - len(left))
-        if len(left) < (ranks if sampler.last_batch == "keep" else whole):
-            if sampler.last_batch != "rollover":
-                self._left = []
-            sampler._dropped, self.ended = len(left) - len(self._left), True
-            raise StopIteration
-        step, self._left = left[:whole], left[whole:]
-        self.batches += 1
-        if size is None:
-            return step[sampler.rank]
-        if ranks == 1:
-            return step
-        start, stop = (len(step) * rank // ranks for rank in (sampler.rank, sampler.rank + 1))
-        return step[start:stop]
+    def _ahead(self, place: Sequence[Any]) -> int:
+        n = len(self._source) if self.n is None else self.n
+        return n - int(place[0])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader._checks import check_int, refuse_none
 from minloader._memory.slot_writer import empty
+from minloader._sampling.walk import DEEPER, plain, walk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +52,7 @@ def collate(samples: Sequence[Any]) -> Any:
         ValueError: the samples differ in shape, length or keys, or there are none.
         TypeError: a sample is of a type that cannot be stacked, or is None.
     """
-    return join(samples, "sample")
+    return join(samples)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
         check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        return join(samples, "sample", self._pad)
+        return join(samples, self._pad)
 
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
         import numpy as np
@@ -149,21 +151,23 @@ def numbers_as_array(sample: Any) -> Any:
 
 
 def join(
-    samples: Sequence[Any],
-    path: str,
-    join_sequences: Callable[[list[NDArray[Any]], str], Any] | None = None,
+    samples: Sequence[Any], join_sequences: Callable[[list[NDArray[Any]], str], Any] | None = None
 ) -> Any:
-    """Return one batch of samples that have the same structure, and go down this structure.
+    """Return one batch of samples that have the same structure.
 
     Args:
-        samples: the samples, or the same part of each.
-        path: which part of a sample this is, for messages.
+        samples: the samples.
         join_sequences: joins arrays of at least one dimension, which lists of numbers are then;
             it is given their path too. None: all arrays are stacked.
     """
+    return walk(samples, partial(_joined, join_sequences or _stack, bool(join_sequences)), plain)
+
+
+def _joined(join: Any, has_sequences: bool, samples: Sequence[Any], path: str) -> Any:
+    """The policy of all three functions: returns the array of a part of the samples."""
     import numpy as np
 
-    if join_sequences is not None:
+    if has_sequences:
         samples = [numbers_as_array(sample) for sample in samples]
     if not len(samples):
         raise ValueError("collate: there are no samples; an item must name at least one index")
@@ -181,10 +185,7 @@ def join(
                 f"collate: {path} has keys {sorted(map(str, first))} in the first sample but not "
                 "in all of them; give every sample the same keys, or a collate_fn of your own"
             )
-        return {
-            key: join([s[key] for s in samples], f"{path}[{key!r}]", join_sequences)
-            for key in first
-        }
+        return DEEPER
     if isinstance(first, (list, tuple)):
         if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
             refuse_none(samples, path)
@@ -192,23 +193,19 @@ def join(
                 f"collate: {path} is a sequence of {len(first)} in the first sample but not in "
                 "all of them; make ragged data arrays and use collate_fn=pad_collate()"
             )
-        columns = enumerate(zip(*samples, strict=True))
-        values = [join(each, f"{path}[{index}]", join_sequences) for index, each in columns]
-        if isinstance(first, list):
-            return values
-        return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
-    if _is_array(first):
-        if not all(map(_is_array, samples)):
-            refuse_none(samples, path)
-            raise TypeError(f"collate: {path} is a number in some samples and not in others")
-        arrays = [np.asarray(sample) for sample in samples]
-        if join_sequences is None or any(array.ndim == 0 for array in arrays):
-            return _stack(arrays, path)
-        return join_sequences(arrays, path)
-    raise TypeError(
-        f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
-        "numbers, strings or containers of them, or give a collate_fn of your own"
-    )
+        return DEEPER
+    if not _is_array(first):
+        raise TypeError(
+            f"collate: {path} is a {type(first).__name__}, which cannot be stacked; return arrays, "
+            "numbers, strings or containers of them, or give a collate_fn of your own"
+        )
+    if not all(map(_is_array, samples)):
+        refuse_none(samples, path)
+        raise TypeError(f"collate: {path} is a number in some samples and not in others")
+    arrays = [np.asarray(sample) for sample in samples]
+    if any(array.ndim == 0 for array in arrays):
+        join = _stack
+    return join(arrays, path)
 
 
 def _is_array(sample: Any) -> bool:

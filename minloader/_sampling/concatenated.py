@@ -16,8 +16,8 @@ class Concatenated:
     """Several datasets as one.
 
     Sample ``(part, index)`` is sample ``index`` of dataset ``part``: what :class:`MixtureSampler`
-    yields. If all datasets have a length, sample ``offsets[part] + index`` is the same one. Samples
-    are fetched where batches are made.
+    yields. If all datasets have a length, a number counts the samples of all of them. Samples are
+    fetched where batches are made.
 
     It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
 
@@ -40,15 +40,6 @@ class Concatenated:
         for part, dataset in enumerate(self.datasets):
             if not hasattr(type(dataset), "__getitem__"):
                 raise TypeError(f"datasets[{part}] must have __getitem__, got {shown(dataset)}")
-
-    @property
-    def offsets(self) -> list[int]:
-        """Index of the first sample of each dataset.
-
-        Raises:
-            TypeError: a dataset has no length.
-        """
-        return [0, *self._ends[:-1]]
 
     def __len__(self) -> int:
         """Return the number of samples of all datasets.
@@ -85,21 +76,18 @@ class Concatenated:
         return self._fetch
 
     def _fetch(self, items: list[Any]) -> list[Any]:
-        samples: list[Any] = [None] * len(items)
-        places: dict[int, list[tuple[int, Any]]] = {}  # for each part: places in items, and indices
-        for place, item in enumerate(items):
-            part, index = self._place(item)
-            places.setdefault(part, []).append((place, index))
-        for part, asked in places.items():
-            dataset = self.datasets[part]
-            indices = [index for _, index in asked]
-            if hasattr(dataset, "__getitems__"):
-                fetched = check_samples(dataset.__getitems__(indices), indices)
-            else:
-                fetched = [dataset[index] for index in indices]
-            for (place, _), sample in zip(asked, fetched, strict=True):
-                samples[place] = sample
-        return samples
+        places = [self._place(item) for item in items]
+        asked: dict[int, list[Any]] = {}
+        for part, index in places:
+            asked.setdefault(part, []).append(index)
+        fetched = {part: iter(self._samples(part, asked[part])) for part in asked}
+        return [next(fetched[part]) for part, _ in places]
+
+    def _samples(self, part: int, indices: list[Any]) -> list[Any]:
+        dataset = self.datasets[part]
+        if not hasattr(dataset, "__getitems__"):
+            return [dataset[index] for index in indices]
+        return check_samples(dataset.__getitems__(indices), indices)
 
     def _place(self, item: Any) -> tuple[int, Any]:
         """Return the number of a dataset, and an index in it."""

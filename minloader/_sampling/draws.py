@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from minloader._checks import check_int, shown
+from minloader._checks import shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import (
-    BEGINNING,
-    Indexed,
-    Reading,
-    Source,
-    next_epoch,
-    plain,
-    unplain,
-)
+from minloader._sampling.source import BEGINNING, Source, next_epoch
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -56,7 +47,7 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
     return [float(value) for value in values]
 
 
-class Part:
+class Part(Source):
     """A part as it was given.
 
     Args:
@@ -66,7 +57,6 @@ class Part:
         seed: of the mixture.
 
     Attributes:
-        name: what errors call it.
         size: number of its samples; None if it was given as a sampler.
 
     Raises:
@@ -75,7 +65,7 @@ class Part:
     """
 
     def __init__(self, number: int, part: Any, shuffle: bool, seed: int) -> None:
-        self.name = name = f"parts[{number}]"
+        name = f"parts[{number}]"
         if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
             raise TypeError(
                 f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
@@ -84,19 +74,16 @@ class Part:
         kind = type(part)
         if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
             part = len(part)
-        self.size = None if hasattr(part, "__iter__") else check_int(name, part, 0)
-        self.source = None if self.size is not None else Source(name, part)
-        self._seed = (seed, number) if shuffle else None
+        super().__init__(name, part)
+        self.size = None if hasattr(part, "__iter__") else len(self)
+        self._seed = (seed, number) if shuffle and self.size is not None else None
 
-    def read(self, epoch: int, place: Sequence[Any]) -> Reading | Indexed:
+    def begin(self, epoch: int, place: Sequence[Any]) -> Any:
         """Begin to read a pass from a place on."""
-        if self.source is not None:
-            return self.source.read(epoch, place)
-        seed = None if self._seed is None else derive("part", *self._seed, epoch)
-        return Indexed(range(self.size or 0), seed, place)
+        return self.read(epoch, place, self._seed and derive("part", *self._seed, epoch))
 
 
-class _Pass:
+class _Passes:
     """How far an epoch has read a part: ``[passes, ended, place]``, where it stands.
 
     Attributes:
@@ -104,37 +91,29 @@ class _Pass:
     """
 
     def __init__(self, part: Part, epoch: int, known: Sequence[Any]) -> None:
-        self._part = part
-        self._epoch = epoch
+        self.part, self._epoch = part, epoch
         self._number, self.ended, self._place = known
-        self._reading: Reading | Indexed | None = None
+        self._reading: Any = None
 
-    def take(self) -> Any:
-        """Return the next item.
-
-        Raises:
-            StopIteration: there are no more.
-        """
+    def take(self) -> list[Any]:
+        """Return the next item, in a list, or an empty one if there are no more."""
         if self._reading is None:
-            epoch = self._epoch + self._number * PASS
-            self._reading = self._part.read(epoch, self._place)
+            self._reading = self.part.begin(self._epoch + self._number * PASS, self._place)
         items: list[Any] = []
         self._reading.take(items, 1)
-        if not items:
-            raise StopIteration
-        return items[0]
+        return items
 
     def begin_anew(self) -> None:
         """Have the next item be the first of another pass, in another order."""
-        _, _, self._place = self.next_epoch()
+        _, _, self._place = self.over()
         self._number, self._reading = self._number + 1, None
 
-    def record(self) -> list[Any]:
+    def place(self) -> list[Any]:
         """Return what another run goes on from."""
         place = self._place if self._reading is None else self._reading.place()
         return [self._number, self.ended, place]
 
-    def next_epoch(self) -> list[Any]:
+    def over(self) -> list[Any]:
         """Return what another epoch goes on from."""
         if self._reading is None:
             return [0, False, next_epoch(self._place)]
@@ -152,10 +131,7 @@ class Draws:
         length_of: returns the length of an item, of which parts have their shares; None: each
             item counts as one.
         epoch: number of the epoch.
-        known: from ``record``, of an earlier run.
-
-    Attributes:
-        left: number of the part and item of each draw that is in no step yet.
+        known: from :meth:`place` of an earlier run.
     """
 
     def __init__(
@@ -167,36 +143,34 @@ class Draws:
         known: dict[str, Any],
     ) -> None:
         pairs = zip(parts, known["parts"], strict=True)
-        self._parts = parts
-        self._passes = [_Pass(part, epoch, place) for part, place in pairs]
+        self._parts = [_Passes(part, epoch, place) for part, place in pairs]
         self._stop = stop
         self._length_of = length_of
         self._step: int = known["step"]
         self._weights: Sequence[float] = known["weights"]
         self._due: list[int] = list(known["due"])
         self._longest: int = known["longest"]
-        self.left: list[tuple[int, Any]] = [(part, unplain(item)) for part, item in known["left"]]
         if self._weights:
             self._divide()
 
     @staticmethod
-    def beginning(passes: list[Any]) -> dict[str, Any]:
+    def beginning(parts: list[Any]) -> dict[str, Any]:
         """Return what the first draw of an epoch goes on from."""
-        due = [0] * len(passes)
-        return {"step": 0, "weights": [], "due": due, "longest": 1, "parts": passes, "left": []}
+        return {"step": 0, "weights": [], "due": [0] * len(parts), "longest": 1, "parts": parts}
 
-    def record(self, *, ended: bool) -> dict[str, Any]:
-        """Return what another run goes on from; if the epoch has ended, another epoch."""
-        if ended:
-            return self.beginning([each.next_epoch() for each in self._passes])
+    def place(self) -> dict[str, Any]:
+        """Return what another run goes on from."""
         return {
             "step": self._step,
             "weights": list(self._weights),
             "due": list(self._due),
             "longest": self._longest,
-            "parts": [each.record() for each in self._passes],
-            "left": [[part, plain(item)] for part, item in self.left],
+            "parts": [part.place() for part in self._parts],
         }
+
+    def over(self) -> dict[str, Any]:
+        """Return what another epoch goes on from, after this one has ended."""
+        return self.beginning([part.over() for part in self._parts])
 
     def weigh(self, step: int, weights: Sequence[float]) -> None:
         """Take the weights of a step."""
@@ -205,56 +179,41 @@ class Draws:
             self._weights = weights
             self._divide()
 
-    def draw(self) -> tuple[int, Any]:
-        """Return the number of a part, and its next item.
-
-        Raises:
-            StopIteration: the epoch has ended.
-        """
-        while any(self._shares):
+    def take(self, into: list[Any], most: int) -> None:
+        """Add draws to a list, each the number of a part and its next item; fewer at the end."""
+        most += len(into)
+        while len(into) < most and any(self._shares):
             number = self._choose()
-            drawn = self._passes[number]
+            part = self._parts[number]
             try:
-                item = self._take(number)
-            except StopIteration:
-                drawn.ended = True
-                self._due = [0] * len(self._due)  # what is due to it cannot be given
-                self._divide()
-                continue
+                items = part.take()
+                if not items and self._stop == "never":
+                    part.begin_anew()
+                    if not (items := part.take()):
+                        raise ValueError(
+                            f"{part.part.name} has no items, so it cannot be begun anew; give it "
+                            "the weight 0, or leave it out"
+                        )
+                draws = [(number, item) for item in items]
+                lengths = [self._length(draw) for draw in draws]
             except Exception:  # it had its turn
                 self._give(number, self._longest)
                 raise
-            length = 1
-            if self._length_of is not None:
-                length = self._measure((number, item))
-            self._give(number, length)
-            return number, item
-        raise StopIteration
+            if draws:
+                self._give(number, *lengths)
+                into += draws
+            else:
+                part.ended = True
+                self._due = [0] * len(self._due)  # what is due to it cannot be given
+                self._divide()
 
-    def _take(self, number: int) -> Any:
-        drawn = self._passes[number]
-        with suppress(StopIteration):
-            return drawn.take()
-        if self._stop != "never":
-            raise StopIteration
-        drawn.begin_anew()
-        with suppress(StopIteration):
-            return drawn.take()
-        raise ValueError(
-            f"{self._parts[number].name} has no items, so it cannot be begun anew; give it the "
-            "weight 0, or leave it out"
-        )
-
-    def _measure(self, item: tuple[int, Any]) -> int:
+    def _length(self, draw: tuple[int, Any]) -> int:
         """Return the length of an item, in GRAIN."""
-        assert self._length_of is not None
-        try:
-            length = self._length_of(item)
-            if not 0 <= length < math.inf:
-                raise ValueError(f"lengths[{item!r}] is {length}, but must be at least 0")
-        except Exception as error:
-            error.add_note(f"minloader: when the length of {shown(item)} was looked up")
-            raise
+        if self._length_of is None:
+            return 1
+        length = self._length_of(draw)
+        if not 0 <= length < math.inf:
+            raise ValueError(f"lengths[{draw!r}] is {length}, but must be at least 0")
         return round((length or 1) * GRAIN)
 
     def _choose(self) -> int:
@@ -281,7 +240,7 @@ class Draws:
 
     def _divide(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""
-        ended = [each.ended for each in self._passes]
+        ended = [part.ended for part in self._parts]
         over = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
         weights = [0.0 if over or out else weight for weight, out in pairs]

@@ -13,6 +13,7 @@ Every rank plans all steps from the same seed and takes its own batch of each.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -20,7 +21,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int, shown
-from minloader._sampling.windows import LookUp, WindowSampler
+from minloader._sampling.source import LookUp
+from minloader._sampling.windows import WindowSampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +33,6 @@ if TYPE_CHECKING:
 SPREAD = 0.05
 """How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
 time that a rank may wait for another. With less, the samples of more batches are dealt out anew."""
-
-SPARE = 100
-"""One in so many samples may be dropped, in every second epoch, where the costs of a step would
-differ by more than :data:`SPREAD`. With fewer, the outliers of an epoch make ranks wait."""
 
 CHUNK = 1 << 16
 """Costs that exist as Python numbers at a time."""
@@ -50,11 +48,10 @@ class DynamicBatchSampler(WindowSampler):
 
     With one rank, no sample is ever dropped, save those that ``long`` says. With ranks, batches are
     made as for one rank, and those of like cost form a step, from the same bucket if it has enough
-    of them. The samples of batches without a match, and of incomplete batches, are sorted by cost
-    and dealt out to the ranks anew. The costs in a step then differ by at most 5 % of the highest.
-    In even epochs, outliers are dropped for that if need be, but no more than 1 % of the samples,
-    or ``world_size - 1``; in odd epochs they get steps of unlike cost. At the end, fewer than
-    ``world_size`` samples may be left over, which are dropped too: in odd epochs others each time.
+    of them. The samples of batches without a match, and of incomplete batches, are dealt out to the
+    ranks anew, the costliest first, each to the rank that has the least. The costs in a step differ
+    by at most 5 % of the highest, save where there are too few samples for that. At the end, fewer
+    than ``world_size`` samples may be left over, which are dropped: others in each epoch.
 
     Lazy lengths, and the items of an inner ``sampler``, are planned 10,000 at a time, as an epoch
     each. A state then has that of the inner sampler, if it has one, and no more than 10,000 items
@@ -124,8 +121,8 @@ class DynamicBatchSampler(WindowSampler):
         if cost is not None and not callable(cost):
             raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
         self.cost = cost
-        limit, ways = (name, float(budget)), ("refuse", "drop")
-        super().__init__(lengths, sampler, limit, long, ways, shuffle, (seed, rank, world_size))
+        limit = name, float(budget)
+        super().__init__(lengths, sampler, limit, long, shuffle, (seed, rank, world_size))
 
     def _price(self, lengths: NDArray[Any]) -> NDArray[Any]:
         """Return the cost of each length. ``cost`` gets Python numbers: any callable will do."""
@@ -137,18 +134,16 @@ class DynamicBatchSampler(WindowSampler):
             return lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
         distinct, where = np.unique(lengths, return_inverse=True)
         costs = [self.cost(length) for length in distinct.tolist()]
-        numbers: set[Any] = {
-            kind for kind in map(type, costs) if kind is not bool and issubclass(kind, Real)
-        }
         for length, value in zip(distinct, costs, strict=True):
-            if type(value) not in numbers or not 0 <= value < math.inf:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
                 raise ValueError(
                     f"cost must give a finite number of at least 0, but for the length {length} "
                     f"it gave {shown(value)}"
                 )
         return np.array(costs, np.float64)[where]
 
-    def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         import numpy as np
 
         ranks, most = by["world_size"], by["max_batch"]
@@ -183,11 +178,7 @@ class DynamicBatchSampler(WindowSampler):
         ends = np.array(stops, np.int64)
         spans = [numbers[starts[batch] : ends[batch]] for batch in odd]
         rest = np.sort(np.concatenate([numbers[:0], *spans]))
-        # Who is dropped depends on the epoch, so that nobody always is.
-        spare = 0 if epoch % 2 else max(ranks - 1, len(costs) // SPARE)
-        if not spare:
-            rest = np.sort(rng.permutation(rest)[len(rest) % ranks :])
-        dealt = _deal(rest, costs[rest], ranks, (budget, padded, most), spare)
+        dealt = _deal(rest, costs[rest], ranks, (budget, padded, most), rng)
         chosen = np.array(steps, np.int64).reshape(-1)
         added = np.cumsum([len(numbers), *map(len, dealt)])
         starts = np.concatenate([starts[chosen], added[:-1]])
@@ -196,8 +187,6 @@ class DynamicBatchSampler(WindowSampler):
         count = len(starts) // ranks
         if self.shuffle:
             order = rng.permutation(count)
-        elif ranks == self.buckets == 1:
-            order = np.arange(count)
         else:
             firsts = [numbers[a:b].min() for a, b in zip(starts, ends, strict=True)]
             order = np.argsort(np.array(firsts, np.int64).reshape(count, ranks).min(axis=1))
@@ -260,19 +249,22 @@ def _match(
 
 
 def _deal(
-    numbers: NDArray[Any], costs: NDArray[Any], ranks: int, limits: _Budget, spare: int
+    numbers: NDArray[Any],
+    costs: NDArray[Any],
+    ranks: int,
+    limits: _Budget,
+    rng: np.random.Generator,
 ) -> list[NDArray[Any]]:
-    """Deal samples out like cards, the costliest first, in rows of one for each rank.
+    """Deal samples out, the costliest first, each to the rank whose batch costs least so far.
 
-    A step takes as many rows as the budget allows while the ranks' costs are alike. The costs of
-    its first row must be alike: samples before it are dropped for that.
+    A step ends where that batch is full, or earlier, where all its batches were last of like cost.
 
     Args:
         numbers: of the samples to deal.
         costs: what they cost.
         ranks: number of ranks.
         limits: of a batch.
-        spare: how many samples may be dropped.
+        rng: what to draw from. If fewer samples than ranks are left over, chance says which.
 
     Returns:
         The batches, step after step.
@@ -280,54 +272,28 @@ def _deal(
     import numpy as np
 
     budget, padded, most = limits
-    costs = costs.astype(np.float64)
-    order = np.argsort(-costs, kind="stable")
-    numbers, costs = numbers[order], costs[order]
-    batches: list[NDArray[Any]] = []
-    at, rows = 0, 4
-    while len(costs) - at >= ranks:
-        skip, spread = _alike(costs[at:], ranks, spare)
-        if spread > SPREAD and len(costs) - at <= spare:
-            break
-        spare -= skip
-        at += skip
-        limit = min((len(costs) - at) // ranks, most or len(costs))
-        while True:  # of many samples, look at no more than a step may take
-            rows = min(2 * rows, limit)
-            cards = costs[at : at + rows * ranks].reshape(rows, ranks).copy()
-            cards[1::2] = cards[1::2, ::-1]  # back and forth, or the first would get the most
-            if padded:
-                sizes = np.arange(1, rows + 1)[:, None] * cards[0]
-            else:
-                sizes = np.cumsum(cards, axis=0)
-            highest, lowest = sizes.max(axis=1), sizes.min(axis=1)
-            if rows == limit or highest[-1] > budget:
+    order = np.argsort(-costs.astype(np.float64), kind="stable")
+    values = costs[order].tolist()
+    steps: list[list[list[int]]] = []
+    at = first = 0
+    while len(values) - at >= ranks:
+        hands: list[list[int]] = [[] for _ in range(ranks)]
+        heap = [(0, rank) for rank in range(ranks)]
+        first, alike, highest = at, 0, 0
+        for stop in range(at, len(values)):
+            size, rank = heap[0]
+            hand = hands[rank]
+            grown = values[hand[0]] * (len(hand) + 1) if padded and hand else size + values[stop]
+            if hand and (grown > budget or len(hand) == most):
                 break
-        fits = (highest <= budget) & (lowest >= (1 - max(spread, SPREAD)) * highest)
-        fits[:1] = True  # even if rounding has it that it does not
-        rows = 1 + int(np.flatnonzero(fits)[-1])
-        names = numbers[at : at + rows * ranks].reshape(rows, ranks).copy()
-        names[1::2] = names[1::2, ::-1]
-        batches += list(names.T)
-        at += rows * ranks
-    return batches
-
-
-def _alike(costs: NDArray[Any], ranks: int, spare: int) -> tuple[int, float]:
-    """Find the first ``ranks`` neighbours, in descending costs, whose costs are alike.
-
-    Returns:
-        How many samples come before them, at most ``spare``, and how much less the last of them
-        costs than the first, as a fraction. If there are none, these are the first ``ranks``.
-    """
-    import numpy as np
-
-    most = min(len(costs) - ranks, spare) + 1
-    for places in (min(64, most), most):  # mostly the first will do
-        high, low = costs[:places], costs[ranks - 1 : ranks - 1 + places]
-        spread = (high - low) / high
-        skip = int(np.argmax(spread <= SPREAD))  # 0 if there are none
-        if spread[skip] <= SPREAD:
-            break
-        skip = 0
-    return skip, float(spread[skip])
+            hand.append(stop)
+            heapq.heapreplace(heap, (grown, rank))
+            highest = max(highest, grown)
+            if heap[0][0] >= (1 - SPREAD) * highest:
+                alike = stop + 1
+        at = alike or sum(map(len, hands)) + first
+        steps.append([[place for place in hand if place < at] for hand in hands])
+    if steps and at < len(values):
+        some = rng.choice(np.arange(first, at), len(values) - at, replace=False)
+        order[some], order[at:] = order[at:], order[some]
+    return [numbers[order[hand]] for step in steps for hand in step]

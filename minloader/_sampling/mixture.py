@@ -7,17 +7,23 @@ take at once, cut into one piece for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
-from minloader._checks import check_bool, check_int, shown
-from minloader._sampling.base import Place, Run, Sampler
+from minloader._checks import check_bool, shown
+from minloader._sampling.base import Place
+from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.draws import Draws, Part, Weights, check_weights
-from minloader._sampling.source import BEGINNING, check_has_state
-from minloader._sampling.windows import LookUp
+from minloader._sampling.source import BEGINNING, LookUp, check_has_state, look_up
 
 
-class MixtureSampler(Sampler):
+class _Run(StepRun):
+    def _next(self) -> Any:
+        weights = self.sampler._weights_at(self.epoch, self.batches)
+        self._reading.weigh(self.batches, weights)
+        return super()._next()
+
+
+class MixtureSampler(StepSampler):
     """Draws from several samplers or datasets by weight.
 
     Runs in the process that iterates it, normally the parent. It yields ``(part, index)``, as
@@ -64,7 +70,7 @@ class MixtureSampler(Sampler):
     """
 
     _arguments = ("parts", "batch_size", "stop", "shuffle", "by_length")
-    _dealt_by = ("world_size", "batch_size")
+    _begin = _Run
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class MixtureSampler(Sampler):
         world_size: int = 1,
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
-        super().__init__(seed, rank, world_size)
+        super().__init__(batch_size, seed, rank, world_size)
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
         self.shuffle = check_bool("shuffle", shuffle)
@@ -89,17 +95,11 @@ class MixtureSampler(Sampler):
         self.weights = weights
         if not callable(weights):
             self.weights = check_weights("weights", weights, len(self._parts))
-        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
         if stop not in ("first", "last", "never"):
             raise ValueError(f"stop must be 'first', 'last' or 'never', got {shown(stop)}")
         self.stop = stop
         self.by_length = lengths is not None
-        self._length_of: Any = getattr(lengths, "__getitem__", lengths)
-        if self.by_length and not callable(self._length_of):
-            raise TypeError(
-                "lengths must have __getitem__ or be a function of an item (part, index), got "
-                f"{shown(lengths)}"
-            )
+        self._length_of = None if lengths is None else look_up(lengths)
 
     def _weights_at(self, epoch: int, step: int) -> Sequence[float]:
         """Return the weights of a step."""
@@ -109,13 +109,27 @@ class MixtureSampler(Sampler):
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
     def _beginning(self) -> Place:
-        return {"batches": 0, "draws": Draws.beginning([[0, False, BEGINNING] for _ in self.parts])}
+        parts = [[0, False, BEGINNING] for _ in self.parts]
+        return super()._beginning() | {"source": Draws.beginning(parts)}
 
-    def _begin(self, epoch: int, place: Place) -> Run:
-        return _Batches(self, epoch, place)
+    def _read(self, epoch: int, place: dict[str, Any]) -> Draws:
+        return Draws(self._parts, self.stop, self._length_of, epoch, place)
+
+    def _ahead(self, place: dict[str, Any]) -> int:
+        if self.stop != "last" or callable(self.weights):
+            raise TypeError(
+                "the number of draws is not known beforehand; it is with stop='last', and weights "
+                "that are no function"
+            )
+        weighted = zip(self._parts, self.weights, place["parts"], strict=True)
+        return sum(
+            len(part) - read
+            for part, weight, (_, ended, (read, *_)) in weighted
+            if weight and not ended
+        )
 
     def _restore(self, epoch: int, place: Place) -> None:
-        known = place["draws"]
+        known = place["source"]
         step, weights = known["step"], known["weights"]
         if weights and (here := self._weights_at(epoch, step)) != weights:
             raise ValueError(
@@ -124,38 +138,4 @@ class MixtureSampler(Sampler):
             )
         for part, (*_, (_, state, _)) in zip(self._parts, known["parts"], strict=True):
             if state is not None:
-                check_has_state(part.name, part.size if part.source is None else part.source.items)
-
-
-class _Batches(Run):
-    """The batches of an epoch."""
-
-    def __init__(self, mixture: MixtureSampler, epoch: int, place: Place) -> None:
-        super().__init__(epoch, place)
-        self._mixture = mixture
-        length_of = mixture._length_of if mixture.by_length else None
-        self._draws = Draws(mixture._parts, mixture.stop, length_of, epoch, place["draws"])
-
-    def place(self) -> Place:
-        return {"batches": self.batches, "draws": self._draws.record(ended=self.ended)}
-
-    def __next__(self) -> Any:
-        self.touched = True
-        if self.ended:
-            raise StopIteration
-        mixture, draws = self._mixture, self._draws
-        draws.weigh(self.batches, mixture._weights_at(self.epoch, self.batches))
-        step, ranks = draws.left, mixture.world_size
-        whole = ranks * (mixture.batch_size or 1)
-        with suppress(StopIteration):
-            while len(step) < whole:
-                step.append(draws.draw())
-        if len(step) < ranks:
-            mixture._dropped, self.ended = len(step), True
-            raise StopIteration
-        step, draws.left = step[:whole], step[whole:]
-        self.batches += 1
-        if mixture.batch_size is None:
-            return step[mixture.rank]
-        start, stop = (len(step) * rank // ranks for rank in (mixture.rank, mixture.rank + 1))
-        return step[start:stop]
+                check_has_state(part.name, part.items)

@@ -101,7 +101,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
                 layouts[lengths] = self._lay_out(lengths, path)
             return layouts[lengths].pack(arrays, dtype, self.value)
 
-        return join(samples, "sample", pack)
+        return join(samples, pack)
 
     def _lay_out(self, lengths: Sequence[int], path: str) -> _Layout:
         """Return where sequences of these lengths lie."""

@@ -12,12 +12,14 @@ Every rank plans all rows from the same seed and takes its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._checks import check_int
 from minloader._sampling.fitting import arranged, best_fit, cut
 from minloader._sampling.pack_collate import pack_collate
-from minloader._sampling.windows import LookUp, WindowSampler
+from minloader._sampling.source import LookUp
+from minloader._sampling.windows import WindowSampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +78,8 @@ class PackedBatchSampler(WindowSampler):
             left out.)
     """
 
-    _kinds, _unit = "ui", "int"
+    _kind = "ui", Integral, "int"
+    _ways = "refuse", "drop", "split"
     _arguments = ("n", "lengths", "capacity", "rows", "long", "window", "shuffle")
     _dealt_by = ("world_size", "rows")
 
@@ -96,8 +99,8 @@ class PackedBatchSampler(WindowSampler):
         self.capacity = check_int("capacity", capacity, 1)
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
-        limit, ways = ("capacity", self.capacity), ("refuse", "drop", "split")
-        super().__init__(lengths, sampler, limit, long, ways, shuffle, (seed, rank, world_size))
+        limit = "capacity", self.capacity
+        super().__init__(lengths, sampler, limit, long, shuffle, (seed, rank, world_size))
 
     def collate(self, value: Any = 0) -> pack_collate:
         """Return the ``collate_fn`` that lays the batches of this sampler out in its rows.
@@ -118,7 +121,7 @@ class PackedBatchSampler(WindowSampler):
         samples, spans = cut(costs, self.capacity)
         return np.maximum(1, spans[:, 1] - spans[:, 0]), samples, spans
 
-    def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         import numpy as np
 
         order = np.arange(len(costs))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minloader._checks import check_samples, shown
 from minloader._sampling.collate import numbers_as_array
+from minloader._sampling.walk import DEEPER, plain, walk
 
 
 @dataclass
@@ -40,7 +41,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     def __getitem__(self, item: tuple[Any, int, int]) -> Any:
         dataset, index = self.dataset, _index(item)
         is_callable = not hasattr(type(dataset), "__getitem__")
-        return _slice(dataset(index) if is_callable else dataset[index], item, "sample")
+        return _slice(dataset(index) if is_callable else dataset[index], item)
 
     @property
     def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:
@@ -49,7 +50,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
 
         def fetch_slices(items: list[tuple[Any, int, int]]) -> list[Any]:
             samples = check_samples(fetch(list(map(_index, items))), items)
-            return [_slice(*pair, "sample") for pair in zip(samples, items, strict=True)]
+            return [_slice(*pair) for pair in zip(samples, items, strict=True)]
 
         return fetch_slices
 
@@ -63,22 +64,21 @@ def _index(item: Any) -> Any:
     return item[0]
 
 
-def _slice(sample: Any, item: tuple[Any, int, int], path: str) -> Any:
-    """Return a sample, or a part of it at this path, with its sequences sliced."""
-    sample = numbers_as_array(sample)
-    if isinstance(sample, Mapping):
-        return {key: _slice(sample[key], item, f"{path}[{key!r}]") for key in sample}
-    if isinstance(sample, (list, tuple)):
-        values = [_slice(value, item, f"{path}[{n}]") for n, value in enumerate(sample)]
-        if isinstance(sample, list):
-            return values
-        return type(sample)(*values) if hasattr(sample, "_fields") else tuple(values)
-    if not getattr(sample, "ndim", 0):  # arrays and tensors have it
-        return sample
+def _slice(sample: Any, item: tuple[Any, int, int]) -> Any:
+    """Return a sample with its sequences sliced."""
     _, start, stop = item
-    if len(sample) < stop:
-        raise ValueError(
-            f"{path} has {len(sample)} entries, but the item is {item!r}; give the sampler the "
-            "lengths that the samples have, or slice in the dataset itself"
-        )
-    return sample[start:stop]
+
+    def piece(parts: Sequence[Any], path: str) -> Any:
+        value = numbers_as_array(parts[0])
+        if isinstance(value, Mapping | list | tuple):
+            return DEEPER
+        if not getattr(value, "ndim", 0):  # arrays and tensors have it
+            return value
+        if len(value) < stop:
+            raise ValueError(
+                f"{path} has {len(value)} entries, but the item is {item!r}; give the sampler the "
+                "lengths that the samples have, or slice in the dataset itself"
+            )
+        return value[start:stop]
+
+    return walk([sample], piece, plain)

@@ -8,12 +8,11 @@ this one, or if nothing was read yet, of the one before.
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, count, islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
+from typing import Any, Protocol
 
-from minloader._checks import is_stateful, shown
+from minloader._checks import check_int, is_stateful, shown
 from minloader._sampling.permutation import Permutation
 from minloader._sampling.seeding import Piece
 
@@ -95,20 +94,64 @@ def unplain(item: Any) -> Any:
     return item
 
 
+def taken_from(iterator: Iterator[Any], most: int) -> Iterator[Any]:
+    """Return the next items. ``islice`` calls ``iter``, with which some samplers begin anew."""
+    return map(next, repeat(iterator, most))
+
+
+class LookUp(Protocol):
+    """A sequence, a mapping, or what else returns something for an item."""
+
+    def __getitem__(self, item: Any, /) -> Any: ...
+
+
+def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that looks up the length of an item, and says in its errors of which.
+
+    Raises:
+        TypeError: nothing can be looked up there.
+    """
+    length_of: Any = getattr(lengths, "__getitem__", lengths)
+    if not callable(length_of):
+        raise TypeError(
+            f"lengths must have __getitem__ or be a function of an item, got {shown(lengths)}"
+        )
+
+    def noted(item: Any) -> Any:
+        try:
+            return length_of(item)
+        except Exception as error:
+            error.add_note(f"minloader: when the length of {shown(item)} was looked up")
+            raise
+
+    return noted
+
+
 class Source:
-    """An iterable that is read once in each epoch.
+    """A number of indices, a sequence or an iterable, which is read once in each epoch.
 
     Args:
         name: name of the argument that it was given as.
-        items: the iterable.
+        items: what was given.
+
+    Attributes:
+        values: the items, if any of them can be had without those before it; else None.
     """
 
-    def __init__(self, name: str, items: Iterable[Any]) -> None:
+    def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
+        self.values: Any = None
+        if not hasattr(items, "__iter__"):
+            self.values = range(check_int(name, items, 0))
+        elif is_sequence(items):
+            self.values = items
         self.iterable = Repeatable(name, items)
         self.stands: Any = None  # the state that it was put to, or has ended with
         self.was_put = False  # by a state, and not read since
+
+    def __len__(self) -> int:
+        return len(self.items if self.values is None else self.values)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the iterable the number of the epoch."""
@@ -129,8 +172,18 @@ class Source:
         self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
         self.stands, self.was_put = state, True
 
-    def read(self, epoch: int, place: Sequence[Any]) -> Reading:
-        """Begin to read an epoch from a place on."""
+    def read(self, epoch: int, place: Sequence[Any], seed: int | None = None) -> Reading | Indexed:
+        """Begin to read an epoch from a place on.
+
+        Args:
+            epoch: its number.
+            place: where to begin.
+            seed: what decides the order of the items; None: they come as they are.
+        """
+        if self.values is not None:
+            return Indexed(self.values, seed, place)
+        if seed is not None:  # of all items
+            return Indexed(self.read(epoch, [0, *place[1:]]), seed, place)
         self.restore(epoch, place)
         if place[2] and place[0]:  # it has ended, and is to be told of another epoch only
             return Reading(self, place)
@@ -144,27 +197,12 @@ class Source:
         self.stands = None
         return Reading(self, place)
 
-    def begin(self) -> Iterator[Any]:
-        """Return an iterator."""
-        iterator = iter(self.iterable)
-        return _Alone(iterator) if iterator is self.items else iterator
-
     def state(self) -> Any:
         """Return the state of the iterable, if it has one."""
         try:
             return copy.deepcopy(self.items.state_dict()) if is_stateful(self.items) else None
         except NotImplementedError:  # inherited, but not meant
             return None
-
-
-class _Alone(Iterator[Any]):
-    """An iterator that ``iter`` leaves alone: some begin anew with each."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._next = iterator.__next__
-
-    def __next__(self) -> Any:
-        return self._next()
 
 
 class Reading:
@@ -187,7 +225,7 @@ class Reading:
         self.read: int = place[0]
         self.ended = bool(place[2] and self.read)
         self._pass_by = 0 if place[1] is not None or self.ended else self.read
-        self._items = iter(()) if self.ended else source.begin()
+        self._items = iter(()) if self.ended else iter(source.iterable)
 
     def take(self, into: list[Any], most: int) -> None:
         """Add the next items to a list, fewer where the epoch ends.
@@ -197,7 +235,7 @@ class Reading:
         self._go_on()
         before = len(into)
         try:
-            into.extend(islice(self._items, most))
+            into.extend(taken_from(self._items, most))
         except Exception:
             self.read, self._known = self.read + 1, None
             raise
@@ -209,7 +247,7 @@ class Reading:
         if taken < most and not self.ended:
             if self._at_end and self._source.was_put:
                 # Some say once more that the epoch is over whose state they were put to.
-                self._at_end, self._items = False, self._source.begin()
+                self._at_end, self._items = False, iter(self._source.iterable)
                 self.take(into, most)
                 return
             self.ended = True
@@ -227,12 +265,12 @@ class Reading:
     def _go_on(self) -> None:
         """Pass by the items that were asked for before, whatever they raised then."""
         while self._pass_by:
-            passed = count()
             try:
-                deque(zip(islice(self._items, self._pass_by), passed, strict=False), maxlen=0)
+                for _ in taken_from(self._items, self._pass_by):
+                    self._pass_by -= 1
                 self._pass_by = 0
             except Exception:
-                self._pass_by -= next(passed) + 1
+                self._pass_by -= 1
 
 
 class Indexed:

@@ -6,9 +6,8 @@ an array here, so that torch is needed only if the dataset returns tensors.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from minloader._checks import refuse_none, shown
 from minloader._memory.pickling import PLAIN_DTYPES
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, numpy_like
+from minloader._sampling.walk import DEEPER, alike, walk
 
 TEXT = "SaUO"
 """Kinds of numpy's types that torch leaves as they are: strings, bytes and objects."""
@@ -55,35 +55,34 @@ def collate(samples: Sequence[Any]) -> Any:
         RuntimeError: the samples differ in shape, or in the length of a sequence.
         KeyError: the samples differ in their keys.
     """
-    try:
-        return _collate(samples)
-    except (TypeError, AttributeError):
-        refuse_none(samples)
-        raise
+    return walk(samples, _collated, alike)
 
 
-def _collate(samples: Sequence[Any]) -> Any:
+def _collated(samples: Sequence[Any], path: str) -> Any:
+    """The policy of :func:`collate`."""
     first = samples[0]
     torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(first, torch.Tensor):
-        return _stack_tensors(torch, samples)
-    if isinstance(first, np.ndarray):
-        return _stack(samples)
-    if isinstance(first, np.number | np.bool_ | float | int):
-        return _stack_numbers(samples)
+    try:
+        if torch is not None and isinstance(first, torch.Tensor):
+            return _stack_tensors(torch, samples)
+        if isinstance(first, np.ndarray):
+            return _stack(samples)
+        if isinstance(first, np.number | np.bool_ | float | int):
+            return _stack_numbers(samples)
+    except (TypeError, AttributeError):
+        refuse_none(samples, path)
+        raise
     if isinstance(first, str | bytes):
         return samples
-    if isinstance(first, Mapping):
-        return rebuild(first, {key: collate([s[key] for s in samples]) for key in first})
-    if isinstance(first, Sequence):
-        named = isinstance(first, tuple) and hasattr(first, "_fields")
-        if not named and any(len(sample) != len(first) for sample in samples):
-            raise RuntimeError(
-                "each element in list of batch should be of equal size, but the first has "
-                f"{len(first)}; bring them to one size, or give a collate_fn of your own"
-            )
-        return rebuild(first, [collate(column) for column in zip(*samples, strict=False)])
-    raise _cannot_collate(type(first))
+    refuse_none(samples, path)
+    if not isinstance(first, Mapping | Sequence):
+        raise _cannot_collate(type(first))
+    if not isinstance(first, Mapping) and any(len(sample) != len(first) for sample in samples):
+        raise RuntimeError(
+            "each element in list of batch should be of equal size, but the first has "
+            f"{len(first)}; bring them to one size, or give a collate_fn of your own"
+        )
+    return DEEPER
 
 
 def convert(sample: Any) -> Any:
@@ -95,52 +94,19 @@ def convert(sample: Any) -> Any:
     Raises:
         TypeError: torch has no tensors of the type of an array.
     """
-    kind = type(sample)
-    if kind.__module__ == "numpy" and isinstance(sample, np.ndarray | np.generic):
-        if isinstance(sample, np.str_) or (kind is np.ndarray and sample.dtype.char in TEXT):
-            return sample
-        array = np.asarray(sample)
-        return Leaf(array.astype(_native(array.dtype), copy=False))
-    return map_children(convert, sample)
+    return walk([sample], _converted, alike)
 
 
-def map_children(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a container like ``value`` with the results of ``function`` for its children.
-
-    Whatever is no mapping and no sequence, and strings and bytes, are returned as they are.
-    """
-    if isinstance(value, Mapping):
-        return rebuild(value, {key: function(value[key]) for key in value})
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return rebuild(value, list(map(function, value)))
-    return value
-
-
-def rebuild(like: Any, values: Any) -> Any:
-    """Return a container like another that holds other values, as torch's collating does.
-
-    Args:
-        like: a mapping or a sequence. What else it may hold, such as attributes, is kept.
-        values: a dict for a mapping, a list for a sequence. It is itself the result if ``like``
-            is a tuple without names, or of a type that cannot be made of these values.
-    """
-    kind = type(like)
-    if isinstance(like, tuple):
-        return kind(*values) if hasattr(like, "_fields") else values
-    if kind in (dict, list):
-        return values
-    try:
-        if not isinstance(like, MutableMapping | MutableSequence):
-            return kind(values)
-        made = copy.copy(like)
-        if isinstance(made, MutableMapping):
-            made.update(values)
-        else:
-            for index, value in enumerate(values):
-                made[index] = value
-        return made
-    except TypeError:
-        return values
+def _converted(parts: Sequence[Any], path: str) -> Any:
+    """The policy of :func:`convert`."""
+    (value,) = parts
+    kind = type(value)
+    if kind.__module__ != "numpy" or not isinstance(value, np.ndarray | np.generic):
+        return DEEPER
+    if isinstance(value, np.str_) or (kind is np.ndarray and value.dtype.char in TEXT):
+        return value
+    array = np.asarray(value)
+    return Leaf(array.astype(_native(array.dtype), copy=False))
 
 
 def _cannot_collate(what: Any) -> TypeError:

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, Protocol
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from minloader._checks import check_bool, check_int, check_iterable, shown
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import BEGINNING, Source
+from minloader._sampling.source import Source, look_up, plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,12 +38,6 @@ WINDOW = 10_000
 """Number of lazy lengths, or of an inner sampler's items, that are read ahead to be planned. More
 of them make tighter buckets, fuller rows and better shuffling, but the first batch waits for all of
 them."""
-
-
-class LookUp(Protocol):
-    """A sequence, a mapping, or what else returns something for an item."""
-
-    def __getitem__(self, item: Any, /) -> Any: ...
 
 
 @dataclass
@@ -84,12 +79,12 @@ class WindowSampler(Sampler):
         sampler: the inner sampler.
         limit: the most that a sample may cost, and what messages call that.
         long: what to do with a sample that costs more: "refuse", "drop", and perhaps "split".
-        ways: the values that ``long`` may have.
         shuffle: whether each epoch has another order.
         ranks: seed, rank and world size.
     """
 
-    _kinds, _unit = "uif", "number"  # what lengths may be
+    _kind: tuple[str, type, str] = "uif", Real, "number"  # what lengths may be: dtypes, type, words
+    _ways: tuple[str, ...] = "refuse", "drop"
 
     def __init__(
         self,
@@ -97,15 +92,13 @@ class WindowSampler(Sampler):
         sampler: Iterable[Any] | None,
         limit: tuple[str, float],
         long: str,
-        ways: Sequence[str],
         shuffle: bool,
         ranks: tuple[int, int, int],
     ) -> None:
         super().__init__(*ranks)
-        if long not in ways:
-            raise ValueError(
-                f"long must be {', '.join(map(repr, ways[:-1]))} or {ways[-1]!r}, got {shown(long)}"
-            )
+        if long not in self._ways:
+            *others, last = map(repr, self._ways)
+            raise ValueError(f"long must be {', '.join(others)} or {last}, got {shown(long)}")
         self.long = long
         self.shuffle = check_bool("shuffle", shuffle)
         self._limit_name, self._limit = limit
@@ -117,12 +110,7 @@ class WindowSampler(Sampler):
         if sampler is not None:
             check_iterable("sampler", sampler)
             self.sampler, self._source = sampler, Source("sampler", sampler)
-            self._length_of = getattr(lengths, "__getitem__", lengths)
-            if not callable(self._length_of):
-                raise TypeError(
-                    "lengths must have __getitem__ or be a function of an item, where there is a "
-                    f"sampler, got {shown(lengths)}"
-                )
+            self._length_of = look_up(lengths)
             self.lengths = "of a sampler"
         elif isinstance(lengths, Mapping):
             raise TypeError(
@@ -133,33 +121,17 @@ class WindowSampler(Sampler):
             raise TypeError(f"lengths must be an iterable of numbers, got {shown(lengths)}")
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
-            costs, wrong = self._examine(lengths)
-            if wrong.any():
-                at = int(wrong.argmax())
-                raise self._complaint(at, next(x for n, x in enumerate(lengths) if n == at))
+            costs = self._costs(lengths)
             self.lengths = _fingerprint(costs)
             self._all = self._window(costs, None)
         else:
             self._source = Source("lengths", lengths)
 
-    def __len__(self) -> int:
-        """Return the number of batches of the epoch, the same for every rank.
-
-        Raises:
-            TypeError: the lengths are lazy.
-        """
+    def _foreseen(self, place: Place) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        between, place = self._position()
-        if between and place["batches"]:  # the epoch has ended
-            return int(place["batches"])
-        (_, starts, _), _ = self._planned(self._all, self.epoch, place)
-        return int(_begun(place) + len(starts) // self.world_size)
-
-    def _to_drop(self) -> int:
-        if self._all is None:
-            raise TypeError("lengths are read lazily")
-        return self._planned(self._all, self.epoch, self._position()[1])[1]
+        (_, starts, _), dropped = self._planned(self._all, self.epoch, place)
+        return _begun(place) + len(starts) // self.world_size, dropped
 
     # --- what samplers of this kind must have
 
@@ -171,12 +143,11 @@ class WindowSampler(Sampler):
         """Return costs, samples and spans of the pieces of samples."""
         raise NotImplementedError
 
-    def _plan(self, costs: NDArray[Any], epoch: int, rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         """Return the batches of entries.
 
         Args:
             costs: of the entries, above 0 and at most the limit.
-            epoch: number of the epoch.
             rng: what to draw from.
             by: what steps are dealt out by: a dict of the arguments named in ``_dealt_by``.
         """
@@ -184,53 +155,54 @@ class WindowSampler(Sampler):
 
     # --- windows
 
-    def _examine(self, lengths: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return what samples cost, 0 for those to drop; and which have an impossible length."""
+    def _costs(self, lengths: Any, names: Any = None) -> NDArray[Any]:
+        """Return what samples cost, 0 for those to drop.
+
+        Args:
+            lengths: of the samples.
+            names: what the samples are called; None: by their numbers.
+
+        Raises:
+            TypeError, ValueError: a length is impossible. Only the first is named.
+        """
         import numpy as np
 
-        values = np.asarray(lengths if hasattr(lengths, "__array__") else list(lengths))
-        if values.ndim != 1 or (values.size and values.dtype.kind not in self._kinds):
-            each = list(lengths) if values.ndim else [values]
-            good = [np.asarray(one).ndim == 0 and self._is_length(one) for one in each]
-            if all(good):
-                raise TypeError(
-                    f"lengths must be one {self._unit} for each sample, got {shown(lengths)}"
-                )
-            return np.zeros(len(each)), ~np.array(good)
+        dtypes, kind, word = self._kind
+        each = lengths if hasattr(lengths, "__array__") else list(lengths)
+        names = range(len(each)) if names is None else names
+        try:
+            values = np.asarray(each)
+        except ValueError:  # some are sequences
+            values = np.empty((0, 0))
+        if values.ndim != 1 or (values.size and values.dtype.kind not in dtypes):
+            numbers = [plain(one) for one in each]
+            for name, one in zip(names, numbers, strict=True):
+                if not isinstance(one, kind) or isinstance(one, bool):
+                    raise TypeError(
+                        f"lengths must be one {word} for each sample, got {shown(one)} for "
+                        f"{shown(name)}"
+                    )
+            # Numbers of mixed types; none is too large for numpy then.
+            values = np.array([max(-1, min(one, 2**62)) for one in numbers])
         wrong = ~(values >= 0)  # NaN is wrong too
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values)
         too_long = costs > self._limit
         if self.long == "refuse":
             wrong |= too_long
+        if wrong.any():
+            at = int(wrong.argmax())
+            price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
+            raise ValueError(
+                f"lengths[{names[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
+                f"most {self._limit_name}={self._limit:g}; raise {self._limit_name}, leave that "
+                "sample out, or give another value of long"
+            )
         nothing = costs == 0
         if nothing.any() and self.long != "split":  # or batches would grow without end
             costs = np.where(nothing, min(1, self._limit), costs)
         if self.long == "drop" and too_long.any():
             costs = np.where(too_long, 0, costs)
-        return costs, wrong
-
-    def _is_length(self, value: Any) -> bool:
-        import numpy as np
-
-        return np.asarray(value).dtype.kind in self._kinds
-
-    def _complaint(self, name: Any, length: Any) -> Exception:
-        """Return the error for an impossible length."""
-        import numpy as np
-
-        if not self._is_length(length) or np.asarray(length).ndim:
-            return TypeError(
-                f"lengths must be one {self._unit} for each sample, got {shown(length)} for "
-                f"{shown(name)}"
-            )
-        price = ""
-        if length >= 0 and (cost := self._price(np.array([length]))[0]) != length:
-            price = f" and costs {cost:g}"
-        return ValueError(
-            f"lengths[{name!r}] is {length}{price}, but must be at least 0 and at most "
-            f"{self._limit_name}={self._limit:g}; raise {self._limit_name}, leave that sample out, "
-            "or give another value of long"
-        )
+        return costs
 
     def _window(self, costs: NDArray[Any], names: Sequence[Any] | None) -> Window:
         """Return the window of samples that have these costs."""
@@ -243,6 +215,39 @@ class WindowSampler(Sampler):
         kept = np.flatnonzero(costs) if dropped else None
         return Window(costs if kept is None else costs[kept], kept, None, names, dropped)
 
+    def _read_window(self, found: list[Any], numbers: list[int]) -> tuple[Window, list[Exception]]:
+        """Return the window of what was read, and the errors of what is left out of it.
+
+        Args:
+            found: the items of an inner sampler, or lengths.
+            numbers: where in the source they are.
+        """
+        errors: list[Exception] = []
+        if self._length_of is None:
+            pairs = list(zip(numbers, found, strict=True))
+        else:
+            pairs = []
+            for item in found:
+                try:
+                    pairs.append((item, self._length_of(item)))
+                except Exception as error:
+                    errors.append(error)
+        names, lengths = [name for name, _ in pairs], [length for _, length in pairs]
+        try:
+            return self._window(self._costs(lengths, names), names), errors
+        except Exception:  # one after another, then
+            costs: list[Any] = []
+            names = []
+            for name, length in pairs:
+                try:
+                    costs += self._costs([length], [name]).tolist()
+                    names.append(name)
+                except Exception as error:
+                    errors.append(error)
+        import numpy as np
+
+        return self._window(np.array(costs), names), errors
+
     def _planned(self, window: Window, epoch: int, place: Place) -> tuple[Plan, int]:
         """Return the batches that the present ranks have of a window, and how many are dropped."""
         import numpy as np
@@ -250,23 +255,19 @@ class WindowSampler(Sampler):
         key = epoch if self.shuffle or self.world_size > 1 else 0, place["dealt"]
         if window is self._all and self._plans is not None and self._plans[0] == key:
             return self._plans[1:]
-        before = place["window_at"]["batches"]
-        left, begun = np.arange(len(window.costs)), 0
-        for part, (*former, until) in enumerate(place["dealt"]):
-            by = dict(zip(self._dealt_by, former, strict=True))
-            rng = self._rng(epoch, before, part)
-            numbers, starts, stops = self._plan(window.costs[left], epoch, rng, by)
-            count = (until - begun) * by["world_size"]
-            given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
-            left = np.delete(left, np.concatenate([[], *given]).astype(np.int64))
-            begun = until
-        own = {name: getattr(self, name) for name in self._dealt_by}
-        rng = self._rng(epoch, before, len(place["dealt"]))
-        if place["dealt"]:
-            numbers, starts, stops = self._plan(window.costs[left], epoch, rng, own)
+        n, begun = len(window.costs), 0
+        left = np.arange(n, dtype=np.min_scalar_type(-n - 1))
+        own = [*(getattr(self, name) for name in self._dealt_by), None]
+        for part, (*values, until) in enumerate([*place["dealt"], own]):
+            by = dict(zip(self._dealt_by, values, strict=True))
+            rng = self._rng(epoch, place["window_at"]["batches"], part)
+            numbers, starts, stops = self._plan(window.costs[left], rng, by)
             numbers = left[numbers]
-        else:
-            numbers, starts, stops = self._plan(window.costs, epoch, rng, own)
+            if until is not None:
+                count = (until - begun) * by["world_size"]
+                given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
+                left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
+                begun = until
         dropped = window.dropped + len(left) - int((stops - starts).sum())
         if window is self._all:
             self._plans = key, (numbers, starts, stops), dropped
@@ -275,23 +276,16 @@ class WindowSampler(Sampler):
     # --- epochs and states
 
     def _beginning(self) -> Place:
-        window = {"batches": 0, "dropped": 0, "errors": 0, "source": BEGINNING}
-        return {"batches": 0, "dealt": [], "window_at": window}
-
-    def _begin(self, epoch: int, place: Place) -> Run:
-        return _Batches(self, epoch, place)
+        window = {"batches": 0, "dropped": 0, "errors": 0}
+        return super()._beginning() | {"dealt": [], "window_at": window}
 
     def _restore(self, epoch: int, place: Place) -> None:
-        window = place["window_at"]
         for name in "batches", "dropped", "errors":
-            check_int(name, window[name], 0)
+            check_int(name, place["window_at"][name], 0)
         width = len(self._dealt_by) + 1
-        if any(len(part) != width for part in place["dealt"]) or any(
-            type(part[-1]) is not int for part in place["dealt"]
-        ):
+        if any(len(part) != width or type(part[-1]) is not int for part in place["dealt"]):
             raise ValueError(f"dealt must be parts of an epoch, got {shown(place['dealt'])}")
-        if self._source is not None:
-            self._source.restore(epoch, window["source"])
+        super()._restore(epoch, place)
 
     def _dealt_anew(self, place: Place, former: dict[str, Any]) -> Place:
         given = place["batches"] - place["window_at"]["batches"]
@@ -320,106 +314,71 @@ class _Batches(Run):
     """The batches of an epoch, window by window."""
 
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
-        super().__init__(epoch, place)
-        self._sampler = sampler
+        super().__init__(sampler, epoch, place)
         self._place = place  # of the window, or of a part of it
         source = sampler._source
-        known = place["window_at"]["source"]
-        self._reading = None if source is None else source.read(epoch, known)
-        self._window: Window | None = None
+        self._reading: Any = None if source is None else source.read(epoch, place["source"])
+        self._window = sampler._all
         self._plan: Any = None
-        self._errors: int = place["window_at"]["errors"]
-        self._forgiven = self._errors
-        self._names: list[Any] = []  # of the window, until it is planned
-        self._lengths: list[Any] = []
+        self._found: list[Any] = []  # what was read of the window, until that is whole
+        self._numbers: list[int] = []
+        self._failed: list[Exception] = []  # errors that are still to be raised
+        self._errors: int = place["window_at"]["errors"]  # of the window, that were raised
+        self._forgiven = self._errors  # by an earlier run
 
     def place(self) -> Place:
-        window = {**self._place["window_at"], "errors": self._errors}
+        window = self._place["window_at"] | {"errors": self._errors}
         return self._place | {"batches": self.batches, "window_at": window}
 
-    def __next__(self) -> list[Any]:
-        self.touched = True
-        sampler = self._sampler
-        while not self.ended:
+    def _next(self) -> list[Any]:
+        sampler = self.sampler
+        while True:
             if self._window is None:
                 self._read()
-                continue
-            numbers, starts, stops = self._plan
-            step = self.batches - _begun(self._place)
-            at = step * sampler.world_size + sampler.rank
-            if at < len(starts):
-                items = self._window.items(numbers[starts[at] : stops[at]])
-                self.batches += 1
-                return items
-            self._turn()
-        raise StopIteration
-
-    def _turn(self) -> None:
-        """Begin another window, behind the one that was given; or end."""
-        window = self._place["window_at"]
-        dropped = window["dropped"] + self._dropped
-        self._window = self._plan = None
-        if self._reading is None or self._reading.ended:
-            self._end(dropped)
-            return
-        self._errors = self._forgiven = 0
-        place = {"batches": self.batches, "dropped": dropped, "errors": 0}
-        self._place = {"dealt": [], "window_at": place | {"source": self._reading.place()}}
-
-    def _end(self, dropped: int) -> None:
-        self._sampler._dropped = dropped
-        self._place, self._errors = self._sampler._beginning(), 0
-        if self._reading is not None:
-            self._place["window_at"]["source"] = self._reading.over()
-        self.ended = True
+            if self._failed:
+                self._errors += 1
+                raise self._failed.pop(0)
+            if self._window is not None:
+                if self._plan is None:
+                    plan = sampler._planned(self._window, self.epoch, self._place)
+                    self._plan, self._dropped = plan
+                numbers, starts, stops = self._plan
+                step = self.batches - _begun(self._place)
+                at = step * sampler.world_size + sampler.rank
+                if at < len(starts):
+                    return self._window.items(numbers[starts[at] : stops[at]])
+                self._turn()
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
-        sampler, reading = self._sampler, self._reading
-        window = sampler._all
-        if window is None and reading is not None:
-            try:
-                costs = self._next_costs(reading)
-            except Exception:
-                if self._forgiven:  # an earlier run has raised it
-                    self._forgiven -= 1
-                    return
-                self._errors += 1
-                raise
-            if not len(costs):
-                self._end(self._place["window_at"]["dropped"])
-                return
-            window = sampler._window(costs, self._names)
-            self._names, self._lengths = [], []
-        assert window is not None
-        self._plan, self._dropped = sampler._planned(window, self.epoch, self._place)
-        self._window = window
+        reading, found = self._reading, self._found
+        first, before, errors = reading.read, len(found), []
+        try:
+            reading.take(found, WINDOW - before)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            self._numbers += range(first, first + len(found) - before)
+        if reading.ended or len(found) >= WINDOW:
+            self._window, more = self.sampler._read_window(found, self._numbers)
+            self._found, self._numbers = [], []
+            errors += more
+        known, self._forgiven = self._forgiven, max(0, self._forgiven - len(errors))
+        del errors[:known]
+        self._failed = errors
 
-    def _next_costs(self, reading: Any) -> NDArray[Any]:
-        """Return what the samples of the next window cost, once all of them have been read."""
-        sampler, names, lengths = self._sampler, self._names, self._lengths
-        while True:
-            while len(lengths) < len(names):  # of an inner sampler
-                item = names[len(lengths)]
-                assert sampler._length_of is not None
-                try:
-                    lengths.append(sampler._length_of(item))
-                except Exception as error:
-                    del names[len(lengths)]
-                    error.add_note(f"minloader: when the length of {shown(item)} was looked up")
-                    raise
-            if reading.ended or len(names) >= WINDOW:
-                break
-            if sampler._length_of is not None:
-                reading.take(names, WINDOW - len(names))
-                continue
-            first, before = reading.read, len(lengths)
-            try:
-                reading.take(lengths, WINDOW - len(names))
-            finally:
-                names += range(first, first + len(lengths) - before)
-        costs, wrong = sampler._examine(lengths)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise sampler._complaint(names.pop(at), lengths.pop(at))
-        return costs
+    def _turn(self) -> None:
+        """Begin another window, behind the one that was given; or end."""
+        dropped = self._place["window_at"]["dropped"] + self._dropped
+        reading, place = self._reading, self.sampler._beginning()
+        self._errors = self._forgiven = 0
+        self._plan = None
+        if reading is None or reading.ended:
+            self._place = place if reading is None else place | {"source": reading.over()}
+            self._end(dropped)
+        self._window = None
+        place["window_at"] |= {"batches": self.batches, "dropped": dropped}
+        self._place = place | {"source": reading.place()}
+
+
+WindowSampler._begin = _Batches

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minloader._prefetch import Prefetch
-from minloader._sampling.torch_collate import map_children
+from minloader._sampling.walk import DEEPER, alike, walk
 
 
 def pin(batch: Any) -> Any:
@@ -46,19 +46,25 @@ def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
         function: returns what is to be there in place of a tensor or of such an object.
     """
 
-    def walk(value: Any) -> Any:
+    def replaced(parts: Sequence[Any], path: str) -> Any:
+        (value,) = parts
         if hasattr(value, method) and not isinstance(value, type):
             return function(value)
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return type(value)(map(walk, value))  # where collating would make a list
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
             made = copy.copy(value)
             for field in dataclasses.fields(value):
-                object.__setattr__(made, field.name, walk(getattr(value, field.name)))
+                part = _replace(getattr(value, field.name), method, function)
+                object.__setattr__(made, field.name, part)
             return made
-        return map_children(walk, value)
+        return DEEPER
 
-    return walk(batch)
+    return walk([batch], replaced, _rebuilt)
+
+
+def _rebuilt(like: Any, values: Any) -> Any:
+    if isinstance(like, tuple) and not hasattr(like, "_fields"):
+        return type(like)(values)  # where collating would make a list
+    return alike(like, values)
 
 
 def to_device(batches: Iterable[Any], device: torch.device | str | int, depth: int = 1) -> OnDevice:

@@ -1,0 +1,490 @@
+"""What samplers are given: arguments, lengths, sources and states, good and bad, in tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Lazily, SelfIterating, Stateful
+
+from minloader import (
+    BatchSampler,
+    Concatenated,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    PackedBatchSampler,
+    shuffled,
+    sliced,
+)
+from minloader._sampling import windows
+
+LENGTHS = [1, 2, 3, 4] * 5
+GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "batch": (BatchSampler, {"n_or_sampler": 20, "batch_size": 3}),
+    "dynamic": (DynamicBatchSampler, {"lengths": LENGTHS, "max_total": 7}),
+    "packed": (PackedBatchSampler, {"lengths": LENGTHS, "capacity": 4, "rows": 2}),
+    "mixture": (MixtureSampler, {"parts": [9, 9], "weights": [1, 1]}),
+}
+"""Each kind of sampler, and arguments for it."""
+
+PLANNED: dict[str, Callable[..., Any]] = {
+    "dynamic": partial(DynamicBatchSampler, max_total=5),
+    "packed": partial(PackedBatchSampler, capacity=5),
+}
+"""The samplers of lengths."""
+
+every_kind = pytest.mark.parametrize("kind", GIVEN)
+planned = pytest.mark.parametrize("kind", PLANNED)
+lengths_as = pytest.mark.parametrize("wrap", [list, np.array, Lazily, iter])
+
+
+def make(kind: str, **changed: Any) -> Any:
+    """Return a sampler with some other arguments."""
+    cls, arguments = GIVEN[kind]
+    return cls(**arguments | changed)
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    return [item for batch in batches for item in batch]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "error", "message"),
+    [
+        ("batch", {"n_or_sampler": -1}, ValueError, "n_or_sampler must be at least 0"),
+        ("batch", {"n_or_sampler": 2.5}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"n_or_sampler": None}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"n_or_sampler": True}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ("batch", {"batch_size": 2.0}, TypeError, "batch_size must be an int"),
+        ("batch", {"last_batch": "drop"}, ValueError, "last_batch must be .*'drop'"),
+        *(
+            ("batch", {"batch_size": None, "last_batch": last}, ValueError, "needs a batch_size")
+            for last in ("discard", "rollover")
+        ),
+        ("dynamic", {"max_total": None}, ValueError, "either max_total or max_padded"),
+        ("dynamic", {"max_padded": 1}, ValueError, "either max_total or max_padded"),
+        *(
+            ("dynamic", {"max_total": wrong}, ValueError, "max_total must be a number above 0")
+            for wrong in (0, math.nan, True, "9")
+        ),
+        ("dynamic", {"max_total": None, "max_padded": -3}, ValueError, "max_padded must be a num"),
+        ("dynamic", {"max_batch": 0}, ValueError, "max_batch must be at least 1"),
+        ("dynamic", {"max_batch": 1.5}, TypeError, "max_batch must be an int"),
+        ("dynamic", {"buckets": 0}, ValueError, "buckets must be at least 1"),
+        ("dynamic", {"cost": 2}, TypeError, "cost must be a callable or None, got 2"),
+        ("dynamic", {"long": "split"}, ValueError, "long must be 'refuse' or 'drop', got 'split'"),
+        ("packed", {"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ("packed", {"capacity": 4.0}, TypeError, r"capacity must be an int, got 4\.0"),
+        ("packed", {"rows": 0}, ValueError, "rows must be at least 1, got 0"),
+        ("packed", {"rows": "4"}, TypeError, "rows must be an int, got '4'"),
+        ("packed", {"long": "cut"}, ValueError, "long must be 'refuse', 'drop' or 'split', got"),
+        ("packed", {"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ("packed", {"window": 0.5}, TypeError, "window must be an int"),
+        *(
+            row
+            for kind in PLANNED
+            for row in (
+                (kind, {"lengths": 5}, TypeError, "lengths must be an iterable of numbers, got 5"),
+                (kind, {"lengths": {1: 120}}, TypeError, "lengths is a mapping"),
+                (kind, {"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
+                (kind, {"lengths": iter([1]), "sampler": [0]}, TypeError, "must have __getitem__"),
+            )
+        ),
+        ("mixture", {"parts": 3}, TypeError, "parts must be a list of parts, got 3"),
+        ("mixture", {"parts": []}, ValueError, "parts must be at least one, got none"),
+        ("mixture", {"parts": [3, -1]}, ValueError, r"parts\[1\] must be at least 0, got -1"),
+        ("mixture", {"parts": [3, 2.5]}, TypeError, r"parts\[1\] must be an int, got 2\.5"),
+        ("mixture", {"parts": [3, None]}, TypeError, r"parts\[1\] must be an int, got None"),
+        ("mixture", {"parts": [[1, 2], 3]}, TypeError, r"parts\[0\] is a list, which may be .* Ba"),
+        ("mixture", {"parts": [3, np.arange(3)]}, TypeError, r"parts\[1\] is a ndarray, which may"),
+        ("mixture", {"weights": [1]}, ValueError, r"weights must be 2 numbers, one for each part"),
+        ("mixture", {"weights": [1, -0.5]}, ValueError, r"weights must be .* at least 0.* -0\.5\]"),
+        ("mixture", {"weights": [1, math.nan]}, ValueError, r"weights must be finite.* \[1, nan\]"),
+        ("mixture", {"weights": [1, math.inf]}, ValueError, r"weights must be finite.* \[1, inf\]"),
+        ("mixture", {"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
+        *(
+            ("mixture", {"weights": wrong}, TypeError, "weights must be one number for each part")
+            for wrong in (["1", 2], 1, None)
+        ),
+        ("mixture", {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ("mixture", {"stop": "all"}, ValueError, "stop must be 'first', 'last' or 'never', got"),
+        ("mixture", {"lengths": 5}, TypeError, "lengths must have __getitem__ or be a function"),
+    ],
+)
+def test_impossible_arguments(kind, changed, error, message):
+    with pytest.raises(error, match=message):
+        make(kind, **changed)
+
+
+@every_kind
+def test_impossible_seeds_ranks_epochs_and_flags(kind):
+    for changed, error, message in (
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"seed": None}, TypeError, "seed must be an int"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
+        ({"rank": -1, "world_size": 2}, ValueError, "rank must be at least 0, got -1"),
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"rank": 0.5, "world_size": 2}, TypeError, r"rank must be an int, got 0\.5"),
+        ({"shuffle": "no"}, TypeError, "shuffle must be True or False"),
+    ):
+        with pytest.raises(error, match=message):
+            make(kind, **changed)
+    sampler = make(kind, rank=np.int64(1), world_size=np.uint8(3), seed=np.uint8(1))
+    assert (sampler.rank, sampler.world_size) == (1, 3)
+    with pytest.raises(ValueError, match="epoch must be at least 0"):
+        sampler.set_epoch(-1)
+    with pytest.raises(TypeError, match="epoch must be an int"):
+        sampler.set_epoch("1")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sliced(5), "dataset must have __getitem__"),
+        (lambda: shuffled(None, 5), "stream must be"),
+        (lambda: Loader([1], in_order=None), "in_order must be True or False"),
+    ],
+)
+def test_arguments_that_mean_something_else_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+# --- lengths
+
+
+BUCKETS = partial(DynamicBatchSampler, max_padded=10, buckets=2)
+SPLIT = partial(PackedBatchSampler, capacity=5, long="split")
+
+
+@lengths_as
+@pytest.mark.parametrize(
+    ("sampler", "values", "error", "message"),
+    [
+        (BUCKETS, [1, 2, 3, 11, 2], ValueError, r"lengths\[3\] is 11\b.* at most max_padded=10"),
+        (BUCKETS, [1, 2.5, math.nan], ValueError, r"lengths\[2\] is nan"),
+        (BUCKETS, [1.0, math.inf], ValueError, r"lengths\[1\] is inf"),
+        (BUCKETS, [1, -1], ValueError, r"lengths\[1\] is -1\b.*at least 0"),
+        *(
+            (BUCKETS, values, TypeError, "one number for each sample")
+            for values in (["1", "2"], [None], [[1, 2], [3, 4]], [True], [1j])
+        ),
+        (
+            partial(SPLIT, long="refuse"),
+            [1, 9],
+            ValueError,
+            r"\[1\] is 9, .* capacity=5; raise",
+        ),
+        (SPLIT, [1, 9, -3], ValueError, r"lengths\[2\] is -3, but must be at least 0 and at most"),
+        *(
+            (SPLIT, values, TypeError, "lengths must be one int for each sample, got")
+            for values in ([1, 2.0], ["1"], [True], [[1, 2]])
+        ),
+    ],
+)
+def test_impossible_lengths(wrap, sampler, values, error, message):
+    with pytest.raises(error, match=message):
+        list(sampler(wrap(values)))
+
+
+@planned
+@lengths_as
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"world_size": 2}])
+def test_no_lengths_and_a_single_one(kind, wrap, options):
+    ranks = options.get("world_size", 1)
+    nothing, alone = (PLANNED[kind](wrap(values), **options) for values in ([], [1]))
+    assert (list(nothing), nothing.dropped) == ([], 0)
+    assert len(list(alone)) == 2 - ranks
+    assert alone.dropped == ranks - 1
+
+
+@planned
+@pytest.mark.parametrize("wrap", [list, Lazily])
+def test_a_sample_of_no_length_counts_as_one(kind, wrap):
+    assert max(map(len, PLANNED[kind](wrap([0] * 1000)))) == 5
+    if kind == "packed":
+        assert [len(batch) for batch in PLANNED[kind](wrap([0] * 12), rows=2)] == [10, 2]
+        return
+    for options in ({"max_padded": 10}, {"max_total": 10, "cost": lambda n: 0}):
+        assert max(map(len, DynamicBatchSampler(wrap([0.0] * 40), **options))) == 10
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "i8", "u8", "f2", "f4", "f8"])
+def test_small_dtypes_do_not_overflow(dtype):
+    lengths = np.full(1000, 100, dtype=dtype)
+    assert [len(batch) for batch in DynamicBatchSampler(lengths, max_total=70_000)] == [700, 300]
+    if dtype[0] != "f":
+        assert [len(batch) for batch in PackedBatchSampler(lengths, 70_000)] == [700, 300]
+        pieces = PackedBatchSampler(lengths[:1], 60, long="split")
+        assert list(pieces) == [[(0, 0, 60)], [(0, 60, 100)]]
+
+
+# --- sources
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("n_or_sampler", lambda: BatchSampler(iter(range(5)), 2)),
+        ("lengths", lambda: DynamicBatchSampler(iter([2, 2, 2, 1]), max_total=4)),
+        ("lengths", lambda: PackedBatchSampler(iter([2, 2, 2, 1]), 4)),
+        ("sampler", lambda: DynamicBatchSampler([1, 2], max_total=4, sampler=iter([0, 1]))),
+        ("sampler", lambda: PackedBatchSampler([1, 2], 4, sampler=iter([0, 1]))),
+        (r"parts\[0\]", lambda: MixtureSampler([iter(range(2)), 9], [1, 1], 2)),
+    ],
+)
+def test_an_iterator_serves_one_epoch(name, sampler):
+    """An empty second epoch would be a silent loss of everything."""
+    made = sampler()
+    assert len(flat(made)) >= 2
+    with pytest.raises(RuntimeError, match=f"{name} is an iterator.* has served it"):
+        list(made)
+
+
+@planned
+def test_the_items_of_a_sampler(kind):
+    """Their lengths may be in a sequence or a mapping, or be worked out."""
+    names = {"a": 3, "bb": 1, "c": 2, "dd": 5, "e": 4}
+    expected = {"dynamic": [["a", "bb"], ["c"], ["dd"], ["e"]]}
+    expected["packed"] = [["a", "c"], ["bb", "e"], ["dd"]]
+    for lengths in (names, names.get, names.__getitem__):
+        sampler = PLANNED[kind](lengths, sampler=names)
+        assert list(sampler) == expected[kind]
+    with pytest.raises(TypeError, match="number of batches is not known"):
+        len(sampler)
+    sampler = PLANNED[kind](np.array([9, 3, 2]), sampler=[2, 1, 2])
+    assert sorted(flat(sampler)) == [1, 2, 2]
+
+
+@planned
+def test_items_whose_lengths_are_wrong(kind):
+    iterator = iter(PLANNED[kind]({"a": 1, "b": 2}, sampler=[*"axb"]))
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    assert caught.value.__notes__ == ["minloader: when the length of 'x' was looked up"]
+    assert list(iterator) == [["a", "b"]]
+    for lengths, error, message in (
+        ({"a": 1, "b": 9}, ValueError, r"lengths\['b'\] is 9, but must be at least 0 and at most"),
+        ({"a": 1, "b": None}, TypeError, "lengths must be one .* got None for 'b'"),
+        ({"a": 1, "b": [1, 2]}, TypeError, r"lengths must be one .* got \[1, 2\] for 'b'"),
+    ):
+        iterator = iter(PLANNED[kind](lengths, sampler=[*"ab"]))
+        with pytest.raises(error, match=message):
+            next(iterator)
+        assert list(iterator) == [["a"]]
+
+
+@planned
+def test_lengths_of_mixed_types(kind):
+    """As arrays they would be floats, or objects."""
+    numbers = [np.uint64(2), np.int64(3), np.array(1)]
+    assert sorted(flat(PLANNED[kind](numbers))) == [0, 1, 2]
+    dropping = PLANNED[kind](iter([1, 2**70]), long="drop")
+    assert (flat(dropping), dropping.dropped) == ([0], 1)
+
+
+@planned
+def test_a_window_is_planned_by_itself_and_read_again(monkeypatch, kind):
+    monkeypatch.setattr(windows, "WINDOW", 20)
+    sampler = PLANNED[kind](lambda n: 1, sampler=range(40), shuffle=True, world_size=2)
+    batches = list(sampler)
+    half = len(batches) // 2
+    assert [[n + 20 for n in batch] for batch in batches[:half]] != batches[half:]
+    assert max(flat(batches[:half])) < 20 <= min(flat(batches[half:]))
+
+    def over_items() -> tuple[Any, Any]:
+        inner = Stateful(range(1000))
+        return inner, PLANNED[kind](lambda n: 1, sampler=inner)
+
+    _, lived = over_items()
+    iterator = iter(lived)
+    taken = flat(islice(iterator, 61))
+    state = json.loads(json.dumps(lived.state_dict()))
+    rest = list(iterator)
+    assert sorted(taken + flat(rest)) == list(range(1000))
+    for _ in range(2):  # the state serves again
+        inner, resumed = over_items()
+        resumed.load_state_dict(state)
+        assert list(resumed) == rest
+        assert inner.drawn == 1000 - 300
+    # It would begin anew if it were asked for an iterator at each window.
+    own = PLANNED[kind](lambda n: 1, sampler=SelfIterating(range(60)))
+    assert flat(islice(own, 12)) == list(range(60))
+
+
+class Empty(Iterator[Any]):
+    """A function's StopIteration is an error of its own, and no end of the epoch."""
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: DynamicBatchSampler(lambda item: next(Empty()), max_total=5, sampler=[0, 1]),
+        lambda: PackedBatchSampler(lambda item: next(Empty()), 5, sampler=[0, 1]),
+        lambda: DynamicBatchSampler(iter([1, 2]), max_total=5, cost=lambda n: next(Empty())),
+        lambda: MixtureSampler([9], [1], 2, lengths=lambda item: next(Empty())),
+        lambda: MixtureSampler([9], lambda epoch, step: next(Empty()), 2),
+    ],
+)
+def test_no_function_ends_an_epoch_by_stop_iteration(sampler):
+    iterator = iter(sampler())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            next(iterator)
+
+
+# --- len()
+
+
+def test_the_length_of_a_mixture_is_known_where_every_item_comes():
+    over = BatchSampler(20, None)
+    for world_size in (1, 4, 8):
+        mixture = MixtureSampler(
+            [30, over, 13, 99], [3, 2, 1, 0], 5, "last", True, 0, 0, world_size
+        )
+        steps, rest = divmod(63, 5 * world_size)
+        steps += rest >= world_size
+        for _ in range(2):
+            assert (len(mixture), mixture.dropped) == (steps, 0 if rest >= world_size else rest)
+            assert [len(mixture) for _ in mixture] == [steps] * steps
+        singles = MixtureSampler([30, over, 13], [3, 2, 1], stop="last", world_size=world_size)
+        assert (len(singles), singles.dropped) == divmod(63, world_size)
+        assert len(list(singles)) == 63 // world_size
+    for unknown in (
+        MixtureSampler([9, 9], [1, 1]),
+        MixtureSampler([9, 9], [1, 1], stop="never"),
+        MixtureSampler([9, 9], lambda epoch, step: [1, 1], stop="last"),
+        MixtureSampler([9, Lazily("ab")], [1, 1], stop="last"),
+    ):
+        with pytest.raises(TypeError):
+            len(unknown)
+        assert unknown  # or `sampler or another` would raise, too
+
+
+# --- states
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("batch", {"n_or_sampler": 21}, "n is 21, but the state is of n 20; make the sampler with"),
+        ("batch", {"batch_size": 4}, "batch_size is 4, but the state is of batch_size 3"),
+        ("batch", {"last_batch": "discard"}, "last_batch is 'discard', but the state is of last"),
+        ("dynamic", {"lengths": LENGTHS[::-1]}, "lengths is '[0-9a-f]+', but the state is of leng"),
+        ("dynamic", {"cost": lambda n: n + 1}, "lengths is '[0-9a-f]+', but the state is of leng"),
+        ("dynamic", {"lengths": Lazily(LENGTHS)}, "n is None, but the state is of n 20"),
+        ("dynamic", {"sampler": range(20)}, "n is None, but the state is of n 20"),
+        ("dynamic", {"max_total": None, "max_padded": 7}, "max_total is None, but the state is of"),
+        ("dynamic", {"buckets": 2}, "buckets is 2, but the state is of buckets 1"),
+        ("dynamic", {"max_batch": 2}, "max_batch is 2, but the state is of max_batch None"),
+        ("packed", {"capacity": 5}, "capacity is 5, but the state is of capacity 4"),
+        ("packed", {"rows": None}, "rows is None, but the state is of rows 2"),
+        ("packed", {"long": "drop"}, "long is 'drop', but the state is of long 'refuse'"),
+        ("packed", {"window": 9}, "window is 9, but the state is of window None"),
+        ("mixture", {"parts": [9, 8]}, r"parts is \[9, 8\], but the state is of parts \[9, 9\]"),
+        ("mixture", {"parts": [9, Lazily("ab")]}, r"parts is \[9, None\], but the state is of par"),
+        ("mixture", {"batch_size": 2}, "batch_size is 2, but the state is of batch_size None"),
+        ("mixture", {"stop": "last"}, "stop is 'last', but the state is of stop 'first'"),
+        ("mixture", {"weights": [1, 3]}, r"weights of step 0 are \[1\.0, 3\.0\], but the state is"),
+        *((kind, {"seed": 1}, "seed is 1, but the state is of seed 0") for kind in GIVEN),
+        *((kind, {"shuffle": True}, "shuffle is True, but the state is") for kind in GIVEN),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(kind, changed, message):
+    lived = make(kind)
+    next(iter(lived))
+    sampler = make(kind, **changed)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(json.loads(json.dumps(lived.state_dict())))
+    assert sampler.state_dict() == before
+    assert list(islice(sampler, 5)) == list(islice(make(kind, **changed), 5))
+
+
+@every_kind
+def test_what_is_no_state_is_refused(kind):
+    sampler = make(kind)
+    state = sampler.state_dict()
+    other = make("packed" if kind == "batch" else "batch").state_dict()
+    with pytest.raises(ValueError, match=r"the state has no|but the state is of sampler"):
+        sampler.load_state_dict(other)
+    for nonsense in (None, [1], "state", 3):
+        with pytest.raises(TypeError, match="state must be a dict from state_dict"):
+            sampler.load_state_dict(nonsense)
+    for name in state:
+        with pytest.raises(ValueError, match=f"the state has no '{name}'"):
+            sampler.load_state_dict({key: state[key] for key in state if key != name})
+    with pytest.raises(ValueError, match="version is 1, but the state is of version 3"):
+        sampler.load_state_dict(state | {"version": 3})
+    with pytest.raises(ValueError, match="batches must be at least 0"):
+        sampler.load_state_dict(state | {"batches": -1})
+    with pytest.raises(TypeError, match="epoch must be an int"):
+        sampler.load_state_dict(state | {"epoch": "first"})
+
+
+@every_kind
+def test_a_state_is_of_the_iterator_made_last(kind):
+    sampler = make(kind)
+    first, second = iter(sampler), iter(sampler)
+    next(first), next(first), next(second)
+    assert sampler.state_dict()["batches"] == 1
+    next(first)
+    assert sampler.state_dict()["batches"] == 1
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda inner: BatchSampler(inner, 3),
+        lambda inner: DynamicBatchSampler(lambda n: 1, max_total=3, sampler=inner),
+        lambda inner: PackedBatchSampler(lambda n: 1, 3, sampler=inner),
+        lambda inner: MixtureSampler([inner, 9], [1, 1], 3),
+    ],
+)
+def test_an_inner_sampler_may_gain_a_state_but_not_lose_it(monkeypatch, over):
+    monkeypatch.setattr(windows, "WINDOW", 9)
+    lists, states = (over(kind(range(20))) for kind in (Lazily, Stateful))
+    whole = list(lists)
+    for sampler in (lists, states):
+        assert list(islice(sampler, 4)) == whole[:4]
+    gained, lost = (over(kind(range(20))) for kind in (Stateful, Lazily))
+    gained.load_state_dict(lists.state_dict())
+    assert list(gained) == whole[4:]
+    with pytest.raises(ValueError, match=r"holds one of .* has no load_state_dict"):
+        lost.load_state_dict(states.state_dict())
+    assert list(lost) == whole
+
+
+def test_states_are_small():
+    lengths = np.arange(100_000) % 50
+    for sampler in (
+        BatchSampler(100_000, 512, True, "rollover"),
+        DynamicBatchSampler(lengths, max_total=1000, shuffle=True),
+        PackedBatchSampler(lengths, 4096, long="split", shuffle=True),
+        PackedBatchSampler(Lazily(count(1)), 9, long="split"),
+        MixtureSampler([10**15] * 20, [1 / (part + 1) for part in range(20)], 8),
+    ):
+        for _ in islice(sampler, 100):
+            pass
+        most = 2000 if isinstance(sampler, MixtureSampler) else 500
+        assert len(json.dumps(sampler.state_dict())) < most
+
+
+def test_concatenated_lengths_are_looked_up():
+    lengths = Concatenated([[5, 1], [2]])
+    mixture = MixtureSampler([2, 1], [1, 1], stop="last")
+    assert list(PackedBatchSampler(lengths, 5, sampler=mixture)) == [[(0, 0)], [(1, 0), (0, 1)]]
