@@ -469,7 +469,7 @@ class Loader:
 
     def _left_behind(self, account: Account) -> None:
         """Have the next epoch be the one after that of a consumer whom another has served."""
-        if account is self._account and account.behind is not None:
+        if account is self._account and account.behind is not None and account.next_epoch is None:
             state = check_state(account.behind(), None, stream=self._shards is not None)
             self._epoch = state["epoch"] + has_begun(state)
 

@@ -203,6 +203,16 @@ def test_an_order_that_nothing_repeats_is_refused(make, torchs, epochs, taken):
     assert "sampler" in refusal
 
 
+def test_an_iterator_that_goes_later_does_not_undo_set_epoch(make):
+    with make(Echo(), range(6)) as loader:
+        batches = prefetch(loader.epochs(3), str, 2)
+        next(batches)
+        loader.set_epoch(0)
+        batches.close()
+        del batches
+        assert loader.epoch == 0
+
+
 def test_a_former_iterator_goes_on_after_no_other_state(make):
     loader = make(Echo(), range(N))
     batches = iter(loader)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import json
 import os
@@ -349,6 +350,8 @@ class Program:
     def check(self) -> None:
         loader, model = self.loader, self.model
         if not any(how == "prefetched" for _, _, how in self.runs):  # it begins epochs ahead
+            if loader.epoch != model.epoch:
+                gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
             assert loader.epoch == model.epoch, f"epoch is {loader.epoch}, not {model.epoch}"
         if self.what.stream and not self.disturbed:
             assert loader.stats.reread == 0, f"{loader.stats.reread} batches were read again"
