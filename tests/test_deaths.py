@@ -1167,7 +1167,8 @@ def test_workers_that_leak_are_replaced(caplog):
             pids.add(pid)
             batches.append(tuple(batch))
         assert_equal(batches, expected)
-        assert len(pids) >= 4
+        # Of two workers one may do all that is done before both are replaced.
+        assert len(pids) >= 3
         assert loader.stats.replaced >= 2
         assert loader.stats.retries == 0
     assert all("takes more than worker_memory_limit" in line for line in caplog.messages)
