@@ -190,6 +190,18 @@ def test_an_order_that_nothing_repeats_is_refused(make, torchs, epochs, taken):
     assert "sampler" in refusal
 
 
+def test_a_former_iterator_goes_on_after_no_other_state(make):
+    loader = make(Echo(), range(N))
+    batches = iter(loader)
+    assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
+    state = loader.state_dict()
+    former = iter(loader)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        next(former)
+    assert list(loader) == [5, 6, 7, 8]
+
+
 def test_an_epoch_that_is_set_within_epochs_is_not_overwritten(make):
     """It is refused, or the next epoch has the number."""
     loader = make(Echo(), Told(3))
@@ -549,7 +561,7 @@ def test_an_interrupt_anywhere_in_close_leaves_nothing(way):
             loader.close()
             with pytest.raises(RuntimeError, match="closed"):
                 next(batches)
-            assert eventually(lambda ended=workers: not any(each.is_alive() for each in ended), 20)
+            assert eventually(lambda ended=workers: not any(each.is_alive() for each in ended))
         step += 3 if step < 60 else 2 + step // 8
     assert step
 

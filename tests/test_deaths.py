@@ -996,7 +996,7 @@ def test_a_death_where_children_are_not_waited_for(tmp_path):
         [sys.executable, "-W", "ignore", "-c", CHILDREN.format(folder=f"{tmp_path}/")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
@@ -1233,7 +1233,7 @@ def test_out_of_memory_in_a_control_group(small_group):
         [sys.executable, "-c", GREEDY, str(folder)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
     )

@@ -601,6 +601,23 @@ def test_the_state_counts_an_error_in_fn():
         batches.close()
 
 
+def test_the_state_of_skipped_and_unordered_batches():
+    faults = {n: ValueError for n in (1, 4, 7)}
+    with Loader(
+        Faulty(12, faults), on_error="skip", in_order=False, executor="thread", num_workers=2
+    ) as loader:
+        expected = {n * n for n in range(12) if n not in faults}
+        for k in range(len(expected)):
+            loader.set_epoch(0)
+            batches = prefetch(loader, same, 2)
+            first = [next(batches) for _ in range(k)]
+            batches.close()
+            loader.load_state_dict(batches.state_dict())
+            rest = list(prefetch(loader, same, 2))
+            assert len(first) + len(rest) == len(expected)
+            assert set(first) | set(rest) == expected
+
+
 def test_several_epochs(options):
     with Loader(Squares(3), **options) as loader:
         batches = prefetch(loader.epochs(3), same, 4)

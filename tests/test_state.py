@@ -248,20 +248,28 @@ def test_a_batch_that_failed_was_delivered(make):
     assert first + [batch[0] for batch in again] == [0, 1, 3, 4, 5]
 
 
-def test_another_epoch_drops_the_place_the_same_keeps_it():
+@pytest.mark.parametrize("by", ["set_epoch", "attribute"])
+def test_another_epoch_drops_the_place_the_same_keeps_it(by):
+    def set_epoch(epoch: int) -> None:
+        if by == "attribute":
+            loader.epoch = epoch
+        else:
+            loader.set_epoch(epoch)
+
     with Loader(Guarded(), range(6), num_workers=0) as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
     with Loader(Guarded(), range(6), num_workers=0) as loader:
         loader.load_state_dict(state)
-        loader.set_epoch(0)
+        set_epoch(0)
         assert len(loader) == 6
         assert [batch[0] for batch in loader] == [1, 2, 3, 4, 5]
         loader.load_state_dict(state)
-        loader.set_epoch(4)
-        assert loader.state_dict()["batches"] == 0
+        set_epoch(4)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (4, 0)
         assert [batch[0] for batch in loader] == list(range(6))
+        assert loader.epoch == 5
 
 
 def test_a_drawn_seed_is_in_the_state(make):
