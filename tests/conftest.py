@@ -50,6 +50,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(2 * processors(), 16)
 
 
+def pytest_configure() -> None:
+    """Ctrl-C is tested. What a shell starts in the background ignores it, and so would workers."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     if all("slow" in item.keywords for item in items):  # else it was by other words
         items[0].config.stash[LEFT_OUT] = len(items)
