@@ -91,8 +91,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"{slow:5} slow tests, variants and soaks: pytest -m slow runs them")
 
 
-def pytest_unconfigure() -> None:
-    """A test that failed may have left a thread that the interpreter waits for at its end."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A test that failed may have left a thread that the interpreter waits for at its end.
+
+    A process of pytest-xdist is ended by the one that reports, when the others are done as well.
+    """
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
