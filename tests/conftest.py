@@ -50,6 +50,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(2 * processors(), 16)
 
 
+def pytest_configure() -> None:
+    """Ctrl-C is tested. What a shell starts in the background ignores it, and so would workers."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     if all("slow" in item.keywords for item in items):  # else it was by other words
         items[0].config.stash[LEFT_OUT] = len(items)
@@ -85,8 +91,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"{slow:5} slow tests, variants and soaks: pytest -m slow runs them")
 
 
-def pytest_unconfigure() -> None:
-    """A test that failed may have left a thread that the interpreter waits for at its end."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A test that failed may have left a thread that the interpreter waits for at its end.
+
+    A process of pytest-xdist is ended by the one that reports, when the others are done as well.
+    """
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 

@@ -996,7 +996,7 @@ def test_a_death_where_children_are_not_waited_for(tmp_path):
         [sys.executable, "-W", "ignore", "-c", CHILDREN.format(folder=f"{tmp_path}/")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
@@ -1167,7 +1167,8 @@ def test_workers_that_leak_are_replaced(caplog):
             pids.add(pid)
             batches.append(tuple(batch))
         assert_equal(batches, expected)
-        assert len(pids) >= 4
+        # Of two workers one may do all that is done before both are replaced.
+        assert len(pids) >= 3
         assert loader.stats.replaced >= 2
         assert loader.stats.retries == 0
     assert all("takes more than worker_memory_limit" in line for line in caplog.messages)
@@ -1232,7 +1233,7 @@ def test_out_of_memory_in_a_control_group(small_group):
         [sys.executable, "-c", GREEDY, str(folder)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=250,
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
     )

@@ -24,7 +24,6 @@ from helpers import (
     Echo,
     Faulty,
     Gate,
-    Noise,
     SelfIterating,
     Squares,
     Stateful,
@@ -187,30 +186,26 @@ def test_the_error_is_the_original_one():
     batches.close()
 
 
-def test_an_error_in_fn_comes_in_its_place():
-    def fn(n: int) -> float:
-        return 6 / n
-
-    found = outcomes(prefetch([2, 0, 1], fn))
-    assert found == [3.0, "ZeroDivisionError", 6.0]
+def one_and_then_an_error() -> Iterator[int]:
+    yield 1
+    raise ValueError("no more")
 
 
-def test_stop_iteration_in_fn_does_not_end_the_loop():
-    batches = prefetch([[1], [], [2]], lambda batch: next(iter(batch)))
-    assert outcomes(batches) == [1, "RuntimeError", 2]
+@pytest.mark.parametrize(
+    ("batches", "fn", "expected"),
+    [
+        ([2, 0, 1], lambda n: 6 / n, [3.0, "ZeroDivisionError", 6.0]),
+        ([[1], [], [2]], lambda batch: next(iter(batch)), [1, "RuntimeError", 2]),  # no end
+        (one_and_then_an_error(), same, [1, "ValueError"]),
+    ],
+)
+def test_an_error_in_fn_or_in_a_generator_comes_in_its_place(batches, fn, expected):
+    assert outcomes(prefetch(batches, fn)) == expected
 
 
 def test_system_exit_in_fn_is_the_consumers():
     with prefetch([1, 2], lambda n: sys.exit(n)) as batches, pytest.raises(SystemExit):
         next(batches)
-
-
-def test_a_generator_ends_with_its_error():
-    def source() -> Iterator[int]:
-        yield 1
-        raise ValueError("no more")
-
-    assert outcomes(prefetch(source(), same)) == [1, "ValueError"]
 
 
 def test_an_error_holds_nothing_for_ever():
@@ -493,9 +488,9 @@ def test_the_idle_thread_keeps_no_batch():
     try:
         batches = prefetch(map(make, range(3)), lambda batch: None)
         next(batches)
-        assert made[0]() is None
+        assert eventually(lambda: made[0]() is None)
         assert list(batches) == [None, None]
-        assert [ref() for ref in made] == [None] * 3
+        assert eventually(lambda: [ref() for ref in made] == [None] * 3)
     finally:
         gc.enable()
 
@@ -510,10 +505,11 @@ def test_slots_are_free_again():
         assert len(inside.leased_slots) == 12
         del batch
         kept.clear()
-        assert not inside.leased_slots
+        # The thread may still be on its way out of the last call.
+        assert eventually(lambda: not inside.leased_slots)
         for _batch in prefetch(loader, lambda array: array.sum(), 2):
             assert len(inside.leased_slots) <= 4 + 3  # tasks of the loader, entries of prefetch
-        assert not inside.leased_slots
+        assert eventually(lambda: not inside.leased_slots)
 
 
 # --- state
@@ -737,13 +733,6 @@ def test_the_loader_may_be_asked_meanwhile():
 
 
 # --- seeds
-
-
-def test_the_batches_are_the_same(options):
-    with Loader(Noise(), range(8), num_workers=0) as loader:
-        plain = [batch.tolist() for batch in loader]
-    with Loader(Noise(), range(8), **options) as loader:
-        assert list(prefetch(loader, lambda array: array.tolist(), 2)) == plain
 
 
 def test_collated_batches_arrive_whole():

@@ -260,6 +260,14 @@ def test_the_rooms_are_all_there():
     assert sorted(rooms) == sorted(there)
 
 
+def test_the_map_of_the_tests_is_whole():
+    """A module that nobody can find is written again."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`(test_\w+)`", text)
+    there = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    assert set(named) == there
+
+
 def test_the_glossary_is_short():
     text = (ROOT / "docs" / "architecture.md").read_text()
     entries = re.findall(r"^\| (?!word|-)", text[text.index("## Glossary") :], re.MULTILINE)

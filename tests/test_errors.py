@@ -7,8 +7,7 @@ import pickle
 import signal
 import threading
 import traceback
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,10 +34,6 @@ from minloader._checks import amount, duration
 from minloader._inspect import inspect
 
 
-def loader_of(function: Any, items: Any = range(3), **options: Any) -> Loader:
-    return Loader(function, items, **options)
-
-
 @pytest.fixture(params=["process-1", "foreign-process"])
 def across(request):
     """Makes loaders whose batches are made in another process."""
@@ -52,50 +47,38 @@ def across(request):
 
 # --- exceptions on their way back ------------------------------------------------------------
 
-
-def test_the_workers_traceback_is_shown(across):
-    batches = iter(across(raise_deep))
-    next(batches)
-    with pytest.raises(ValueError, match="deep down") as caught:
-        next(batches)
-    text = "".join(traceback.format_exception(caught.value))
-    assert "in innermost_function" in text
-    assert f"pid {caught.value.__notes__[0].split('pid ')[1].split(')')[0]}" in text
-    assert next(batches) == 2
+PLACE = {"ordinal": 1, "epoch": 0, "item": 1}
 
 
-def test_exceptions_with_two_arguments_keep_type_and_attributes(across):
-    batches = iter(across(raise_two))
+@pytest.mark.parametrize(
+    ("function", "error", "message", "attributes", "told"),
+    [
+        (raise_deep, ValueError, "deep down", {}, "in innermost_function"),
+        (raise_two, TwoArguments, "7: seven", {"code": 7, "reason": "seven"}, ""),
+        (raise_locked, RuntimeError, r"has a lock.*_thread.lock", {"hint": "kept"}, ""),
+        (raise_frozen, Frozen, "", {"code": 5}, ""),
+        (raise_hopeless, BatchError, "Hopeless: cannot travel", PLACE, "raise_hopeless"),
+        (unpicklable, TransportError, r"batch\['x'\]\[1\] is a lock", PLACE, ""),
+        (loads_badly, ZeroDivisionError, "while unp", {}, "when the batch was unpickled"),
+    ],
+)
+def test_an_error_arrives_as_it_was_raised(across, function, error, message, attributes, told):
+    """With the worker's traceback, and all of it that can travel."""
+    batches = iter(across(function))
     assert next(batches) == 0
-    with pytest.raises(TwoArguments, match="7: seven") as caught:
+    with pytest.raises(error, match=message) as caught:
         next(batches)
-    assert (caught.value.code, caught.value.reason) == (7, "seven")
-    assert next(batches) == 2
-
-
-def test_exceptions_that_hold_something_unpicklable(across):
-    batches = iter(across(raise_locked))
-    next(batches)
-    with pytest.raises(RuntimeError, match=r"has a lock.*_thread.lock") as caught:
-        next(batches)
-    assert caught.value.hint == "kept"
+    assert {name: getattr(caught.value, name) for name in attributes} == attributes
     assert not hasattr(caught.value, "lock")
+    text = "".join(traceback.format_exception(caught.value))
+    assert told in text
+    if error is ValueError:
+        assert f"pid {caught.value.__notes__[0].split('pid ')[1].split(')')[0]}" in text
     assert next(batches) == 2
 
 
-def test_exceptions_that_cannot_travel_are_named(across):
-    batches = iter(across(raise_hopeless))
-    next(batches)
-    with pytest.raises(BatchError, match="Hopeless: cannot travel") as caught:
-        next(batches)
-    assert "raise_hopeless" in "".join(traceback.format_exception(caught.value))
-    assert (caught.value.ordinal, caught.value.item) == (1, 1)
-    assert next(batches) == 2
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_exceptions_that_refuse_attributes(num_workers):
-    with Loader(raise_frozen, range(3), num_workers=num_workers) as loader:
+def test_an_error_that_refuses_attributes_is_raised_here():
+    with Loader(raise_frozen, range(3), num_workers=0) as loader:
         batches = iter(loader)
         next(batches)
         with pytest.raises(Frozen) as caught:
@@ -105,24 +88,6 @@ def test_exceptions_that_refuse_attributes(num_workers):
 
 
 # --- batches that cannot be pickled ----------------------------------------------------------
-
-
-def test_unpicklable_batches_are_named(across):
-    batches = iter(across(unpicklable))
-    assert next(batches) == 0
-    with pytest.raises(TransportError, match=r"batch\['x'\]\[1\] is a lock") as caught:
-        next(batches)
-    assert (caught.value.ordinal, caught.value.epoch, caught.value.item) == (1, 0, 1)
-    assert next(batches) == 2
-
-
-def test_batches_that_fail_to_unpickle_do_not_break_the_pool(across):
-    batches = iter(across(loads_badly))
-    next(batches)
-    with pytest.raises(ZeroDivisionError, match="while unpickling") as caught:
-        next(batches)
-    assert "when the batch was unpickled" in caught.value.__notes__[0]
-    assert next(batches) == 2
 
 
 def test_unpicklable_items_can_be_skipped(across):
@@ -252,15 +217,6 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
         assert eventually(lambda: not alive(other.pid))
         assert eventually(lambda: not alive(child.pid))
         assert eventually(lambda: not alive(orphan.pid))  # in a session of its own
-
-
-def test_foreign_executor_that_breaks_is_named():
-    with (
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
-        Loader(kill_self, range(4), executor=pool) as loader,
-        pytest.raises(WorkerDied),
-    ):
-        list(loader)
 
 
 def test_foreign_executor_that_is_shut_down_is_named():

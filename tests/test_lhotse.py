@@ -277,35 +277,6 @@ def test_round_trip_with_processes(manifest: Path, before: str, then: str) -> No
     test_round_trip_with_workers(manifest, 7, before, then)
 
 
-def test_round_trip_of_a_round_trip(manifest: Path) -> None:
-    this = ids(plain(make_sampler(manifest), 0))
-    state = None
-    got: list[list[str]] = []
-    while len(got) < len(this):
-        with reading_ahead(make_sampler(manifest)) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-                loader.load_state_dict(state)  # it is only read
-            batches = iter(loader)
-            got += ids(islice(batches, 3))
-            state = loader.state_dict()
-    assert got == this
-
-
-def test_state_after_leaving_the_loop(manifest: Path) -> None:
-    """Nobody holds the epoch any more, but the loader knows how far it went."""
-    this = ids(plain(make_sampler(manifest), 0))
-    got = []
-    with reading_ahead(make_sampler(manifest)) as loader:
-        for cuts in loader:
-            got += ids([cuts])
-            if len(got) == 4:
-                break
-        del cuts
-        state = save(loader)
-    assert got + next(resumed(state, make_sampler(manifest))) == this
-
-
 def test_asking_for_the_length_disturbs_nothing(manifest: Path) -> None:
     """As progress bars do. lhotse's samplers have none."""
     this = ids(plain(make_sampler(manifest), 1))

@@ -424,7 +424,7 @@ def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher,
         [sys.executable, "-W", "ignore", str(script), launcher, workers],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parent.parent)},
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -63,7 +63,7 @@ def take_in_threads(batches: Any, threads: int = 4) -> list[list[Any]]:
         for consumer in consumers:
             consumer.start()
         for consumer in consumers:
-            consumer.join(60)
+            consumer.join(250)
             assert not consumer.is_alive()
     finally:
         sys.setswitchinterval(interval)

@@ -138,7 +138,7 @@ class Stuck:
 
     def end(self) -> None:
         self.released.set()
-        assert self.future in wait([self.future], 10).done
+        assert self.future in wait([self.future], 60).done
 
 
 @pytest.fixture

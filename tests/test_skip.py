@@ -91,19 +91,17 @@ def test_samples_that_transform_skips(make):
         assert loader.stats.skipped_samples == 4 + 3
 
 
-def test_samples_that_fail(make, caplog):
-    with make(Faulty(), batch_size=3, transform=refuse_odd, on_error="skip_sample") as loader:
-        assert lists(loader) == [[0, 2], [6, 8], [10]]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (1, 4 + 3)
-    if make.name in ("inline", "thread"):
-        assert "left out sample 3: OSError('sample 3 is corrupt')" in caplog.text
-        assert "left out sample 9: ValueError('9 is odd')" in caplog.text
-
-
-def test_items_that_fail(make, caplog):
-    with make(Faulty(), range(12), transform=refuse_odd, on_error="skip_sample") as loader:
-        assert lists(loader) == [0, 2, 6, 8, 10]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (7, 7)
+@pytest.mark.parametrize(
+    ("options", "batches", "skipped"),
+    [
+        ({"batch_size": 3}, [[0, 2], [6, 8], [10]], 1),
+        ({"sampler": range(12)}, [0, 2, 6, 8, 10], 7),
+    ],
+)
+def test_samples_that_fail(make, caplog, options, batches, skipped):
+    with make(Faulty(), transform=refuse_odd, on_error="skip_sample", **options) as loader:
+        assert lists(loader) == batches
+        assert (loader.stats.skipped, loader.stats.skipped_samples) == (skipped, 4 + 3)
     if make.name in ("inline", "thread"):
         assert "left out sample 3: OSError('sample 3 is corrupt')" in caplog.text
         assert "left out sample 9: ValueError('9 is odd')" in caplog.text

@@ -236,23 +236,6 @@ def test_the_epoch_goes_on_and_the_next_is_whole(make):
             assert epochs[0] == expected[2]
 
 
-def test_left_early_and_begun_anew():
-    with Loader(Guarded(), range(10), num_workers=0) as loader:
-        assert loader.state_dict()["batches"] == 0
-        for n, _ in enumerate(loader):
-            if n == 3:
-                break
-        state = loader.state_dict()  # the iterator is gone
-        assert (state["epoch"], state["batches"]) == (0, 4)
-        iter(loader)
-        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
-        list(loader)
-        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (3, 0)
-        loader.load_state_dict(state)
-        assert [batch[0] for batch in loader] == list(range(4, 10))
-        assert [batch[0] for batch in loader] == list(range(10))
-
-
 def test_a_batch_that_failed_was_delivered(make):
     loader = make(Guarded(faulty=[2]), range(6))
     batches = iter(loader)
@@ -265,20 +248,28 @@ def test_a_batch_that_failed_was_delivered(make):
     assert first + [batch[0] for batch in again] == [0, 1, 3, 4, 5]
 
 
-def test_another_epoch_drops_the_place_the_same_keeps_it():
+@pytest.mark.parametrize("by", ["set_epoch", "attribute"])
+def test_another_epoch_drops_the_place_the_same_keeps_it(by):
+    def set_epoch(epoch: int) -> None:
+        if by == "attribute":
+            loader.epoch = epoch
+        else:
+            loader.set_epoch(epoch)
+
     with Loader(Guarded(), range(6), num_workers=0) as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
     with Loader(Guarded(), range(6), num_workers=0) as loader:
         loader.load_state_dict(state)
-        loader.set_epoch(0)
+        set_epoch(0)
         assert len(loader) == 6
         assert [batch[0] for batch in loader] == [1, 2, 3, 4, 5]
         loader.load_state_dict(state)
-        loader.set_epoch(4)
-        assert loader.state_dict()["batches"] == 0
+        set_epoch(4)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (4, 0)
         assert [batch[0] for batch in loader] == list(range(6))
+        assert loader.epoch == 5
 
 
 def test_a_drawn_seed_is_in_the_state(make):
@@ -335,33 +326,6 @@ def test_small():
         assert len(json.dumps(loader.state_dict())) < 1000
 
 
-def test_rollover_goes_on_over_epochs():
-    def make(sampler: Any) -> Loader:
-        return Loader(np.arange(10), sampler, num_workers=0)
-
-    def sampler(kind: str) -> BatchSampler:
-        inner = 10 if kind == "range" else range(10)
-        return BatchSampler(inner, 4, shuffle=kind == "range", last_batch="rollover")
-
-    for kind in ("range", "inner"):
-        with make(sampler(kind)) as loader:
-            expected = [[batch.tolist() for batch in loader] for _ in range(4)]
-        for taken in range(4):
-            with make(sampler(kind)) as loader:
-                list(loader)
-                batches = iter(loader)
-                for _ in range(taken):
-                    next(batches, None)
-                state = plain(loader.state_dict())
-            with make(sampler(kind)) as loader:
-                loader.load_state_dict(state)
-                epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-            if state["epoch"] == 1:
-                assert epochs == [expected[1][taken:], *expected[2:]]
-            else:
-                assert epochs[:2] == expected[2:]
-
-
 # --- foreign samplers ----------------------------------------------------------------------------
 
 
@@ -399,12 +363,6 @@ def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, monkeypatch):
         again.load_state_dict(loader.state_dict())
         iter(again)  # and left at once
         assert [batch[0] for batch in again] == list(range(20))
-
-
-def test_a_sampler_that_is_its_own_iterator_serves_every_epoch(make):
-    loader = make(Guarded(), SelfIterating(range(7)))
-    for _ in range(3):
-        assert [batch[0] for batch in loader] == list(range(7))
 
 
 def test_a_sampler_that_does_not_come_back_is_refused():
@@ -615,24 +573,6 @@ def test_epochs_are_those_of_a_loop(make):
     assert [(epoch, plain(batch)) for epoch, batch in one.epochs(0)] == []
     endless = itertools.islice(loader().epochs(), len(expected))
     assert [(epoch, plain(batch)) for epoch, batch in endless] == expected
-
-
-def test_epochs_go_on_from_every_state(make):
-    def loader() -> Loader:
-        return make(Guarded(), BatchSampler(11, 3, shuffle=True))
-
-    run = loader().epochs(3)
-    first = loader()
-    states, expected = [], []
-    for epoch, batch in first.epochs(3):
-        expected.append((epoch, plain(batch)))
-        states.append(plain(first.state_dict()))
-    assert [(epoch, plain(batch)) for epoch, batch in run] == expected
-    again = loader()
-    for k, state in enumerate(states, 1):
-        again.load_state_dict(state)
-        rest = again.epochs(3 - state["epoch"])
-        assert [(epoch, plain(batch)) for epoch, batch in rest] == expected[k:]
 
 
 def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():

@@ -159,17 +159,6 @@ def test_a_stream_that_reads_otherwise_for_another_worker_is_refused():
             list(batches)
 
 
-@pytest.mark.parametrize("state", [False, True])
-def test_a_resumed_stream_that_reads_alike_is_not_refused(state):
-    kind: Any = IDIOMS[0] if state else Steady
-    options: dict[str, Any] = {"batch_size": 2, "executor": "thread"}
-    for saved, rest in resumed_states(lambda: kind(40), num_workers=2, **options):
-        for count in (0, 1, 3):
-            with Loader(kind(40), num_workers=count, **options) as loader:
-                loader.load_state_dict(saved)
-                assert lists(loader) == rest
-
-
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -284,24 +273,6 @@ def passes(loader: Loader) -> set[int]:
         range(12)
     )
     return {value // PASS for value in given}
-
-
-@ways
-def test_a_copy_that_was_left_early_has_its_state_put_back(way):
-    """So it has not counted the epoch that was left."""
-    for stream in IDIOMS:
-        with Loader(stream(), batch_size=2, num_workers=2, executor=way) as loader:
-            first = lists(loader)
-            for _ in range(2):
-                batches = iter(loader)
-                list(itertools.islice(batches, 3))
-                del batches
-            rest = lists(loader)
-        # Which epoch it counts is the stream's; it is whole, and one epoch.
-        assert [[value % 100 for value in batch] for batch in rest] == first
-        assert len({value // 100 for batch in rest for value in batch}) == 1
-        if stream.__name__ in ("Counting", "Separate"):
-            assert {value // 100 for batch in rest for value in batch} == {1}
 
 
 # --- states ---------------------------------------------------------------------------------------

@@ -160,16 +160,6 @@ def test_several_passes_at_once(make):
     assert [batch.tolist() for batch in third] == expected
 
 
-@own
-@variants("stream", STREAMS)
-def test_left_early_and_begun_anew(make, stream):
-    loader = make(stream(20), batch_size=3)
-    expected = in_turns(20, max(1, loader.num_workers), 3)
-    for taken in (0, 1, 4):
-        assert [batch.tolist() for batch in itertools.islice(loader, taken)] == expected[:taken]
-    assert [batch.tolist() for batch in loader] == expected
-
-
 def test_what_was_left_is_let_go(tmp_path):
     """The files that a pass has open are closed when the next one begins."""
     stream = Scripted(100, {}, opens=str(tmp_path / "file"))
@@ -184,14 +174,6 @@ def test_streams_are_told_the_epoch(make):
     for epoch in (0, 1, 5):
         loader.set_epoch(epoch)
         assert [told for told, _ in loader] == [epoch] * 6
-
-
-@own
-def test_epochs_without_a_gap(make):
-    loader = make(StatefulNumbers(13), batch_size=2)
-    expected = [(e, batch.tolist()) for e in range(3) for batch in loader]
-    loader.set_epoch(0)
-    assert [(epoch, batch.tolist()) for epoch, batch in loader.epochs(3)] == expected
 
 
 @own
@@ -307,17 +289,6 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch)
     assert [batch.tolist() for batch in again] == expected
 
 
-def test_unordered_states_lose_nothing():
-    with Loader(Numbers(60), batch_size=2, num_workers=3, in_order=False) as loader:
-        batches = iter(loader)
-        first = [next(batches).tolist() for _ in range(13)]
-        state = plain(loader.state_dict())
-    with Loader(Numbers(60), batch_size=2, num_workers=0, in_order=False) as loader:
-        loader.load_state_dict(state)
-        got = first + [batch.tolist() for batch in loader]
-    assert sorted(got) == sorted(in_turns(60, 3, 2))
-
-
 def test_states_that_do_not_fit():
     with Loader(Numbers(20), batch_size=2, num_workers=0) as loader:
         batches = iter(loader)
@@ -345,22 +316,6 @@ def test_states_that_do_not_fit():
 
 
 # --- resized -------------------------------------------------------------------------------------
-
-
-@variants("stream", STREAMS)
-@variants("executor", ["thread", "process"])
-def test_resized_in_the_middle(stream, executor):
-    """The shards are as many as before; others read them."""
-    expected = in_turns(61, 2, 2)
-    numbers = itertools.cycle([1, 3, 0, 2])
-    with Loader(stream(61), batch_size=2, executor=executor, num_workers=2) as loader:
-        for _ in range(2):
-            got = []
-            for n, batch in enumerate(loader):
-                got.append(batch.tolist())
-                if n % 5 == 4:
-                    loader.num_workers = next(numbers)
-            assert got == expected
 
 
 def test_who_has_begun_with_a_shard_keeps_it():

@@ -34,8 +34,9 @@ def run(machine: Any, programs: int, steps: int) -> Counter[str]:
 def test_programs():
     used = run(Programs, 150, 20)
     assert used["programs"] >= 100
-    for rule in ("iter", "epochs", "prefetch", "state_dict", "load_state_dict", "Ctrl-C in next"):
-        assert used[rule] > 3
+    rules = ["iter", "epochs", "prefetch", "leave", "num_workers", "next in threads", "state_dict"]
+    rules += ["load_state_dict", "load_state_dict elsewhere", "Ctrl-C in next"]
+    assert [rule for rule in rules if used[rule] <= 3] == []
 
 
 class UninterruptedInProcesses(ProgramsInProcesses):
