@@ -340,9 +340,10 @@ def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
         raise KeyboardInterrupt
 
     sleep = subprocess.Popen(["sleep", "600"])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "listdir", interrupt)
-        lifetimes.kill_trees({sleep.pid: sleep.send_signal})
+        with pytest.raises(KeyboardInterrupt):
+            lifetimes.kill_trees({sleep.pid: sleep.send_signal})
     assert sleep.wait() == -signal.SIGKILL
 
 
