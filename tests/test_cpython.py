@@ -563,7 +563,6 @@ def test_9_a_worker_that_starts_meanwhile_is_waited_for():
             os.write(pipes[0][1], b"x")
             assert cpython._ManagerThread.wait_for(thread, [message]) == {message}
             assert thread.watched == count
-            thread.watch.close()
     finally:
         for file in sum(pipes, ()):
             os.close(file)

@@ -292,7 +292,7 @@ class _TolerantFuture(Future[Any]):
 
 
 class _ManagerThread(_ExecutorManagerThread):
-    """A manager thread that waits with one epoll object for all of them, and breaks in one step."""
+    """A manager thread that keeps the poll object it waits with, and breaks in one step."""
 
     watch: Any = None
     watched = -1
@@ -300,7 +300,7 @@ class _ManagerThread(_ExecutorManagerThread):
     def wait_result_broken_or_wakeup(self) -> Any:
         both: list[Any] = [self.result_queue, self.thread_wakeup]
         results, wakeup = files = [each._reader.fileno() for each in both]
-        ready = self.wait_for(files) if hasattr(select, "epoll") else set()
+        ready = self.wait_for(files) if hasattr(select, "poll") else set()
         if not ready or not ready <= {*files}:
             return super().wait_result_broken_or_wakeup()  # a worker may have ended
         if wakeup in ready:
@@ -318,9 +318,9 @@ class _ManagerThread(_ExecutorManagerThread):
             # A worker that starts meanwhile is seen with the next message, which its start sends.
             if len(self.processes) != self.watched:
                 workers = list(self.processes.values())  # once: it grows meanwhile
-                self.watch = select.epoll()
+                self.watch = select.poll()
                 for file in [*files, *(worker.sentinel for worker in workers)]:
-                    self.watch.register(file, select.EPOLLIN)
+                    self.watch.register(file, select.POLLIN)
                 self.watched = len(workers)
             return {file for file, _ in self.watch.poll()}
         except OSError:  # no descriptors
