@@ -56,7 +56,7 @@ PLACE = {"ordinal": 1, "epoch": 0, "item": 1}
         (raise_deep, ValueError, "deep down", {}, "in innermost_function"),
         (raise_two, TwoArguments, "7: seven", {"code": 7, "reason": "seven"}, ""),
         (raise_locked, RuntimeError, r"has a lock.*_thread.lock", {"hint": "kept"}, ""),
-        (raise_frozen, Frozen, "", {"code": 5}, ""),
+        (raise_frozen, Frozen, None, {"code": 5}, ""),
         (raise_hopeless, BatchError, "Hopeless: cannot travel", PLACE, "raise_hopeless"),
         (unpicklable, TransportError, r"batch\['x'\]\[1\] is a lock", PLACE, ""),
         (loads_badly, ZeroDivisionError, "while unp", {}, "when the batch was unpickled"),
