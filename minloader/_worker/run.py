@@ -207,16 +207,18 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        current_info.set(self.info)
         give_back = None
         try:
+            current_info.set(self.info)
             if self._seed is not None:
                 give_back = self._seed(place)
             return function(*args)
         finally:
-            current_info.set(before)
-            if give_back is not None:
-                give_back()
+            try:
+                if give_back is not None:
+                    give_back()
+            finally:  # also if Ctrl-C has come just now
+                current_info.set(before)
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
