@@ -29,8 +29,8 @@ FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
 
 
 IS_KNOWN = sys.version_info < (3, 15)
-"""Whether it is known where this CPython looks for signals. With the places below, what is traced
-on 3.15 leaves a batch's generators as they are in it, which is not understood yet."""
+"""Whether it is known where this CPython looks for signals. On 3.15 a batch was missing once, with
+prefetch and worker processes, which is not understood yet."""
 
 
 class Outcome(NamedTuple):

@@ -15,6 +15,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,7 @@ from kinds import (
 
 from minloader import SKIP, BatchSampler, Loader, MixtureSampler, get_worker_info, prefetch
 from minloader._inspect import inspect
+from minloader._worker import seeds
 
 N = 9
 EPOCHS = 3
@@ -555,6 +558,30 @@ def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
             epoch = first // 1000 + 1
             assert len(list(batches)) == 3
             assert loader.epoch == epoch
+
+
+def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed():
+    """The generators, the answer of ``get_worker_info``, and the turn that threads wait for."""
+
+    def left() -> list[Any]:
+        numbers = np.random.get_state()
+        with ThreadPoolExecutor(1) as thread:
+            held: list[Any] = []
+            thread.submit(seeds.reserve_globals, held).result()
+            free = [thread.submit(lock.release).result() for lock in held]
+        return [get_worker_info(), random.getstate(), numbers[1].tolist(), numbers[2], free]
+
+    def draw(item: int) -> tuple[float, float]:
+        return random.random(), np.random.random()
+
+    before, step, reached = left(), 0, True
+    while reached:
+        with Loader(draw, range(3), num_workers=0) as loader:
+            batches = iter(loader)
+            reached = interrupted(partial(next, batches), step).reached
+        assert left() == before, step
+        step += 1
+    assert step > 100 or not IS_KNOWN
 
 
 @pytest.mark.skipif(not IS_KNOWN, reason="where this CPython looks for signals is not known")

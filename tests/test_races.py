@@ -394,7 +394,8 @@ def test_a_module_is_imported_while_it_is_waited_for(function, late):
 
 def test_a_batch_ends_while_another_thread_imports():
     def begin() -> None:
-        endings.append(seeds.borrow_globals((0, 0, 5, 0)))
+        endings.append(seeds.borrow_globals())
+        seeds.seed_globals((0, 0, 5, 0))
 
     endings: list[Any] = []
     arrive = partial(seeds.seed_arrival, np.random)

@@ -22,7 +22,7 @@ from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.seeds import borrow_globals, reserve_globals
+from minloader._worker.seeds import borrow_globals, reserve_globals, seed_globals
 
 logger = logging.getLogger("minloader")
 
@@ -251,12 +251,14 @@ class InlinePool(Pool):
 
     def submit(self, task: Task) -> Future[Reply]:
         future: Future[Reply] = Future()
-        release = reserve_globals()  # and the worker: epochs of other threads share it
+        held: list[Any] = []
         try:
+            reserve_globals(held)  # and the worker: epochs of other threads share it
             if self._worker is None:
                 info = self.settings.info(0)
-                self._worker = Worker(self.job, info, seed=borrow_globals)
+                self._worker = Worker(self.job, info, seed=seed_globals, borrow=borrow_globals)
             future.set_result(self._worker.run(task))
         finally:
-            release()
+            for lock in held:
+                lock.release()
         return future

@@ -10,10 +10,12 @@ The kinds of worker differ in two things that they are given:
 
     made by            packer                     seed
     start.py           BatchPacker()              seed_globals     a process of ours
-    InlinePool         None                       borrow_globals   the calling process
+    InlinePool         None                       seed_globals     the calling process
     ThreadPool         None                       None             its threads
     ForeignPool        BatchPacker(OutOfBand())   seed_globals     a process of an executor
                        None                       None             ... in the calling process
+
+In the calling process the generators are the user's, and borrowed.
 
 A packer means that batches leave the process. Then whatever goes wrong is packed too, and nothing
 may escape from :meth:`Worker.run`. Without one Ctrl-C is Ctrl-C.
@@ -40,7 +42,7 @@ from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import END, Failure, Job, Mark, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
-from minloader._worker.seeds import Place, Seed
+from minloader._worker.seeds import Borrow, Place, Seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -66,6 +68,7 @@ class Worker:
         packer: packs batches for the parent; None if this is the process that wants them.
         seed: seeds the global random generators for a batch. None if they are to be left alone:
             threads share them, and the dataset too.
+        borrow: notes how they are before, where they are the user's.
         beat: called before each item is begun.
         reload: gives the dataset once more, for a stream that is read in several places.
 
@@ -81,6 +84,7 @@ class Worker:
         *,
         packer: BatchPacker | None = None,
         seed: Seed | None = None,
+        borrow: Borrow | None = None,
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
     ) -> None:
@@ -90,7 +94,7 @@ class Worker:
         self._process = lifetimes.process
         self._job = job
         self._packer = packer
-        self._seed = seed
+        self._seed, self._borrow = seed, borrow
         self.meter: Meter | None = None
         self._beat = beat
         self._maker = BatchMaker(job, info._turn_to)
@@ -207,18 +211,22 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        give_back = None
+        give_back = None if self._borrow is None else self._borrow()
         try:
-            current_info.set(self.info)
-            if self._seed is not None:
-                give_back = self._seed(place)
-            return function(*args)
-        finally:
             try:
+                current_info.set(self.info)
+                if self._seed is not None:
+                    self._seed(place)
+                return function(*args)
+            finally:
+                current_info.set(before)
                 if give_back is not None:
                     give_back()
-            finally:  # also if Ctrl-C has come just now
-                current_info.set(before)
+        except BaseException:  # Ctrl-C may have come while that was done
+            current_info.set(before)
+            if give_back is not None:
+                give_back()
+            raise
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""

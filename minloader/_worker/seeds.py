@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from itertools import compress
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +29,11 @@ logger = logging.getLogger("minloader")
 Place = tuple[int, int, int, int]
 """Of a batch: the loader's seed, the epoch, the ordinal and the rank."""
 
-Seed = Callable[[Place], Callable[[], None] | None]
-"""Seeds the global generators for one batch; may return what is to be called after the batch."""
+Seed = Callable[[Place], None]
+"""Seeds the global generators for one batch."""
+
+Borrow = Callable[[], Callable[[], None]]
+"""Called before generators are seeded that are the user's; returns what is called after it."""
 
 
 def batch_seed(seed: int, epoch: int, ordinal: int, rank: int) -> int:
@@ -142,18 +146,17 @@ def _begin_fork() -> None:
 at_fork(after_in_child=_begin_fork)
 
 
-def reserve_globals() -> Callable[[], object]:
-    """Keep the global generators for this thread's batch; return what gives them free.
+def reserve_globals(held: list[Any]) -> None:
+    """Keep the global generators for this thread's batch, and add to a list what is to be released.
 
     Threads that make batches in the calling process take turns: each seeds the generators that the
     others draw from. One that has waited for too long goes on all the same, since the other may be
     waiting for it, and then nobody waits any more.
     """
     global patience
-    lock = _lock
-    if lock.acquire(timeout=patience):
-        return lock.release
-    if patience:
+    # The lock goes into the list in the step that takes it: no Ctrl-C can come between.
+    held.extend(compress((_lock,), map(_lock.acquire, (True,), (patience,))))
+    if not held and patience:
         logger.warning(
             "a batch with num_workers=0 has waited %g s for one in another thread, and goes on; "
             "both draw from the same global generators, and may not repeat: use a worker, or draw "
@@ -161,11 +164,13 @@ def reserve_globals() -> Callable[[], object]:
             patience,
         )
         patience = 0.0
-    return lambda: None
 
 
-def borrow_globals(place: Place) -> Callable[[], None]:
-    """Seed the global generators of the caller's own process; return what gives them back."""
+def borrow_globals() -> Callable[[], None]:
+    """Note how the global generators of the caller's own process are; return what restores that.
+
+    It may be called again, where Ctrl-C has come in the middle of it.
+    """
     import numpy.random  # the one generator that every batch may use without importing it
 
     former = _place
@@ -173,7 +178,6 @@ def borrow_globals(place: Place) -> Callable[[], None]:
     torch = getattr(sys.modules.get("torch"), "default_generator", None)
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     torch_state = torch and torch.get_state()
-    seed_globals(place)
 
     def give_back() -> None:
         global _place
