@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import mmap
 import os
 import pickle
 import secrets
 import sys
 import types
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -310,12 +312,36 @@ def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
     return index
 
 
+_CONSTANT = frozenset({str, bytes, int, float, complex, bool, type(None)})
+"""Types whose objects never change."""
+
+MANY = 1000
+"""Elements from which on it is quicker to look where they are than to pickle them."""
+
+
 class _Fingerprinter(_JobPickler):
-    """A pickler that writes, of a large array or tensor, only where it is."""
+    """A pickler that writes, of a large array or tensor, only where it is.
+
+    So it does of the elements of a list, or of the keys and values of a dict, if these are strings,
+    numbers or tuples of them, which cannot change: a tenth of the time that a pickle takes.
+    """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, "fork")  # nothing is checked
         self.kept: list[Any] = []  # such that no other thing can be in its place
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in self._ordinary:
+            return None
+        if kind is not list and kind is not dict:
+            return super().persistent_id(obj)
+        if len(obj) >= MANY:
+            parts = [obj] if kind is list else [list(obj), list(obj.values())]
+            if all(map(_is_constant, parts)):
+                self.kept += map(tuple, parts)
+                return [kind.__name__, *(_addresses(each) for each in parts)]
+        return None
 
     def reduce_array(self, array: Any) -> Any:
         if array.nbytes < LARGE or array.dtype.hasobject:
@@ -335,6 +361,20 @@ class _Fingerprinter(_JobPickler):
     def _locate(self, obj: Any, *place: Any) -> Any:
         self.kept.append(obj)
         return str, (repr(place),)
+
+
+def _is_constant(elements: Sequence[Any]) -> bool:
+    """Return whether all elements are of types that never change, or tuples of such."""
+    kinds = set(map(type, elements))
+    if tuple in kinds:
+        kinds.remove(tuple)
+        tuples = (each for each in elements if type(each) is tuple)
+        kinds |= set(map(type, itertools.chain.from_iterable(tuples)))
+    return kinds <= _CONSTANT
+
+
+def _addresses(elements: Sequence[Any]) -> str:
+    return hashlib.blake2b(array("Q", map(id, elements)).tobytes()).hexdigest()
 
 
 def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
