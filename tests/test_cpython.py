@@ -601,6 +601,32 @@ def test_4_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch)
     assert codes == [-signal.SIGABRT, 255]
 
 
+def test_13_a_fork_beside_a_thread_warns_unless_it_is_ours():
+    """What warns beside one of the user's is silent beside those of a loader."""
+    program = """
+import sys, threading
+from minloader import Loader
+release = threading.Event()
+thread = threading.Thread(target=release.wait)
+def use():
+    loader = Loader(abs, range(3), num_workers=1, mp_context="fork")
+    print(list(loader), flush=True)
+    return loader
+loaders = use(), use()
+print("beside one of the user's", file=sys.stderr)
+thread.start()
+use()
+release.set()
+"""
+    warns = ["-W", "default:This process:DeprecationWarning"]
+    result = subprocess.run(
+        [sys.executable, *warns, "-c", program], capture_output=True, text=True, timeout=250
+    )
+    assert (result.returncode, result.stdout) == (0, "[0, 1, 2]\n" * 3)
+    assert ("use of fork()" in result.stderr) == (sys.version_info >= (3, 12))
+    assert result.stderr.startswith("beside one of the user's\n"), result.stderr
+
+
 def test_no_public_name_tells_that_an_executor_is_broken():
     assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
     assert "broken" in dir(cpython.Executor)

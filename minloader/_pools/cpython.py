@@ -39,11 +39,12 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import _ExecutorManagerThread
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
@@ -88,7 +89,8 @@ def start_worker(process: BaseProcess) -> None:
     """
     _starting.pid = os.getpid()
     try:
-        process.start()
+        with _no_warning_of_our_threads(process):
+            process.start()
     except BaseException as error:
         if sys.platform == "win32" or not _adopt(process, error.__traceback__):
             raise
@@ -240,6 +242,33 @@ def send_signal(process: Any, number: int) -> None:
         os.kill(popen.pid, number)
     else:
         raise ProcessLookupError
+
+
+# --- 13. The warning of a fork beside threads ---------------------------------------------------
+#
+# CPython: os.fork() warns if the process has other threads, whatever these do.
+# Versions: from 3.12.
+# Without this piece: with "fork", whoever makes warnings errors can have no second loader, since
+# the first has threads. They hold nothing that a worker needs: it is tested with 2,000 forks.
+# (Threads that are not Python's count for CPython, not here: they come and go with ours.)
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    names = ("minloader-", "QueueFeederThread")  # the last is of an executor's call queue
+    return isinstance(thread, _ExecutorManagerThread) or thread.name.startswith(names)
+
+
+@contextmanager
+def _no_warning_of_our_threads(process: Any) -> Iterator[None]:
+    """Have no fork warn in this block if Python has no other threads than this and ours."""
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    forks = sys.version_info >= (3, 12) and process._start_method == "fork"
+    if not forks or not all(map(_is_ours, others)):
+        yield
+        return
+    with warnings.catch_warnings():  # nobody else's thread is there to see it
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        yield
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
