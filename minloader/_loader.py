@@ -115,7 +115,8 @@ class Loader:
             its processes, on whatever machine, loads the dataset once; ``num_workers`` is how
             many tasks it runs at once.
         mp_context: how "process" starts its workers, a ``multiprocessing`` context or the name
-            of one. None: "spawn".
+            of one. None: "spawn". "forkserver" where imports take long, "fork" where no thread of
+            this process can hold a lock that the dataset needs.
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`; of a stream, for
             each fresh copy of the dataset, with that of the shard.
         seed: non-negative int that all randomness derives from, together with epoch and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
@@ -119,6 +120,35 @@ class Numbers:
         return np.full(self.size, index), "torch" in sys.modules
 
 
+class Imported(Numbers):
+    """Whether a module is imported where the samples are made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1)
+        self.name = name
+
+    def __getitem__(self, index: int) -> Any:
+        return self.name in sys.modules
+
+
+class Imports:
+    """Imports a module when a worker loads it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return _import, (self.name,)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _import(name: str) -> Imports:
+    importlib.import_module(name)
+    return Imports(name)
+
+
 class Whereabouts(Numbers):
     """What torch's get_worker_info says, torch being imported by the first who asks."""
 
@@ -140,6 +170,12 @@ def mark_dataset(worker_id: int) -> None:
     from torch.utils.data import get_worker_info
 
     get_worker_info().dataset.mark = 10 + worker_id
+
+
+def seed_all(worker_id: int) -> None:
+    """A worker_init_fn as many have: it has no effect here."""
+    random.seed(worker_id)
+    np.random.seed(worker_id)
 
 
 def fail_to_begin(worker_id: int) -> None:

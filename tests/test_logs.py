@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 from conftest import eventually
+from samples import Imports
 
 import minloader
 from minloader import Loader
+from minloader._worker import start
 
 logger = logging.getLogger("tests.dataset")
 
@@ -300,6 +303,23 @@ def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
         list(loader)
     assert capfd.readouterr().err == "worker tests.dataset here\n"
     assert logger.name not in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "what"), [("hefty", "what it needs (hefty)"), ("abc", "SharedList")]
+)
+def test_a_long_start_is_explained(name, what, monkeypatch, tmp_path, caplog):
+    """Once, whatever the number of workers. Here the fork takes over what is long."""
+    (tmp_path / "hefty.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(start, "LONG_START", 0.0)
+    with Loader(Imports(name), range(8), num_workers=2, mp_context="fork") as loader:
+        assert list(loader) == list(range(8))
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert re.match(r"a worker took \d+\.\d s to load the dataset", said)
+    assert what in said
 
 
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):

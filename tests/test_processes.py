@@ -621,6 +621,62 @@ def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
     assert (result.stdout, result.stderr) == ("f of __mp_main__\n[None]\n", "")
 
 
+BUSY = """
+import itertools, logging, sys, threading, warnings
+from minloader import Loader, prefetch
+
+class Loud:
+    def __getitem__(self, index):
+        logging.getLogger("loud").warning("item %d", index)
+        return bytes(20_000) * (index % 2)
+
+class Stream:
+    def __iter__(self):
+        return iter(range(10**9))
+
+shown, done = [], threading.Event()
+handler = logging.Handler()
+handler.emit = lambda record: shown.append(len(logging.Formatter().format(record)))
+logging.getLogger("loud").addHandler(handler)
+logging.getLogger("loud").propagate = False
+
+def use(batches):
+    for _ in batches:
+        if done.is_set():
+            break
+
+with (
+    Loader(Loud(), itertools.count(), num_workers=1) as loud,
+    Loader(Stream(), batch_size=64, num_workers=1, mp_context="fork") as stream,
+    Loader(abs, itertools.count(), num_workers=1, executor="thread") as threads,
+):
+    next(iter(stream))
+    busy = [threading.Thread(target=use, args=(each,), name="minloader-test")
+            for each in (loud, prefetch(stream, str), threads)]
+    for thread in busy:
+        thread.start()
+    for _ in range(ROUNDS):
+        with Loader(abs, range(24), num_workers=8, mp_context="fork") as loader:
+            assert list(loader) == list(range(24))
+    done.set()
+    for thread in busy:
+        thread.join()
+print(len(shown) > 0)
+"""
+"""Forks workers while the threads of other loaders are busy, which are all that there are."""
+
+
+@variants("rounds", [5, 250])
+def test_forks_beside_busy_threads_of_ours(rounds):
+    """None hangs, and none warns: 8 workers in each round."""
+    program = BUSY.replace("ROUNDS", str(rounds))
+    warns = ["-W", "default:This process:DeprecationWarning"]
+    result = subprocess.run(
+        [sys.executable, *warns, "-c", program], capture_output=True, text=True, timeout=380
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+
+
 def leave_early(loader: Loader) -> None:
     for _ in loader:
         break

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import alive, eventually, require
+from conftest import alive, eventually, require, variants
 from helpers import SHARED
 from idioms import IDIOMS, Counting, OwnIterator
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
@@ -264,6 +266,44 @@ def test_persistent_workers_draw_as_torchs(own):
     assert both[0] == both[1]
 
 
+def test_a_sampler_draws_while_it_is_read():
+    """Not all of an epoch before the first batch."""
+    generator, other = (torch.Generator().manual_seed(4) for _ in range(2))
+    sampler = RandomSampler(range(20), replacement=True, num_samples=10**9, generator=generator)
+    next(iter(DataLoader(Numbers(), sampler=sampler)))
+    torch.randint(20, (32,), generator=other)  # torch's sampler draws so many at a time
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_interrupt_in_a_sampler_loses_nothing(own):
+    """The epoch is begun again with the same generators, up to where it was."""
+
+    class Shuffled(torch.utils.data.Sampler):  # type: ignore[type-arg]
+        def __init__(self, interrupts: int) -> None:
+            self.interrupts = interrupts
+            self.generator = torch.Generator().manual_seed(4) if own else None
+
+        def __iter__(self) -> Iterator[int]:
+            for n, index in enumerate(torch.randperm(20, generator=self.generator).tolist()):
+                if n == 7 and self.interrupts:
+                    self.interrupts = 0
+                    raise KeyboardInterrupt
+                yield index
+
+    torch.manual_seed(1)
+    expected = numbers(TorchLoader(Numbers(), 4, sampler=Shuffled(0)))
+    torch.manual_seed(1)
+    batches = iter(DataLoader(Numbers(), 4, sampler=Shuffled(1)))
+    taken = numbers(islice(batches, 1))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    before = torch.get_rng_state()
+    taken += numbers(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert taken == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["own generator", "replacement"])
 def test_an_epoch_left_early_leaves_the_generator_as_a_whole_one(name):
@@ -376,10 +416,46 @@ def test_what_workers_know():
 
 @pytest.mark.slow
 def test_a_dataset_that_is_the_first_to_import_torch():
-    with DataLoader(Whereabouts(2), batch_size=None, num_workers=1) as loader:
+    context = {"multiprocessing_context": "spawn"}
+    with DataLoader(Whereabouts(2), batch_size=None, num_workers=1, **context) as loader:
         first, second = loader
         assert first[:2] == [0, 1]
         assert (first[5], second[5]) == (False, True)
+
+
+@variants("method", [None, "spawn"])
+def test_workers_start_as_torchs(method, monkeypatch):
+    """By fork, where that is the default: then they have what this process has imported."""
+    monkeypatch.setitem(sys.modules, "only_here", sys)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: method)
+    forks = (method or multiprocessing.get_all_start_methods()[0]) == "fork"
+    with DataLoader(zoo.Imported("only_here"), num_workers=1) as loader:
+        assert [batch.item() for batch in loader] == [forks]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_does_not_wait_for_threads_of_its_parent():
+    """Those of OpenMP, which a tensor that is large enough asks for."""
+    script = """
+    import torch
+    from minloader.torch import DataLoader
+
+    class Sums:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return (torch.ones(1_000_000) + index).sum()
+
+    torch.set_num_threads(4)
+    Sums()[0]
+    loader = DataLoader(Sums(), num_workers=1, multiprocessing_context="fork")
+    print([batch.item() for batch in loader])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("[1000000.0, 2000000.0]\n", "")
 
 
 def test_no_worker_is_told_of():
@@ -388,7 +464,8 @@ def test_no_worker_is_told_of():
 
 
 def test_workers_do_not_import_torch():
-    with DataLoader(Numbers(40, 5000), batch_size=4, num_workers=2) as loader:
+    context = {"multiprocessing_context": "spawn"}
+    with DataLoader(Numbers(40, 5000), batch_size=4, num_workers=2, **context) as loader:
         for batch, has_torch in loader:
             assert not has_torch.any()
             assert lies_in_slot(batch)
@@ -404,6 +481,26 @@ def lies_in_slot(tensor: Any) -> bool:
         if start <= tensor.data_ptr() < end:
             return bool(SHARED.search(line))
     return False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(stream, caplog):
+    data = Sharded(4) if stream else Numbers(4)
+    for _ in range(2):
+        with DataLoader(data, num_workers=2, worker_init_fn=zoo.seed_all) as loader:
+            assert len(list(loader)) == len(list(loader)) == 4
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2  # for each loader
+    assert all("has seeded random and numpy.random" in each for each in said)
+
+
+def test_torchs_worker_info_in_workers_of_a_loader():
+    """An IterableDataset shards itself by that. Torch's answer has the shard's own dataset."""
+    with Loader(Sharded(11), num_workers=2) as loader:
+        for _ in range(2):
+            assert sorted(int(each[0]) for each in loader) == list(range(11))
+    with Loader(Whereabouts(8), range(8), num_workers=1) as loader:
+        assert all(each[:2] == (0, 1) and each[3] for each in loader)
 
 
 @pytest.mark.slow
@@ -671,7 +768,7 @@ def test_what_is_refused():
     data = Numbers()
     data.shared = Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"dataset\.shared.* is a Lock"):
-        next(iter(DataLoader(data, num_workers=1)))
+        next(iter(DataLoader(data, num_workers=1, multiprocessing_context="spawn")))
     loader = DataLoader(Numbers(), sampler=iter([1, 2]))
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="sampler is an iterator"):
@@ -686,6 +783,7 @@ def interrupted(make: Any, at: int, **resumed: Any) -> None:
     torch.manual_seed(8)
     loader = make()
     whole = [[text(batch) for batch in loader]]
+    at = at + len(whole[0]) if at < 0 else at
     batches, second = iter(loader), []
     for n, batch in enumerate(batches):
         if n == at:
@@ -724,7 +822,7 @@ def text(batch: Any) -> str:
 
 @pytest.mark.parametrize("name", ["shuffle", "replacement", "own generator", "weighted", "eager"])
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [0, 2, -1])
 def test_state(name, own, at):
     def make(**options: Any) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(4)
@@ -836,6 +934,32 @@ def test_state_before_anything():
     assert numbers(loader) != first
     loader.load_state_dict(state)
     assert numbers(loader) == first
+
+
+def test_an_iterator_does_not_go_on_after_a_state_was_loaded():
+    loader = DataLoader(Numbers(), 4)
+    begun, state, unbegun = iter(loader), loader.state_dict(), iter(loader)
+    next(begun)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="a state was loaded since"):
+        next(begun)
+    assert len(numbers(unbegun)) == 5  # Lightning has made one by then
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_copies_of_lightnings_combined_loader():
+    """In mid-epoch, as its profilers and its checkpoints make them."""
+    combined_loader = require("lightning.pytorch.utilities.combined_loader").CombinedLoader
+
+    combined = combined_loader([DataLoader(Numbers(), 4), DataLoader(Numbers(), 5)], "max_size")
+    next(iter(combined))
+    for other in (
+        copy.copy(combined),
+        copy.deepcopy(combined),
+        pickle.loads(pickle.dumps(combined)),
+    ):
+        assert len(list(other)) == 5
 
 
 def test_states_that_do_not_fit():
@@ -1163,6 +1287,53 @@ def test_fingerprints():
     assert len(seen) == 7
     large[0] = 1  # but numpy does not
     assert mark() in seen
+
+
+def test_what_cannot_change_is_not_pickled(monkeypatch):
+    """But it may be replaced: by others, or in another order."""
+    strings = [f"file {n}" for n in range(2000)]
+    thing: dict[str, Any] = {"list": strings, "pairs": [(each, 1) for each in strings]}
+    thing |= {"dict": dict(thing["pairs"]), "nested": [["a", n] for n in range(2000)]}
+    dumped: list[int] = []
+    update = hashlib.blake2b
+    monkeypatch.setattr(hashlib, "blake2b", lambda *args, **options: Counted(*args, **options))
+
+    class Counted:
+        def __init__(self, data: bytes = b"", **options: Any) -> None:
+            self.hash = update(data, **options)
+
+        def update(self, data: Any) -> None:
+            dumped.append(len(data))
+            self.hash.update(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.hash, name)
+
+    seen, kept = set(), []
+
+    def mark() -> None:
+        digest, alive = fingerprint(thing)
+        seen.add(digest)
+        kept.append(alive)
+
+    mark()
+    mark()
+    assert len(seen) == 1
+    assert sum(dumped) < 2 * 40_000  # of "nested" alone
+    for change in (
+        lambda: strings.__setitem__(7, "another"),
+        lambda: strings.reverse(),
+        lambda: thing["pairs"].append(("more", 2)),
+        lambda: thing["pairs"].__setitem__(3, (strings[3], True)),
+        lambda: thing["dict"].__setitem__(strings[5], 2),
+        lambda: thing["nested"][1999].append(0),
+    ):
+        change()
+        mark()
+    assert len(seen) == 7
+    strings[7] = "another".upper().lower()  # equal, but another object: nobody looks
+    mark()
+    assert len(seen) == 8
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ class Worker:
         borrow: notes how they are before, where they are the user's.
         beat: called before each item is begun.
         reload: gives the dataset once more, for a stream that is read in several places.
+        tell: called with what the user's code is to be told, before that is another.
 
     Attributes:
         id: number of the worker in its replies.
@@ -87,8 +88,11 @@ class Worker:
         borrow: Borrow | None = None,
         beat: Beat = lambda task, index, now: None,
         reload: Callable[[], Any] | None = None,
+        tell: Callable[[WorkerInfo], None] | None = None,
     ) -> None:
         info.dataset, info.rank = job.dataset, job.rank
+        self._tell = tell
+        self._told: WorkerInfo | None = None
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._process = lifetimes.process
@@ -215,6 +219,9 @@ class Worker:
         try:
             try:
                 current_info.set(self.info)
+                if self._tell is not None and self._told is not self.info:
+                    self._told = self.info
+                    self._tell(self.info)
                 if self._seed is not None:
                     self._seed(place)
                 return function(*args)

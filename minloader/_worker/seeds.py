@@ -87,6 +87,17 @@ def seed_globals(place: Place) -> None:
             seed(module, value)
 
 
+def global_states() -> dict[str, Any]:
+    """Return the states of the global generators that are there, fit to be compared."""
+    states: dict[str, Any] = {"random": _generator.getstate()}
+    if hasattr(numpy := sys.modules.get("numpy.random"), "get_state"):
+        kind, keys, *rest = numpy.get_state()  # type: ignore[union-attr]
+        states["numpy.random"] = kind, keys.tobytes(), rest
+    if (torch := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
+        states["torch"] = torch.get_state().numpy().tobytes()
+    return states
+
+
 def seed_arrival(module: ModuleType) -> None:
     place = _place  # once: any thread may import, and the batch may end meanwhile
     if place is not None:

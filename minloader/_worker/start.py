@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from socket import socket
@@ -34,6 +35,7 @@ from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker, current_info
 from minloader._worker.seeds import seed_globals, wait_until_asked
+from minloader._worker.torch_conventions import tell_torch
 
 logger = logging.getLogger("minloader")
 
@@ -118,6 +120,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)  # a fork has not the threads that its OpenMP would wait for
     lead_group()
     follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
@@ -130,13 +135,22 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     try:
         beat = open_heartbeat(setup.heartbeats, index)  # it answers where it is stuck, from now on
         inherited = inheritance.load()
+        begin, modules = time.perf_counter(), set(sys.modules)
         job = setup.address.load(inherited=inherited)
+        if not worker_id:
+            _tell_long_start(time.perf_counter() - begin, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         wait_until_asked()
         packer, reload = BatchPacker(), partial(setup.load_dataset, inherited)
         _process_worker = Worker(
-            job, info, packer=packer, seed=seed_globals, beat=beat, reload=reload
+            job,
+            info,
+            packer=packer,
+            seed=seed_globals,
+            beat=beat,
+            reload=reload,
+            tell=tell_torch,
         )
         _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
         beat(READY, 0, time.perf_counter())
@@ -148,6 +162,33 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         failed_start = Reply(worker_id, os.getpid(), True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+LONG_START = 3.0
+"""Seconds that the job may take to be loaded before the log says so."""
+
+
+def _tell_long_start(seconds: float, before: set[str]) -> None:
+    """Say in the log what a long start took, and which argument makes it shorter.
+
+    Not if the worker waited for a processor, or a disk, for longer than it computed.
+
+    Args:
+        seconds: what it took to load the job.
+        before: names of the modules that were there before.
+    """
+    if seconds < LONG_START or time.process_time() < LONG_START / 2:
+        return
+    what, advice = "to load the dataset", "keep what is large in arrays, or in a SharedList"
+    packages = Counter(name.partition(".")[0] for name in sys.modules.keys() - before)
+    found = [name for name, _ in packages.most_common() if name not in sys.stdlib_module_names]
+    if found:  # the largest first
+        what = f"to load the dataset and to import what it needs ({', '.join(found[:5])})"
+        advice = (
+            "mp_context='forkserver' (of minloader.torch.DataLoader: multiprocessing_context) "
+            "imports it once for all workers, and 'fork' not at all"
+        )
+    logger.warning("a worker took %.1f s %s, as each one does; %s", seconds, what, advice)
 
 
 def worker_main(

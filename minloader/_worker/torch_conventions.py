@@ -8,6 +8,7 @@ arrives in the parent as a tensor over the same memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,7 +17,9 @@ from typing import Any
 from minloader._errors import SKIP
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.start import get_worker_info
+from minloader._worker.seeds import global_states
+
+logger = logging.getLogger("minloader")
 
 # No repr: an error message may show one of these objects, and a dataset's may be endless.
 
@@ -67,20 +70,32 @@ class Both:
 
 @dataclass(repr=False, eq=False)
 class WorkerInit:
-    """Prepare torch's ``get_worker_info`` and call a ``worker_init_fn`` of torch's kind.
+    """Call a ``worker_init_fn`` of torch's kind.
 
     Attributes:
-        dataset: the object that the worker reads from, not a copy.
-        function: called with the number of the worker. None: nothing is called.
+        function: called with the number of the worker; of a stream, for each fresh copy of the
+            dataset, with that of the shard.
     """
 
-    dataset: Any
-    function: Callable[[int], Any] | None
+    function: Callable[[int], Any]
 
     def __call__(self, info: WorkerInfo) -> None:
-        _set_worker_info(info, self.dataset)
-        if self.function is not None:
-            self.function(info.id)
+        global _has_warned
+        before = global_states()
+        self.function(info.id)
+        after = global_states()
+        drawn = [name for name in before if after[name] != before[name]]
+        if drawn and info.id == 0 and not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "worker_init_fn has seeded %s, or drawn from it: that has no effect, since the "
+                "global generators are seeded anew for each batch, from the loader's seed; call "
+                "torch.manual_seed in the script, or give the loader a generator (said once)",
+                " and ".join(drawn),
+            )
+
+
+_has_warned = False
 
 
 class PassesState:
@@ -95,71 +110,35 @@ class PassesState:
 
 
 class Stream(PassesState):
-    """An ``IterableDataset`` that is read as torch reads it: one shard in each worker.
+    """An ``IterableDataset``, whose epochs the user counts, as with torch: it hides ``set_epoch``.
 
     Args:
         dataset: the user's dataset.
-        function: ``worker_init_fn``. It may change the dataset, and so is called once for each
-            copy of it, with the number of the shard. None: nothing is called.
         read_once: whether each epoch needs a new copy of the dataset.
-        in_workers: whether there are workers, so that torch's ``get_worker_info`` must answer.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        function: Callable[[int], Any] | None,
-        *,
-        read_once: bool,
-        in_workers: bool,
-    ) -> None:
+    def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = self._stateful = dataset
         self.read_once = read_once
-        self._function = function
-        self._in_workers = in_workers
 
-    def __iter__(self) -> StreamReader:
-        info = get_worker_info() if self._in_workers else None
-        if info is not None:
-            _set_worker_info(info, self.dataset)
-            function, self._function = self._function, None
-            if function is not None:
-                function(info.id)
-        return StreamReader(iter(self.dataset), info, self.dataset)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
 
 
-class StreamReader(PassesState):
-    """Iterator over one shard. The same worker may read other shards between two samples."""
-
-    def __init__(self, iterator: Iterator[Any], info: WorkerInfo | None, dataset: Any) -> None:
-        self._iterator = self._stateful = iterator
-        self._info = info
-        self._dataset = dataset
-
-    def __iter__(self) -> StreamReader:
-        return self
-
-    def __next__(self) -> Any:
-        if self._info is not None:
-            _set_worker_info(self._info, self._dataset)
-        return next(self._iterator)
+_told: Any = None
+"""What torch's ``get_worker_info`` shall answer, as a :class:`WorkerInfo`."""
 
 
-_current: tuple[Any, Any] = (None, None)
-"""What torch's ``get_worker_info`` shall answer: a :class:`WorkerInfo` and a dataset."""
-
-
-def _set_worker_info(info: WorkerInfo, dataset: Any) -> None:
-    """Make torch's ``get_worker_info`` answer here, also if torch is imported later."""
-    global _current
-    if _current[0] is not info or _current[1] is not dataset:  # a stream asks for each sample
-        _current = info, dataset
-        when_imported("torch.utils.data._utils.worker", _write_worker_info)
+def tell_torch(info: WorkerInfo) -> None:
+    """Make torch's ``get_worker_info`` answer in this process, also if torch is imported later."""
+    global _told
+    _told = info
+    when_imported("torch.utils.data._utils.worker", _write_worker_info)
 
 
 def _write_worker_info(module: ModuleType) -> None:
     torchs: Any = module
-    info, dataset = _current
+    dataset = _told.dataset.dataset if type(_told.dataset) is Stream else _told.dataset
     torchs._worker_info = torchs.WorkerInfo(
-        id=info.id, num_workers=info.num_workers, seed=info.seed + info.id, dataset=dataset
+        id=_told.id, num_workers=_told.num_workers, seed=_told.seed + _told.id, dataset=dataset
     )

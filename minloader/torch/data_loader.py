@@ -10,6 +10,9 @@ over that memory. They import torch only if the dataset does.
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
+import multiprocessing
 import sys
 import threading
 import warnings
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
 from numbers import Real
+from time import thread_time
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,7 +35,6 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
-from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
@@ -47,12 +50,28 @@ from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader.torch.accelerate import notice
 from minloader.torch.device import pin
-from minloader.torch.order import EpochOrder, EpochStart, Order
+from minloader.torch.order import EpochOrder, EpochStart, Order, draw_seed
+
+logger = logging.getLogger("minloader")
 
 VERSION = 1
 """Version of the states."""
 
 T = TypeVar("T")
+
+LONG_LOOK = 0.3
+"""Seconds of a processor from which on the log says what it takes to look at the dataset."""
+
+# What not every version of torch has from 2.2 on, or may have later; torch's loader may get more
+# type parameters.
+_TorchLoader: Any = TorchLoader
+_TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", object)
+_PIPES = tuple(
+    getattr(torch.utils.data, name)
+    for name in ("IterDataPipe", "MapDataPipe")
+    if hasattr(torch.utils.data, name)
+)
+_HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Torch's samplers that have a generator. They are finite, and keep their order in a list."""
@@ -65,7 +84,7 @@ _SETTINGS = (
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
 
-class DataLoader(TorchLoader[T]):
+class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     """Torch's ``DataLoader`` on minloader's workers: the same arguments, attributes and batches.
 
     ``for batch in loader`` is one epoch. With the same ``torch.manual_seed``, or ``generator``, it
@@ -77,7 +96,7 @@ class DataLoader(TorchLoader[T]):
     What differs from torch's loader: ``random``, ``numpy.random`` and torch are seeded for each
     batch, from the loader's seed, the number of the epoch and the number of the batch, so that the
     batches are the same for every number of workers. The loader's seed is drawn when the first
-    epoch begins. Workers are spawned, stay between epochs, and are replaced when they die. With
+    epoch begins. Workers stay between epochs, and are replaced when they die. With
     ``persistent_workers=False`` they are started anew for an epoch only if the dataset,
     ``collate_fn`` or ``worker_init_fn`` has changed. (A change inside a large array is not
     noticed.)
@@ -101,7 +120,8 @@ class DataLoader(TorchLoader[T]):
             and after that fails with :class:`minloader.BatchTimeout`. 0: no limit.
         worker_init_fn: called once in each worker, with the number of the worker.
         multiprocessing_context: how workers are started: a ``multiprocessing`` context, or the
-            name of one. None: "spawn".
+            name of one. None: as ``multiprocessing`` does by default, and so torch: "fork" on
+            Linux up to Python 3.13, "forkserver" from 3.14, elsewhere "spawn".
         generator: the generator that the order and the loader's seed are drawn from. None: torch's
             global one.
         prefetch_factor: number of batches under way for each worker. None: 2.
@@ -144,7 +164,7 @@ class DataLoader(TorchLoader[T]):
         retries: int = 1,
         worker_memory_limit: int | None = None,
     ) -> None:
-        if isinstance(dataset, IterDataPipe | MapDataPipe):
+        if isinstance(dataset, _PIPES):
             raise NotImplementedError(
                 f"dataset is a DataPipe, {type(dataset).__name__}, whose shuffling and "
                 "sharding are steered by torch's own loader; use that one, or an IterableDataset "
@@ -172,13 +192,14 @@ class DataLoader(TorchLoader[T]):
         self.retries: int = check_int("retries", retries, 0)
         self.worker_memory_limit: int | None = worker_memory_limit
         self._forget()
+        self.in_order: bool = in_order
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn),
             *(pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
-            in_order=in_order,
+            **({"in_order": in_order} if _HAS_ORDER else {}),
         )
 
     def _forget(self) -> None:
@@ -193,6 +214,8 @@ class DataLoader(TorchLoader[T]):
         self._prepared: EpochStart | None = None  # of the first epoch, drawn for a state
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
+        self._loads = 0  # how many states were loaded
+        self._has_told = False  # that the dataset takes long to look at
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,7 +226,7 @@ class DataLoader(TorchLoader[T]):
 
     @property
     def multiprocessing_context(self) -> Any:
-        """How workers are started: a ``multiprocessing`` context. None: "spawn"."""
+        """How workers are started: a ``multiprocessing`` context. None: as by default."""
         notice(self, sys._getframe(1))
         return super().multiprocessing_context
 
@@ -232,7 +255,7 @@ class DataLoader(TorchLoader[T]):
 
     # --- an epoch
 
-    def __iter__(self) -> Batches[T]:  # type: ignore[override]
+    def __iter__(self) -> Batches[T]:
         """Return an iterator over the next epoch, which begins with its first ``next``.
 
         Raises:
@@ -240,7 +263,7 @@ class DataLoader(TorchLoader[T]):
         """
         return self._get_iterator()
 
-    def _get_iterator(self) -> Batches[T]:  # type: ignore[override]
+    def _get_iterator(self) -> Batches[T]:
         # Subclasses call it, as they do torch's.
         self._check_open()
         return Batches(self)
@@ -264,11 +287,12 @@ class DataLoader(TorchLoader[T]):
         told = self._sampler_epoch()  # some samplers count on while they are read
         if start is not None and start.begun and self._is_left_behind():
             start = start._replace(shared=None)
+        if start is not None:
+            order.note(start, self._generators(), self.generator)
+            order.redraw()
         if start is not None and start.begun:
-            batches = self._continue_epoch(order, start._replace(told=told))
+            batches = self._iterate(order, start._replace(told=told))
         else:
-            if start is not None:
-                self._restore_generators(start)
             for name, given in self._given.items():
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
@@ -276,7 +300,7 @@ class DataLoader(TorchLoader[T]):
             prepared, self._prepared = self._prepared, None
             if prepared is None or prepared.told != told:
                 prepared = self._begin_order(order)._replace(told=told)
-            batches = self._iterate(prepared)
+            batches = self._iterate(order, prepared)
         self._resume, self._begun, self._behind = None, True, None
         return batches
 
@@ -308,32 +332,29 @@ class DataLoader(TorchLoader[T]):
 
     def _begin_order(self, order: Order) -> EpochStart:
         """Draw what torch draws when an epoch begins, in its order, and begin the sampler."""
+        if self._draws_while_read():
+            order.finish()
         start = EpochStart.now(self._generators(), seeded=True)
         order.begin()
         if self.persistent_workers and self._begun:
             start = start._replace(seeded=False)
         else:
-            seed = self._draw_seed()
+            seed = draw_seed(self.generator)
             if self._seed is None:
                 self._seed = seed
             if self.num_workers:  # torch's iterator resets itself as soon as it is made
                 start = EpochStart.now(self._generators(), seeded=False)
                 order.begin()
-        if self._draws_while_read():
-            order.draw(whole=True)
         return start
 
     def _draws_while_read(self) -> bool:
-        """Whether the sampler goes on drawing from a generator that later epochs draw from too.
+        """Whether the sampler may go on drawing from a generator that later epochs draw from too.
 
-        Their order must not depend on how far the sampler was read in an epoch that was left early.
+        It is finite, then.
         """
         sampler = self._index_sampler
         sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
         return type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
-
-    def _draw_seed(self) -> int:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that an epoch's order may depend on, without torch's global one.
@@ -346,29 +367,8 @@ class DataLoader(TorchLoader[T]):
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]
 
-    def _restore_generators(self, start: EpochStart) -> None:
-        generators = self._generators()
-        if len(generators) != len(start.own):
-            raise ValueError(
-                f"the state has {len(start.own)} generators of the loader and its samplers, but "
-                f"here are {len(generators)}; make them as they were when the state was taken"
-            )
-        for generator, state in zip(generators, start.own, strict=True):
-            generator.set_state(state)
-
-    def _continue_epoch(self, order: Order, start: EpochStart) -> Iterator[Any]:
-        """Begin the rest of an epoch in the order it had. Torch's global generator stays as is."""
-        assert start.shared is not None
-        self._restore_generators(start)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(start.shared)
-            order.begin()
-            if start.seeded:
-                self._draw_seed()
-            order.draw(whole=self._draws_while_read())
-            return self._iterate(start)
-
-    def _iterate(self, start: EpochStart) -> Iterator[Any]:
+    def _iterate(self, order: Order, start: EpochStart) -> Iterator[Any]:
+        order.note(start, self._generators(), self.generator)
         loader = self._ready()
         if self._resume is not None:
             loader.load_state_dict(self._resume["loader"])
@@ -398,8 +398,16 @@ class DataLoader(TorchLoader[T]):
         """
         if self.persistent_workers or not self.num_workers:
             return b"", []
-        functions = self.collate_fn, self.transform, self.worker_init_fn
-        return fingerprint((self.dataset, *functions))
+        functions, begin = (self.collate_fn, self.transform, self.worker_init_fn), thread_time()
+        found = fingerprint((self.dataset, *functions))
+        if thread_time() - begin > LONG_LOOK and self._loader and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "it takes %.1f s to see whether the dataset has changed, before each epoch; "
+                "persistent_workers=True saves that (said once)",
+                thread_time() - begin,
+            )
+        return found
 
     def _make(self) -> Loader:
         workers = self.num_workers
@@ -413,7 +421,7 @@ class DataLoader(TorchLoader[T]):
             "num_workers": workers,
             "prefetch_factor": 2 if self.prefetch_factor is None else self.prefetch_factor,
             "timeout": float(self.timeout) or None,
-            "mp_context": self.multiprocessing_context,
+            "mp_context": self.multiprocessing_context or _start_method(),
             "in_order": self.in_order,
             "seed": self._seed,
             "transform": self.transform,
@@ -427,21 +435,15 @@ class DataLoader(TorchLoader[T]):
             options["transform"] = conventions.Both(first, collate_fn) if first else collate_fn
         else:
             options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
+        if workers and self.worker_init_fn is not None:
+            options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
         if not stream:
-            if workers:
-                init = conventions.WorkerInit(self.dataset, self.worker_init_fn)
-                options["worker_init_fn"] = init
             return Loader(self.dataset, self._order, **options)
         if self.batch_size is not None:
             last_batch = "discard" if self.drop_last else "keep"
             options |= {"batch_size": self.batch_size, "last_batch": last_batch}
-        shard = conventions.Stream(
-            self.dataset,
-            self.worker_init_fn if workers else None,
-            read_once=workers > 0 and not self.persistent_workers,
-            in_workers=workers > 0,
-        )
-        return Loader(shard, **options)
+        read_once = workers > 0 and not self.persistent_workers
+        return Loader(conventions.Stream(self.dataset, read_once=read_once), **options)
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
@@ -469,8 +471,7 @@ class DataLoader(TorchLoader[T]):
             setattr(self, name, value)
         if not self.num_workers:
             self.timeout = 0
-        generators, whole = self._generators(), self._draws_while_read()
-        self._order, self._seed = EpochOrder(self._index_sampler, generators, whole=whole), 0
+        self._order, self._seed = EpochOrder(self._index_sampler, self._generators()), 0
         return self._make()
 
     # --- state
@@ -525,6 +526,8 @@ class DataLoader(TorchLoader[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch continue with the batch after those that a state has delivered.
 
+        Iterators that were begun before refuse to go on.
+
         The dataset and the samplers must be as they were. The number of workers may be another. A
         sampler that has ``set_epoch`` is told the epoch that it had.
 
@@ -541,6 +544,7 @@ class DataLoader(TorchLoader[T]):
         if known["epoch"] is not None:
             self.set_epoch(known["epoch"])
         self._prepared = None
+        self._loads += 1
         self._seed = known["loader"]["seed"]
         self._ready().load_state_dict(known["loader"])
         self._resume = known
@@ -577,10 +581,11 @@ class DataLoader(TorchLoader[T]):
         self.close()
 
 
-class Batches(Generic[T]):
+class Batches(_TorchIterator, Generic[T]):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
-    After an error, ``next`` goes on with the next batch. Several threads may take batches.
+    After an error, ``next`` goes on with the next batch. Several threads may take batches. It is
+    one of torch's for Lightning, which leaves those out of copies.
 
     Args:
         owner: the loader. The iterator keeps it alive, since its workers end with it.
@@ -600,7 +605,10 @@ class Batches(Generic[T]):
         if self._batches is None:
             with self._begins:
                 if self._batches is None:
+                    self._loads = self._owner._loads
                     self._batches = self._owner._begin()
+        if self._loads != self._owner._loads:
+            raise RuntimeError("a state was loaded since this iterator was begun; call iter again")
         batch: T = next(self._batches)
         self._given += 1
         if self._most is not None and self._given > self._most:
@@ -647,6 +655,12 @@ def _keyed(key: str, note: Callable[[], Any]) -> dict[str, Any]:
     return {"version": VERSION, key: (note(),)}
 
 
+def _start_method() -> str:
+    """Return how torch's loader would start workers now. It stays the program's to set."""
+    methods = multiprocessing.get_all_start_methods()  # the default is the first
+    return multiprocessing.get_start_method(allow_none=True) or methods[0]
+
+
 def _check_pinning(device: str) -> None:
     accelerator = _accelerator()
     if device and accelerator is not None and torch.device(device).type != accelerator.type:
@@ -657,7 +671,11 @@ def _check_pinning(device: str) -> None:
 
 
 def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None:
+        return torch.device("cuda") if torch.cuda.is_available() else None
+    found: torch.device | None = accelerator.current_accelerator()
+    return found if accelerator.is_available() else None
 
 
 def _can_pin() -> bool:

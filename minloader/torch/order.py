@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -87,24 +88,96 @@ class Order(PassesState):
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = self._stateful = sampler
         self._items: Iterator[Any] | None = None
+        self._last: Items | None = None
+        self._start: tuple[EpochStart, list[torch.Generator], torch.Generator | None] | None = None
 
     def begin(self) -> None:
         """Begin an epoch of the sampler, which may draw random numbers for it now."""
         if not is_stateful(self.sampler):  # such a one may be put back by the loader first
             self._items = iter(self.sampler)
 
-    def draw(self, *, whole: bool) -> None:
-        """Make the sampler draw its random numbers now, for its first item or for all."""
-        if self._items is not None:
-            first = list(self._items if whole else itertools.islice(self._items, 1))
-            self._items = itertools.chain(first, self._items)
+    def note(
+        self, start: EpochStart, generators: list[torch.Generator], owner: torch.Generator | None
+    ) -> None:
+        """Note how the epoch began, to begin it again if an interrupt ends the sampler's iterator.
+
+        Args:
+            start: of the epoch.
+            generators: whose states ``start`` has.
+            owner: the loader's own generator.
+
+        Raises:
+            ValueError: there were others when the state was taken.
+        """
+        if len(generators) != len(start.own):
+            raise ValueError(
+                f"the state has {len(start.own)} generators of the loader and its samplers, but "
+                f"here are {len(generators)}; make them as they were when the state was taken"
+            )
+        self._start = start, generators, owner
+
+    def redraw(self) -> None:
+        """Begin the epoch again as it began. Torch's global generator stays as it is."""
+        assert self._start is not None
+        start, generators, owner = self._start
+        self._items = self._last = None
+        for generator, state in zip(generators, start.own, strict=True):
+            generator.set_state(state)
+        if start.shared is None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(start.shared)
+            self.begin()
+            if start.seeded:
+                draw_seed(owner)
+            if self._items is not None:  # now: most draw a seed, or all they need, with the first
+                first = list(itertools.islice(self._items, 1))
+                self._items = itertools.chain(first, self._items)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._items is None and self._start is not None and not is_stateful(self.sampler):
+            self.redraw()
         items, self._items = self._items, None
-        return map(_as_item, iter(self.sampler) if items is None else items)
+        self._last = Items(iter(self.sampler) if items is None else items)
+        return self._last
+
+    def finish(self) -> None:
+        """Draw the rest of the last epoch, if it was left early; whoever reads it still gets it.
+
+        A sampler may draw from a generator while it is read, which later epochs draw from too.
+        Their order must not depend on how far it was read.
+        """
+        if self._items is not None:  # nothing of it was read: the state was of the last batch
+            self._last = Items(self._items)
+        if self._last is not None:
+            self._last.draw()
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
+
+
+class Items:
+    """Iterator over the items of an epoch, of which the rest may be drawn at once.
+
+    Args:
+        items: as the sampler gives them.
+    """
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._lock = threading.Lock()  # another thread may be reading
+
+    def __iter__(self) -> Items:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            return _as_item(next(self._items))
+
+    def draw(self) -> None:
+        """Draw all that is left."""
+        with self._lock:
+            self._items = iter(list(self._items))
 
 
 class EpochOrder(Order):
@@ -113,14 +186,11 @@ class EpochOrder(Order):
     Args:
         sampler: torch's.
         generators: those that it draws from, besides torch's global one.
-        whole: whether it draws from them while it is read.
     """
 
-    def __init__(
-        self, sampler: Iterable[Any], generators: list[torch.Generator], *, whole: bool
-    ) -> None:
+    def __init__(self, sampler: Iterable[Any], generators: list[torch.Generator]) -> None:
         super().__init__(sampler)
-        self._generators, self._whole, self._epoch = generators, whole, 0
+        self._generators, self._epoch = generators, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch."""
@@ -130,9 +200,14 @@ class EpochOrder(Order):
         with torch.random.fork_rng(devices=[]):
             for generator in (torch.default_generator, *self._generators):
                 generator.manual_seed(self._epoch)
-            self.begin()
-            self.draw(whole=self._whole)
+            start = EpochStart.now(self._generators, seeded=False)
+        self.note(start, self._generators, None)
         return super().__iter__()
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw what torch's loader draws as its base seed."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def _as_item(indices: Any) -> Any:
