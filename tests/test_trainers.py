@@ -46,6 +46,7 @@ def assert_nothing_left(folder: Path) -> None:
         ("accelerate", "recipe", 1, {}),
         ("accelerate", "recipe", 2, {}),
         ("transformers", "recipe", 1, {}),
+        ("transformers", "recipe", 2, {}),
         ("dcp", "minloader", 1, {}),
         ("dcp", "minloader", 2, {}),
     ],

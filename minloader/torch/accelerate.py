@@ -62,6 +62,31 @@ def use_in_accelerate() -> ExitStack:
     return undo
 
 
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """Prepare a model, an optimizer and loaders, as ``accelerator.prepare`` does. ::
+
+        model, optimizer, loader = minloader.torch.prepare(accelerator, model, optimizer, loader)
+
+    Minloader's loaders stay minloader's, and their states are in ``save_state`` and ``load_state``:
+    do not skip batches after that.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        objects: what to prepare.
+
+    Returns:
+        The prepared object, or a tuple of them.
+    """
+    from minloader.torch.data_loader import DataLoader
+
+    with use_in_accelerate():
+        prepared = accelerator.prepare(*objects)
+    for each in prepared if len(objects) > 1 else [prepared]:
+        if isinstance(getattr(each, "base_dataloader", None), DataLoader):
+            accelerator.register_for_checkpointing(each)
+    return prepared
+
+
 def notice(loader: DataLoader[Any], reader: FrameType) -> None:
     """Notice that Accelerate is about to make another loader of one.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import traceback
@@ -28,16 +27,6 @@ Train = Callable[..., Steps]
 With a ``folder`` it leaves a checkpoint in each of the three places of :func:`places`, and then
 calls :func:`die`. ``resume`` is the folder and the name of one of them.
 """
-
-
-def recipe(name: str) -> Any:
-    """Return what is defined by this name in a block of code of docs/trainers.md."""
-    page = Path(__file__).parents[2] / "docs" / "trainers.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.M))
-    namespace: dict[str, Any] = {}
-    exec(compile(code, str(page), "exec"), namespace)
-    return namespace[name]
 
 
 def places(steps_per_epoch: int) -> dict[str, int]:

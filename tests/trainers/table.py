@@ -20,6 +20,7 @@ CLIENTS = {
     "Accelerate": ("with_accelerate", 1),
     "Accelerate, 2 ranks": ("with_accelerate", 2),
     "HF Trainer": ("with_transformers", 1),
+    "HF Trainer, 2 ranks": ("with_transformers", 2),
     "DCP": ("with_dcp", 1),
     "DCP, 2 ranks": ("with_dcp", 2),
     "torchrun": ("with_torchrun", 2),
@@ -28,7 +29,7 @@ LOADERS = {
     "torch": "torch's",
     "torchdata": "torchdata's",
     "minloader": "minloader's",
-    "recipe": "with its recipe",
+    "recipe": "with its helper",
 }
 WITHOUT_RECIPE = ["with_dcp", "with_torchrun"]
 COLUMNS = {

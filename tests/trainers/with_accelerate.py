@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def train(
     loader = make_loader(kind_here, Numbers(noise), shuffle=True, num_workers=workers)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if kind == "recipe":
-        accelerator.register_for_checkpointing(loader)
+    prepare = partial(minloader.torch.prepare, accelerator)
+    prepare = prepare if kind == "recipe" else accelerator.prepare
+    model, optimizer, loader = prepare(model, optimizer, loader)
     step, steps = 0, []
     here = client.places(len(loader))
     if resume is not None:

@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from task import EPOCHS, Numbers, loss_of, make_loader, make_model, step_of
 
+from minloader.torch.lightning import KeepLoaderState
+
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 warnings.simplefilter("ignore")
@@ -79,7 +81,7 @@ def train(
     module = Module()
     callbacks = [Checkpoints(folder)] if folder else []
     if kind == "recipe":
-        callbacks += [client.recipe("KeepLoaderState")()]
+        callbacks += [KeepLoaderState()]
     trainer = make_trainer(callbacks=callbacks)
     trainer.fit(module, loader, ckpt_path=resume and resume[0] / resume[1])
     return module.steps

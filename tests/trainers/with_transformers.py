@@ -1,4 +1,4 @@
-"""HF's Trainer, with one process."""
+"""HF's Trainer, with one process or two."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import client
 import torch
 import transformers
 from task import BATCH_SIZE, EPOCHS, Numbers, loss_of, make_loader, make_model, step_of
+from torch.utils.data import default_collate
 
 import minloader.torch
+from minloader.torch.transformers import LoaderMixin
 
 warnings.simplefilter("ignore")
 transformers.logging.set_verbosity_error()
@@ -50,6 +52,10 @@ class Trainer(transformers.Trainer):
         )
 
 
+class WithMixin(LoaderMixin, transformers.Trainer):
+    """It makes its loader itself."""
+
+
 class Kill(transformers.TrainerCallback):
     """Kills the process after the last checkpoint."""
 
@@ -79,10 +85,9 @@ def train(
         optim="sgd",
     )
     model = Model()
-    trainer = Trainer(model, arguments, train_dataset=Numbers(noise))
+    make = WithMixin if kind == "recipe" else Trainer
+    trainer = make(model, arguments, train_dataset=Numbers(noise), data_collator=default_collate)
     trainer.kind = kind
-    if kind == "recipe":
-        trainer.add_callback(client.recipe("LoaderCheckpoints")())
     if folder is not None:
         trainer.add_callback(Kill())
     checkpoint = None if resume is None else str(here / f"checkpoint-{steps[resume[1]]}")
