@@ -44,7 +44,17 @@ PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Their code starts many workers or ffmpeg, or imports torch.
 SLOW = {
-    *("bad_samples", "memory", "recipes", "samplers", "speech", "state", "stats", "streams"),
+    *(
+        "bad_samples",
+        "datasets",
+        "memory",
+        "recipes",
+        "samplers",
+        "speech",
+        "state",
+        "stats",
+        "streams",
+    ),
     *("torch", "trainers"),
 }
 FENCE = "```"
