@@ -46,7 +46,6 @@ def assert_nothing_left(folder: Path) -> None:
         ("accelerate", "recipe", 1, {}),
         ("accelerate", "recipe", 2, {}),
         ("transformers", "recipe", 1, {}),
-        ("transformers", "recipe", 2, {}),
         ("dcp", "minloader", 1, {}),
         ("dcp", "minloader", 2, {}),
     ],

@@ -1,4 +1,4 @@
-"""HF's Trainer, with one process or two."""
+"""HF's Trainer, with one process."""
 
 from __future__ import annotations
 
