@@ -66,11 +66,8 @@ LONG_LOOK = 0.3
 # type parameters.
 _TorchLoader: Any = TorchLoader
 _TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", object)
-_PIPES = tuple(
-    getattr(torch.utils.data, name)
-    for name in ("IterDataPipe", "MapDataPipe")
-    if hasattr(torch.utils.data, name)
-)
+_NAMES = ("IterDataPipe", "MapDataPipe")
+_PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if hasattr(torch.utils.data, name))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -447,12 +444,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
+        function: Callable[[Any], Any] = self.collate_fn
         if not self.num_workers:
-            return self.collate_fn
-        if self.collate_fn is default_convert:
+            return function
+        if function is default_convert:
             return convert
-        if self.collate_fn is not default_collate:
-            return self.collate_fn
+        if function is not default_collate:
+            return function
         home = default_collate.__module__
         added = {k: f for k, f in default_collate_fn_map.items() if f.__module__ != home}
         return conventions.ExtendedCollate(added) if added else collate
