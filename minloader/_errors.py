@@ -32,7 +32,8 @@ class MinloaderError(RuntimeError):
 class BatchError(MinloaderError):
     """One batch failed. An ``on_error`` callable is given one; ``__cause__`` is the original error.
 
-    Raised without a batch, it is of an epoch that gives none since its batches failed.
+    Raised without a batch, it is of an epoch that gives none since its batches failed. It is also
+    raised when more batches and samples have failed than ``max_errors`` allows.
 
     Attributes:
         ordinal: place of the batch in its epoch, from 0.
@@ -74,11 +75,16 @@ class WorkerDied(BatchError):
 
     Attributes:
         exitcode: exit code of the worker, negative for a signal, None if unknown.
+        stack: Python stack of the worker when it crashed, of a segmentation fault, say; "" if there
+            was none.
     """
 
-    def __init__(self, message: str, *, exitcode: int | None = None, **batch: Any) -> None:
+    def __init__(
+        self, message: str, *, exitcode: int | None = None, stack: str = "", **batch: Any
+    ) -> None:
         super().__init__(message, **batch)
         self.exitcode = exitcode
+        self.stack = stack
 
 
 class BatchTimeout(BatchError):

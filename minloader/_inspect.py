@@ -6,6 +6,7 @@ internals change, this is the one file to adapt.
 
 from __future__ import annotations
 
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from minloader._loader import Loader
@@ -93,6 +94,19 @@ class Inspection:
         self.group.prefetch_factor = prefetch_factor
         self._loader.num_workers = num_workers  # the pools that this makes read the factor
 
+    @property
+    def start_method(self) -> str:
+        """How worker processes are started; "" where there are none of ours."""
+        is_ours = self.executor == "process"
+        return self.group.context.get_start_method() or "" if is_ours else ""
+
+    def start_by(self, method: str) -> None:
+        """Start workers in another way, before there are any."""
+        num_workers, self._loader.num_workers = self._loader.num_workers, 0
+        self.group.close()
+        self.group.context, self.group._job_file = get_context(method), None
+        self._loader.num_workers = num_workers
+
     # --- the pools and their workers
 
     @property
@@ -119,6 +133,11 @@ class Inspection:
             for executor in self.executors
             for index, process in enumerate(executor.workers)
         ]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers that live, or have just ended."""
+        return [worker.pid for worker in self.workers]
 
     @property
     def has_worked(self) -> bool:

@@ -135,6 +135,9 @@ class Loader:
             which the dataset or ``transform`` fails, with a warning in the log, and raises all
             else. Whatever it is, a sample that is :data:`SKIP` is left out, and an epoch that
             gives no batch since its batches failed ends in a :class:`BatchError`.
+        max_errors: how many batches and samples may fail in the life of the loader. The next one
+            that fails ends the loop with a :class:`BatchError` in its place, which shows the first
+            ones, whatever ``on_error`` is. None: any number.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
@@ -175,6 +178,7 @@ class Loader:
         timeout: float | None = None,
         retries: int = 1,
         on_error: OnError = "raise",
+        max_errors: int | None = None,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -190,6 +194,8 @@ class Loader:
         checks.check_memory_limit(worker_memory_limit, executor)
         budget = checks.check_shared_memory(shared_memory)
         checks.check_on_error(on_error)
+        if max_errors is not None:
+            check_int("max_errors", max_errors, 0)
         checks.check_callable("transform", transform)
         checks.check_callable("collate_fn", collate_fn)
         checks.check_callable("worker_init_fn", worker_init_fn)
@@ -236,6 +242,7 @@ class Loader:
             patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
             memory_limit=worker_memory_limit,
             on_error=on_error,
+            max_errors=max_errors,
             counters=Counters(),
         )
         self._end = weakref.finalize(self, _finish, self._group, self._settings.counters)
@@ -281,6 +288,7 @@ class Loader:
         num_workers = check_int("num_workers", num_workers, 0)
         if num_workers != self._group.num_workers:
             self._group.tidy()
+            self._settings.counters.begin_anew(self.stats)
             self._group.resize(num_workers)
             self._settings.depth = self._group.depth
             if self._shards is not None:
@@ -295,6 +303,7 @@ class Loader:
         return self._settings.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
+            threads=self.dataset._threads if hasattr(self.dataset, "__getfutures__") else 0,
             in_flight=group.in_flight,
             slots=sum(count for count, _ in used),
             slot_bytes=sum(size for _, size in used),

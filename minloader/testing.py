@@ -38,38 +38,6 @@ PATIENCE = 10.0
 so that nothing can be seen of it. One that failed to load the dataset is never ready; its error
 comes with the first batch."""
 
-
-# Hints: where to look if a run of this kind differs from the reference.
-
-AGAIN = (
-    "something is not seeded, or remembers: random.SystemRandom, os.urandom, default_rng() without "
-    "a seed, the time; or the loaders share a dataset or a sampler that counts. Use "
-    "get_worker_info().rng, and let make_loader make everything anew"
-)
-
-WORKERS = (
-    "a batch depends on the worker that makes it, or on what that made before: "
-    "get_worker_info().id, os.getpid(), hash() or the order of a set of strings, a counter, a "
-    "cache or an open generator in the dataset"
-)
-
-THREADS = "; or on global generators, which are not seeded outside worker processes of our own"
-
-LEAVING = (
-    "something remembers the epoch that was left: __iter__ and set_epoch of the sampler must begin "
-    "anew, and a dataset must not count its batches"
-)
-
-RESUME = (
-    "the order of the sampler must follow from its arguments and set_epoch alone, or its "
-    "state_dict and load_state_dict must bring it back; and a dataset must not count its batches"
-)
-
-DEATH = (
-    "the dataset keeps something in the worker, or leaves something behind, that a worker which "
-    "takes its place does not have, or should not find"
-)
-
 ABSENT = Leaf(b"", "is not there")
 """Stands for a leaf that the other batch has."""
 
@@ -150,7 +118,7 @@ def check_reproducible(
 
     Raises:
         IrreproducibleError: a batch differs; the message names the run, epoch, batch and leaf,
-            shows both values, and says where to look. Also if only one of two runs raises.
+            and shows both values. Also if only one of two runs raises.
         Exception: the loader raised it in the first run, as it would when used.
         TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
             has no batches.
@@ -215,7 +183,6 @@ class _Run(NamedTuple):
     Attributes:
         name: the run's name in messages.
         workers: number of workers.
-        hint: the likely cause if the batches differ.
         leave: number of batches to take of an epoch that is left early; 0 for no such epoch.
         save: ordinals in epoch 0 before which the state is saved.
         state: a pickled state to resume from.
@@ -225,17 +192,11 @@ class _Run(NamedTuple):
 
     name: str
     workers: int
-    hint: str = ""
     leave: int = 0
     save: Collection[int] = ()
     state: bytes | None = None
     first: int = 0
     kill: int = -1
-
-    def error(self, text: str, epoch: int, ordinal: int, leaf: str = "") -> IrreproducibleError:
-        """Return the error that reports a difference from the reference."""
-        text = f"{text}\nLikely: {self.hint}."
-        return IrreproducibleError(text, run=self.name, epoch=epoch, ordinal=ordinal, leaf=leaf)
 
 
 class _Audit:
@@ -273,23 +234,20 @@ class _Audit:
 
     def _other_runs(self, counts: list[int], executor: Any, count: int) -> Iterator[_Run]:
         """Yield the runs to compare with the reference, of which epoch 0 has ``count`` batches."""
-        most = counts[-1]
-        half = count // 2
+        most, half = counts[-1], count // 2
         save = (0, 1, half, min(count, self._batches - 1))
-        hint = WORKERS if executor == "process" else WORKERS + THREADS
-        again = AGAIN if counts[0] < 2 else f"{AGAIN}. Or {hint}"
-        yield _Run(f"{self._name} again", counts[0], again, save=save)
+        yield _Run(f"{self._name} again", counts[0], save=save)
         for workers in counts[1:]:
-            yield _Run(f"num_workers={workers}", workers, hint, save=save)
+            yield _Run(f"num_workers={workers}", workers, save=save)
         if self._epochs > 1:
             early = max(1, half)
             name = f"an epoch left after {early} of its batches, num_workers={most}"
-            yield _Run(name, most, LEAVING, leave=early)
+            yield _Run(name, most, leave=early)
         for (first, state), workers in zip(sorted(self._states.items()), itertools.cycle(counts)):
             name = f"a resume after {first} batches, num_workers={workers}"
-            yield _Run(name, workers, RESUME, state=state, first=first)
+            yield _Run(name, workers, state=state, first=first)
         if executor == "process" and most > 0:
-            yield _Run(f"a worker killed, num_workers={most}", most, DEATH, kill=half)
+            yield _Run(f"a worker killed, num_workers={most}", most, kill=half)
 
     def _make(self) -> Loader:
         loader = self._make_loader()
@@ -336,47 +294,43 @@ class _Audit:
             for (epoch, ordinal), expected in self._reference.items():
                 if (epoch, ordinal) < (0, run.first):
                     continue
+                error, leaf = None, ""
                 try:
                     _, found = next(taken)
-                except Exception as error:
-                    what = f"batch {ordinal} of epoch {epoch}, or what comes before it, raised"
-                    what += f" {type(error).__name__} with {run.name}, but not with {self._name}"
-                    raise run.error(f"{what}: {error}", epoch, ordinal) from error
-                if found != expected:
-                    raise self._difference(run, epoch, ordinal, found)
+                except Exception as raised:
+                    error, name = raised, type(raised).__name__
+                    text = f"raised {name} with {run.name}, but not with {self._name}: {raised}"
+                    text = f"batch {ordinal} of epoch {epoch}, or what comes before it, {text}"
+                else:
+                    if found == expected:
+                        continue
+                    text, leaf = self._difference(run, epoch, ordinal, found)
+                known = {"epoch": epoch, "ordinal": ordinal}
+                raise IrreproducibleError(text, run=run.name, leaf=leaf, **known) from error
 
-    def _difference(
-        self, run: _Run, epoch: int, ordinal: int, found: Leaves
-    ) -> IrreproducibleError:
-        """Return the error for a batch, or an end, that is not the one of the reference."""
-        expected = self._reference[epoch, ordinal]
+    def _difference(self, run: _Run, epoch: int, ordinal: int, found: Leaves) -> tuple[str, str]:
+        """Return how a batch, or an end, differs from the reference: in words, and its leaf."""
+        expected, former = self._reference[epoch, ordinal], self._name
         if expected == END:
-            what = f"epoch {epoch} has {ordinal} batches with {self._name}, but more with"
-            return run.error(f"{what} {run.name}", epoch, ordinal)
+            return (
+                f"epoch {epoch} has {ordinal} batches with {former}, but more with {run.name}",
+                "",
+            )
         if found == END:
             length = sum(number == epoch for number, _ in self._reference) - 1
             or_more = " or more" if length == self._batches else ""
             what = f"epoch {epoch} ends after {ordinal} batches with {run.name}, but has {length}"
-            return run.error(f"{what} batches{or_more} with {self._name}", epoch, ordinal)
+            return f"{what} batches{or_more} with {former}", ""
         paths = expected | found  # those of the reference first
         path = next(path for path in paths if expected.get(path) != found.get(path))
-        ours, theirs = expected.get(path, ABSENT), found.get(path, ABSENT)
-        width = max(len(self._name), len(run.name))
-        lines = [
-            f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
-            f"{self._name}; the first difference is in {path}:",
-            f"  {self._name:{width}}  {ours.text}",
-            f"  {run.name:{width}}  {theirs.text}",
-        ]
-        for n, (a, b) in enumerate(zip(ours.values, theirs.values, strict=False)):
-            if repr(a) != repr(b):
-                lines.append(f"  value {n}: {a!r} and {b!r}")
-                break
-        for (number, n), leaves_there in self._reference.items():
-            if leaves_there == found:
-                lines.append(f"  which is batch {n} of epoch {number} of the former")
-                break
-        return run.error("\n".join(lines), epoch, ordinal, path)
+        width = max(len(former), len(run.name))
+        text = (
+            f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with {former}; "
+            f"the first difference is in {path}:\n"
+            f"  {former:{width}}  {expected.get(path, ABSENT).text}\n"
+            f"  {run.name:{width}}  {found.get(path, ABSENT).text}"
+        )
+        return text, path
 
 
 def _start(loader: Loader, run: _Run) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -38,33 +37,15 @@ class Unlike(Healthy):
         return time.perf_counter()
 
 
-class Caching(Unlike):
-    """Keeps what it has read, which is the whole dataset in the end."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.cache: dict[int, Any] = {}
-
-    def __getitem__(self, index: int) -> Any:
-        self.cache.setdefault(index, np.full(12_500, 1.0))
-        return super().__getitem__(index)
-
-
 class Ill(Unlike):
-    """Keeps all that one can, and depends on the worker."""
+    """Keeps 500 kB of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Any] = []
 
     def __getitem__(self, index: int) -> Any:
-        waiting = threading.Thread(target=threading.Event().wait, daemon=True)
-        waiting.start()
-        self.kept += [
-            np.full(12_500, 1.0),
-            os.open(os.devnull, os.O_RDONLY),
-            subprocess.Popen(["true"]),
-        ]
+        self.kept.append(np.full(62_500, 1.0))
         return super().__getitem__(index)
 
 
@@ -98,33 +79,12 @@ class Starting(Unlike):
         return time.perf_counter()
 
 
-class Failing(Healthy):
-    """Opens files, until there are no more to open, after 0.8 s."""
-
-    def __init__(self) -> None:
-        super().__init__(100_000)
-        self.kept: list[int] = []
-        self.begun = 0.0
-
-    def __getitem__(self, index: int) -> int:
-        self.begun = self.begun or time.monotonic()
-        self.kept.append(os.open(os.devnull, os.O_RDONLY))
-        time.sleep(0.002)
-        if time.monotonic() > self.begun + 0.8:
-            raise OSError("no more")
-        return index
-
-
-class Keeping:
-    """A sampler that takes 5 ms, and keeps something for each item."""
-
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
+class Slow:
+    """A sampler that takes 5 ms."""
 
     def __iter__(self) -> Iterator[int]:
         for index in range(60):
             time.sleep(0.005)
-            self.kept.append(np.full(50_000, 1.0))
             yield index
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.forkserver
 import os
-import pty
-import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import patients
 import psutil
 import pytest
@@ -28,8 +23,7 @@ from conftest import eventually, require
 from minloader import Loader
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
-from minloader.doctor import Report, Row, examine, findings, main, steady_growth
-from minloader.doctor.schedule import Schedule, audit_runs
+from minloader.doctor import Report, Row, examination, examine, findings, main, trials
 from minloader.testing import NewLoaders
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,41 +86,23 @@ def examined(
     pytest.fail(str(report))
 
 
-def serialized(make_loader: Callable[..., Any], cause: str, **options: Any) -> Report:
-    def is_told(report: Report) -> bool:
-        found = report.serialized
-        return found.answer in ("yes", "in part") and cause in found.text
-
-    return examined(make_loader, is_told, **options)
+def limited(make_loader: Callable[..., Any], cause: str, **options: Any) -> Report:
+    return examined(make_loader, lambda report: cause in report.cause, **options)
 
 
-def is_leaking(report: Report) -> bool:
-    """Where the machine is busy, there may be too little to see."""
-    return report.leaking.answer not in ("no", "unknown")
-
-
-# --- verdicts
+# --- what is found
 
 
 @pytest.mark.slow
 def test_a_healthy_loader():
     """More workers help, so the most that were tried are recommended."""
-    shares, texts = [], []
-
-    def progress(share: float, text: str) -> None:
-        if text == "num_workers=1, prefetch_factor=2" and texts[-1:] != [text]:
-            shares.clear()
-            texts.clear()
-        shares.append(share)
-        if texts[-1:] != [text]:
-            texts.append(text)
-
+    texts: list[str] = []
     report = examined(
         lambda: Loader(patients.Healthy(), shuffle=True),
-        lambda report: report.best.num_workers == 2 and report.serialized.answer == "no",
+        lambda report: report.best.num_workers == 2 and "are the most" in report.recommended,
         workers=[2, 1, 0],
         prefetch=[2, 4],
-        progress=progress,
+        progress=texts.append,
     )
     settings = [(row.num_workers, row.prefetch_factor) for row in report.rows]
     assert settings == [(0, 2), (1, 2), (2, 2), (2, 4)]
@@ -134,16 +110,14 @@ def test_a_healthy_loader():
     assert report.recommended.startswith("num_workers=2, prefetch_factor=")
     assert "times as many as with 1 worker" in report.recommended
     assert "more may be faster yet" in report.recommended
-    assert report.reproducible.answer == "yes"
-    assert not is_leaking(report), report.leaking
-    assert "the dataset" in report.bottleneck
-    assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0, 1)
-    assert re.fullmatch(r"about \d+ s to go: 3 more settings, and check_reproducible", texts[1])
-    assert texts[2:4] == ["num_workers=2, prefetch_factor=2", "num_workers=0, prefetch_factor=2"]
+    assert report.is_reproducible
+    assert "the dataset" in report.cause
+    assert report.notes == []
+    assert texts[-2:] == ["num_workers=2, prefetch_factor=4", "check_reproducible"]
 
     inline, one, two, _ = report.rows
     assert inline.memory is inline.busy is None
+    assert [row.start_method for row in report.rows] == ["", "spawn", "spawn", "spawn"]
     assert 0 < one.memory < two.memory
     assert one.first > 0
     assert one.byte_rate == pytest.approx(one.rate * 100_000, rel=0.3)
@@ -158,60 +132,30 @@ def test_a_healthy_loader():
 
 
 @pytest.mark.slow
-def test_all_that_a_dataset_may_keep():
+def test_a_dataset_that_depends_on_its_worker_and_keeps_what_it_gave():
     report = examined(
         lambda: Loader(patients.Ill(), shuffle=True),
-        lambda report: report.leaking.answer == "yes" and " grew by " in report.leaking.text,
+        lambda report: any("grows steadily" in note for note in report.notes),
         workers=[1],
         seconds=1,
     )
-    assert re.search(
-        r"worker 0 grew by [\d.]+ MB in [\d,]+ batches, 1[0-4]\d(\.\d)? kB each: the dataset keeps",
-        report.leaking.text,
-    ), report.leaking.text
-    for kind in ("descriptors", "threads", "children"):
-        assert re.search(rf"worker 0 had \d+ more {kind} after", report.leaking.text)
-    assert report.reproducible.answer == "no"
-    assert "get_worker_info" in report.reproducible.text
-    assert report.serialized.answer == "unknown"
-    assert "this process" not in report.leaking.text
+    (note,) = (note for note in report.notes if "grows steadily" in note)
+    assert re.match(r"worker 0 grows steadily, by [\d.]+ MB so far", note)
+    assert not report.is_reproducible
+    assert report.reproducible.startswith("no: batch ")
 
 
 @pytest.mark.slow
-def test_a_sampler_that_is_the_limit_and_keeps_what_it_gave():
-    """In a process with much free memory, where what is kept would go unseen."""
-    *holes, last = [np.ones(12_500) for _ in range(4000)]
-    del holes
-    report = examined(
-        lambda: Loader(lambda index: time.perf_counter(), patients.Keeping()),
-        lambda report: (
-            "the sampler is the limit" in report.serialized.text
-            and "this process grew by" in report.leaking.text
-        ),
-        seconds=1,
+def test_a_sampler_that_is_the_limit():
+    limited(
+        lambda: Loader(lambda index: time.perf_counter(), patients.Slow()),
+        "the sampler is the limit",
     )
-    assert last.size  # had it gone too, the memory would be the system's
-    assert report.bottleneck == ""
-    assert "worker 0" not in report.leaking.text
-
-
-@pytest.mark.slow
-def test_a_cache_is_no_leak():
-    """Not when it is full; while it fills, it cannot be told from one."""
-    report = quick(lambda: Loader(patients.Caching(40), shuffle=True), workers=[1])
-    assert not is_leaking(report), report.leaking
-    report = examined(
-        lambda: Loader(patients.Caching(100_000), shuffle=True),
-        lambda report: report.leaking.answer == "perhaps",
-        workers=[1],
-        seconds=1,
-    )
-    assert "a cache is still being filled" in report.leaking.text
 
 
 @pytest.mark.slow
 def test_workers_that_wait_for_each_other():
-    serialized(lambda: Loader(patients.Locked()), "a lock that they share")
+    limited(lambda: Loader(patients.Locked()), "a lock that they share")
 
 
 @pytest.mark.slow
@@ -219,12 +163,12 @@ def test_threads_and_one_processor():
     def threads() -> Loader:
         return Loader(patients.Computing(), executor="thread")
 
-    report = serialized(threads, "interpreter's lock")
+    report = limited(threads, "interpreter's lock")
     assert all(row.memory is None for row in report.rows)
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        serialized(lambda: Loader(patients.Computing()), "there is one processor")
+        limited(lambda: Loader(patients.Computing()), "there is one processor")
     finally:
         os.sched_setaffinity(0, before)
 
@@ -233,41 +177,68 @@ def test_threads_and_one_processor():
 def test_a_stream_has_its_shards():
     examined(
         lambda num_workers: Loader(patients.Stream(), num_workers=num_workers),
-        lambda report: report.serialized.answer == "no",
+        lambda report: report.best.num_workers == 2,
     )
-    serialized(lambda: Loader(patients.Stream()), "num_workers was 1 when")
+    limited(lambda: Loader(patients.Stream()), "num_workers was 1 when")
+
+
+def test_another_way_to_start_is_tried_where_starts_take_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(examination, "LONG_START", 0.0)
+    report = quick(lambda: Loader(patients.Unlike()), workers=[1], seconds=0.1)
+    assert [row.start_method for row in report.rows] == ["spawn", "forkserver"]
+    options = {"mp_context": "forkserver"}
+    report = quick(lambda: Loader(patients.Unlike(), **options), workers=[1], seconds=0.1)
+    assert [row.start_method for row in report.rows] == ["forkserver"]
+    multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
 # --- conclusions, from figures that are given
 
 
-def trial(workers: int, rate: float, noise: float = 0.01, **stats: float) -> Any:
+def trial(
+    workers: int, rate: float, *, steady: bool = True, first: float = 0.1, **stats: Any
+) -> Any:
     """A trial of a second, in which all workers were busy."""
-    row = Row(workers, 2, 100, rate, noise, 0.0, 1.0, 1.0, 1, 0.1)
+    method = stats.pop("start_method", "spawn")
+    row = Row(workers, 2, method, 100, rate, steady, 0.0, 1.0, 1.0, 1, first)
     counted = Stats(batches=100, wait=1.0, dataset=workers, num_workers=workers, **stats)
-    return SimpleNamespace(row=row, stats=counted, inspection=SimpleNamespace(shards=None))
+    return trials.Trial(row, counted, None)
+
+
+WAITS = {"computing": 0.02, "queued": 0.08, "asleep": 1.9}
 
 
 @pytest.mark.parametrize(
-    ("spent", "cause"),
+    ("few", "cpus", "spent", "cause"),
     [
-        ({"computing": 1.9, "queued": 0.1}, "all processors are busy, since a batch takes several"),
-        ({"computing": 0.8, "queued": 1.2}, "workers wait for a processor 60 % of the time"),
-        (
-            {"computing": 0.02, "queued": 0.08, "asleep": 1.9},
-            "workers compute only 1 % of the time, and wait in the dataset for the rest",
-        ),
-        ({}, "other programs may have the processors"),
+        (1, 2, {"computing": 1.9, "queued": 0.1}, "all processors are busy, since a batch takes"),
+        (1, 2, {"computing": 0.8, "queued": 1.2}, "workers wait for a processor 60 % of the time"),
+        (1, 2, WAITS, "workers compute only 1 % of the time, and wait in the dataset for the rest"),
+        (2, 2, WAITS, "workers compute only 1 % of the time, and wait in the dataset for the rest"),
+        (1, 1, WAITS, "workers compute only 1 % of the time, and wait in the dataset for the rest"),
+        (2, 2, {"computing": 1.0, "queued": 1.0}, "there are 2 processors"),
+        (1, 1, {"computing": 1.0, "queued": 1.0}, "there is one processor"),
+        (1, 2, {}, "other programs may have the processors"),
     ],
 )
 def test_why_more_workers_do_not_help(
-    spent: dict[str, float], cause: str, monkeypatch: pytest.MonkeyPatch
+    few: int, cpus: int, spent: dict[str, float], cause: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("minloader.doctor.findings.processors", lambda: 2)
-    verdict = findings.serialized([trial(1, 100), trial(2, 101, **spent)], 0)
-    assert verdict.answer == "yes"
-    assert cause in verdict.text
-    assert ("lock" in verdict.text) == ("asleep" in spent)
+    """What they wait for is looked at before the processors are counted."""
+    monkeypatch.setattr(findings, "processors", lambda: cpus)
+    found = [trial(few, 100), trial(few + 1, 101, **spent)]
+    text = findings.cause(found, found[1], 0)
+    assert f"{few + 1} workers make 1.0 times as many batches as {few} worker" in text
+    assert cause in text
+    assert ("lock" in text) == ("asleep" in spent)
+
+
+def test_threads_without_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch):
+    found = [trial(1, 100, executor="thread"), trial(2, 100, executor="thread")]
+    monkeypatch.setattr(findings, "has_gil", lambda: False)
+    assert "interpreter's lock" not in findings.cause(found, found[1], 0)
+    monkeypatch.setattr(findings, "has_gil", lambda: True)
+    assert "interpreter's lock" in findings.cause(found, found[1], 0)
 
 
 @pytest.mark.slow
@@ -279,88 +250,57 @@ def test_programs_that_a_dataset_starts_count():
         pytest.skip("there is one processor")
     try:
         os.sched_setaffinity(0, two)
-        serialized(lambda: Loader(patients.Starting()), "processor", seconds=1)
+        limited(lambda: Loader(patients.Starting()), "processor", seconds=1)
     finally:
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1, 0.2])
-def test_what_is_within_the_noise_is_not_recommended(noise: float):
-    """All are as fast as the other, but for chance: in another run, another one is fastest."""
-    rng = random.Random(0)
-
-    def run() -> list[Any]:
-        quarters = [[rng.gauss(100, 200 * noise) for _ in range(4)] for _ in range(4)]
-        rates = [max(1.0, statistics.fmean(each)) for each in quarters]
-        errors = [statistics.stdev(each) / 200 for each in quarters]
-        return [trial(n + 1, rates[n], errors[n]) for n in range(4)]
-
-    picked = [findings.pick(run(), 0).row.num_workers for _ in range(1000)]
-    assert picked.count(1) > 950
-
-
-def test_what_is_outside_the_noise_is_recommended():
-    trials = [trial(1, 100, 0.5), trial(2, 300, 0.03), trial(4, 310, 0.05)]
-    best = findings.pick(trials, 0).row
+def test_the_fewest_workers_that_are_about_as_fast():
+    found = [trial(1, 100), trial(2, 300), trial(4, 310)]
+    best = findings.pick(found, 0).row
     assert best.num_workers == 2
-    text = findings.recommend(best, [each.row for each in trials], 0)
+    text = findings.recommend(best, [each.row for each in found], 0)
     assert "3.0 times as many as with 1 worker" in text
     assert "More workers add 3 %." in text
 
 
-def test_what_may_be_chance_is_called_so():
-    trials = [trial(1, 100, 0.05), trial(2, 112, 0.05)]
-    best = findings.pick(trials, 0).row
-    assert best.num_workers == 1
-    text = findings.recommend(best, [each.row for each in trials], 0)
-    assert text.endswith(
-        "More workers add 12 %, which may be chance (+- 23 %): more --seconds would tell."
-    )
+def test_too_few_batches_to_tell():
+    found = [trial(1, 100), trial(2, 105, steady=False)]
+    best = findings.pick(found, 0).row
+    text = findings.recommend(best, [each.row for each in found], 0)
+    assert "too few batches to tell" in text
+    assert "%" not in text
+    assert "too few batches to tell" in findings.cause(found, found[0], 0)
+    assert found[1].row.cells()[3] == "~105"
 
 
-# --- how long it takes
+def test_a_start_that_is_quicker_is_told():
+    slow, quick = trial(2, 100, first=8.0), trial(2, 100, first=1.5, start_method="forkserver")
+    (note,) = findings.notes([slow, quick], slow.row, used_up=False, own=False)
+    assert note.startswith("mp_context='forkserver' starts sooner: 1.5 s to the first batch, 8.0 s")
+    assert findings.notes([slow, slow], slow.row, used_up=False, own=False) == []
 
 
-@pytest.mark.parametrize("batch", [1e-4, 0.05, 1.0])
-@pytest.mark.parametrize("start", [0.1, 1.0, 8.0])
-def test_it_takes_as_long_as_was_said(start: float, batch: float, monkeypatch: pytest.MonkeyPatch):
-    """Within a quarter, though starting takes as long as it takes, on two processors."""
-    monkeypatch.setattr("minloader.doctor.schedule.processors", lambda: 2)
-    rng, now = random.Random(0), [0.0]
-
-    def starting(workers: int) -> float:
-        return start * max(1, 0.7 * workers) * rng.uniform(0.8, 1.2) if workers else batch
-
-    for _ in range(50):
-        audit = audit_runs({0, 2, 3})
-        schedule = Schedule(3.0, [1, 2, 3, 0, 2, 2], audit, clock=lambda: now[0])
-        said: list[float] = []
-        while schedule.trials:
-            seconds = schedule.next_seconds()
-            assert 2 <= seconds <= 6
-            workers = schedule.trials.pop(0)
-            took = starting(workers)
-            now[0] += 0.3 + took + seconds + rng.uniform(0, batch)
-            schedule.learn(workers, 0.3, took, batch)
-            said += [now[0], schedule.left]
-            assert 0 < schedule.share < 1
-        batches = schedule.batches()
-        assert 3 <= batches <= 20
-        for workers in audit:
-            if schedule.is_over(2):
-                break
-            now[0] += 0.3 + starting(workers)
-            now[0] += 2 * batches * batch / max(1, min(workers, 2)) * rng.uniform(0.7, 1)
-        assert 0.75 < (now[0] - said[0]) / said[1] < 1.25
+@pytest.mark.parametrize(
+    ("counts", "is_steady"),
+    [
+        ([0, 10, 20, 30, 40], True),
+        ([0, 4, 8, 12, 16], False),  # too few
+        ([0, 10, 30, 31, 60], False),  # now fast, now slow
+        ([0, 30], False),
+    ],
+)
+def test_which_rates_can_be_compared(counts: list[int], is_steady: bool):
+    assert trials.is_steady(list(enumerate(counts))) == is_steady
 
 
-def test_an_audit_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Schedule, "is_over", lambda schedule, workers: True)
-    report = quick(lambda: Loader(patients.Healthy()), workers=[0], seconds=0.1)
-    assert str(report.reproducible) == (
-        "perhaps: batches were the same in 2 runs, then the time was up: check_reproducible does "
-        "all runs"
-    )
+def test_a_trial_goes_on_until_its_rate_is_steady(monkeypatch: pytest.MonkeyPatch):
+    """Four times as long as was asked for, at most."""
+    monkeypatch.setattr(trials, "LEAST", 60)
+    with Loader(patients.Unlike(), num_workers=1) as loader:
+        row = trials.run(loader, 0.2, 0.0).row  # 30 batches
+    assert row.batches > 30
+    assert row.is_steady == (row.batches >= 60)
 
 
 # --- settings
@@ -374,8 +314,7 @@ def test_the_step_decides_how_many_workers_are_enough():
         workers=[0, 1, 3],
         step=0.02,
     )
-    assert report.serialized.answer == "no"
-    assert "1 worker can keep up with a step of 20 ms" in report.serialized.text
+    assert "1 worker can keep up with a step of 20 ms" in report.cause
     assert "a step of 20 ms waits" in report.recommended
 
 
@@ -397,9 +336,8 @@ def test_one_epoch_and_an_executor_of_ones_own():
         report = quick(
             lambda: Loader(patients.Healthy(), iter(range(5)), executor=executor), workers=[2]
         )
-    assert report.reproducible.answer == "yes"
-    assert report.leaking.answer == "unknown"
-    assert "too few to tell" in report.leaking.text
+    assert report.is_reproducible
+    assert "~" in str(report)
     assert any("one epoch" in note for note in report.notes)
     assert any("executor is your own" in note for note in report.notes)
 
@@ -422,8 +360,8 @@ def test_a_data_loader_of_torchs_kind():
     assert [row.num_workers for row in report.rows] == [0, 1, 2]
     assert all(row.prefetch_factor == 2 for row in report.rows)
     assert [row.busy is None for row in report.rows] == [True, False, False]
-    assert report.reproducible.answer == "yes", report.reproducible
-    assert "the sampler" not in report.bottleneck
+    assert report.is_reproducible, report.reproducible
+    assert "the sampler" not in report.cause
 
 
 @pytest.mark.slow
@@ -475,15 +413,6 @@ def test_torchs_own_loader_has_a_stand_in():
 # --- errors
 
 
-def test_what_grew_is_told_with_an_error():
-    def is_told() -> bool:
-        with pytest.raises(OSError, match="no more") as caught:
-            quick(lambda: Loader(patients.Failing()), workers=[1], seconds=1)
-        return any("until then worker 0 had" in note for note in caught.value.__notes__)
-
-    assert eventually(is_told)
-
-
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -510,23 +439,6 @@ def test_a_loader_must_be_new():
         quick(lambda: loader, workers=[0, 1], seconds=0.1)
 
 
-# --- a trend
-
-
-def test_growth_is_told_from_what_goes_up_and_down():
-    rng = random.Random(0)
-    n = range(27)
-    assert steady_growth([100 * i for i in n], 50) == pytest.approx(2000, rel=0.1)
-    assert steady_growth([100 * i + rng.gauss(0, 50) for i in n], 50) > 1000
-    assert steady_growth([5.0 for _ in n], 0) == 0
-    assert steady_growth([100 * min(i, 10) for i in n], 50) == 0  # a cache
-    assert steady_growth([100 * (1 - 0.8**i) for i in n], 1) == 0  # one that fills slowly
-    assert steady_growth([100 * (i > 13) for i in n], 50) == 0  # once
-    assert steady_growth([i for i in n], 50) == 0
-    alarms = [steady_growth([rng.random() for _ in n], 0) > 0 for _ in range(1000)]
-    assert sum(alarms) <= 5
-
-
 # --- the command
 
 
@@ -543,41 +455,28 @@ def doctor(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[st
     )
 
 
-def read_all(terminal: int) -> str:
-    """What is written to a terminal, until nobody has it open any more."""
-    parts = []
-    with suppress(OSError):  # which is how that is told
-        while part := os.read(terminal, 4096):
-            parts.append(part)
-    os.close(terminal)
-    return b"".join(parts).decode()
-
-
 def test_the_command(tmp_path: Path):
-    """With a script by its path, a bar on the terminal, and a report to be read by programs."""
+    """With a script by its path, and a report to be read by programs."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    ours, theirs = pty.openpty()
     process = doctor(
         *("project/train.py:make_loader", "--workers", "0,1", "--prefetch", "2,3"),
         *("--seconds", 0.3, "--step", 5, "--json", "report.json"),
         cwd=tmp_path,
-        stderr=theirs,
     )
-    os.close(theirs)
-    shown = read_all(ours)
-    out, _ = process.communicate(timeout=250)
+    out, shown = process.communicate(timeout=250)
     assert process.returncode == 0, shown
     found = json.loads((tmp_path / "report.json").read_text())
     assert [row["num_workers"] for row in found["rows"]][:2] == [0, 1]
-    assert found["reproducible"]["answer"] == "yes"
+    assert found["is_reproducible"]
     assert out.splitlines()[0].split()[:3] == ["workers", "prefetch", "batches/s"]
-    for name in ("serialized", "reproducible", "leaking", "recommended"):
+    for name in ("recommended", "cause", "reproducible"):
         assert re.search(rf"^{name} +\S", out, re.M)
-    assert "num_workers=1, prefetch_factor=2" in shown
-    assert re.search(r"about \d+ s to go: 2 more settings, and check_reproducible\r\n", shown)
-    assert "] 100%" in shown
+    assert shown.splitlines()[:2] == [
+        "num_workers=0, prefetch_factor=2 ...",
+        "num_workers=1, prefetch_factor=2 ...",
+    ]
     assert "Traceback" not in shown
     assert "died" not in shown  # of the worker that the audit kills
 
@@ -630,5 +529,6 @@ def test_ctrl_c(tmp_path: Path):
     assert workers
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=250)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out) == (130, "")
+    assert err == "num_workers=2, prefetch_factor=2 ...\n"
     assert eventually(lambda: not any(worker.is_running() for worker in workers))

@@ -551,8 +551,9 @@ def test_the_advice_depends_on_what_the_workers_did(monkeypatch, spent, cpus, sa
 )
 def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said):
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
-    spent = {"computing": 0.5 - queued, "queued": queued, "dataset": 0.5, "slowest": 0.1}
-    stats = Stats(batches=100, wait=1.0, num_workers=4, **spent)
+    spent = {"computing": 0.5 - queued, "queued": queued, "dataset": 0.5}
+    slow = Event("worker 0", "task", 0.0, 0.1, {"count": 1})
+    stats = Stats(batches=100, wait=1.0, num_workers=4, _records=(slow,), **spent)
     assert "but the workers were idle 88 %" in stats.verdict
     assert said in stats.verdict
 

@@ -6,11 +6,12 @@ All of it runs in the consumer's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, shown
 from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
+from minloader._insight.counters import Counters
 from minloader._memory import pickling
 from minloader._pools.base import Death
 from minloader._worker.messages import Failure
@@ -31,7 +32,14 @@ class Raised(NamedTuple):
 
 
 def handle(
-    failure: Failure, ordinal: int, epoch: int, item: Any, worker: int, pid: int, on_error: OnError
+    failure: Failure,
+    ordinal: int,
+    epoch: int,
+    item: Any,
+    worker: int,
+    pid: int,
+    on_error: OnError,
+    too_many: str = "",
 ) -> Any:
     """Do with a failed batch what ``on_error`` says.
 
@@ -43,6 +51,7 @@ def handle(
         worker: id of the worker; below 0 if there was none of ours.
         pid: its process; -1 if there was none.
         on_error: as the user gave it.
+        too_many: what to say if there are more errors than may be.
 
     Returns:
         What takes the batch's place: SKIP, another batch, or what to raise. That is the original
@@ -52,15 +61,14 @@ def handle(
     known_worker, known_pid = (value if value >= 0 else None for value in (worker, pid))
     who = "a worker" if known_worker is None else f"worker {known_worker}"
     where = "in the parent" if known_pid is None else f"{who} (pid {known_pid})"
-    sample = _load(failure.sample)
-    which = f", sample {shown(sample[0])}" if sample else ""
-    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}, {where}"
+    sample = load(failure.sample)
+    what = f"{named(ordinal, epoch, item, sample)}, {where}"
     what += failure.stage and f", {failure.stage}"
     place = {"ordinal": ordinal, "epoch": epoch, "item": item}
     place |= {"worker": known_worker, "pid": known_pid, "sample": sample[0] if sample else None}
     remote = WorkerTraceback(failure.traceback) if failure.traceback else None
 
-    error = _load(failure.error)
+    error = load(failure.error)
     if error is not None and remote is not None:
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     advice = ADVICE.get(type(error).__name__, "")
@@ -72,6 +80,10 @@ def handle(
         report = BatchError(f"{what}: {failure.summary}{advice}", **place)
         report.__cause__ = error or remote
 
+    if too_many:
+        stop = BatchError(too_many, **place)
+        stop.__cause__ = error or remote
+        return Raised(stop)
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
     if on_error in ("raise", "skip_sample") or not skippable:
         # One that cannot be carried; or that would end the loop as if the epoch were over, or the
@@ -90,7 +102,39 @@ def handle(
         raise RuntimeError("on_error raised StopIteration") from stop
 
 
-def _load(part: Any) -> Any:
+def named(ordinal: int, epoch: int, item: Any, sample: Any = ()) -> str:
+    """Return how messages name a batch, and in it the sample, whose index is in a tuple."""
+    which = f", sample {shown(sample[0])}" if sample else ""
+    return f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}"
+
+
+def sample_at(item: Any, place: int) -> tuple[Any, ...]:
+    """Return the index at a place of an item, in a tuple; () if it is not known."""
+    if place < 0 or isinstance(item, str | bytes | Mapping):
+        return ()
+    try:
+        index = list(item)[place]
+    except (TypeError, IndexError):
+        return ()
+    return () if isinstance(index, list) else (index,)  # a list of batches
+
+
+def too_many(counters: Counters, most: int | None) -> str:
+    """Return what to say if more has failed than may; "" if not."""
+    if most is None or counters.failed <= most:
+        return ""
+    first = [
+        f"  epoch {each.epoch}, batch {each.batch}"
+        f"{'' if each.sample is None else f', sample {shown(each.sample)}'}: {each.error}"
+        for each in counters.first_errors
+    ]
+    return (
+        f"{counters.failed} batches and samples have failed, more than max_errors={most}; the "
+        "first of them:\n" + "\n".join(first)
+    )
+
+
+def load(part: Any) -> Any:
     """Return an error, or the index of a sample, as it was before it was packed; None if lost."""
     if type(part) is not bytes:
         return part
@@ -108,14 +152,26 @@ def add_note(error: BaseException, note: str) -> None:
         logger.debug("%s; the error takes no notes (%s)", note, refusal)
 
 
+def tell_death(death: Death, ordinal: int, epoch: int, item: Any) -> None:
+    """Say in the log which batch a worker has died with."""
+    logger.warning(
+        "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
+        "under way is made again",
+        *(death.worker, death.pid, death.cause),
+        named(ordinal, epoch, item, sample_at(item, death.place)),
+    )
+
+
 def lethal(death: Death, ordinal: int, epoch: int, item: Any, tries: int) -> BatchError:
     """Return the error for a batch that no worker survives."""
-    what = f"batch {ordinal} of epoch {epoch}, item {shown(item)}"
+    what = named(ordinal, epoch, item, sample_at(item, death.place))
     times = f" (tried {tries} times)" if tries > 1 else ""
     if death.stack is None:
+        crash = death.crash and f"; it was at\n{death.crash}"
         return WorkerDied(
-            f"a worker (pid {death.pid}) died while it made {what}: {death.cause}{times}",
+            f"a worker (pid {death.pid}) died while it made {what}: {death.cause}{times}{crash}",
             exitcode=death.exitcode,
+            stack=death.crash,
         )
     stack = death.stack or "(the worker did not answer)\n"
     return BatchTimeout(

@@ -265,9 +265,15 @@ class Batches:
         worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
         where = track(worker, pid) if pid >= 0 else "consumer"
         told = {"batch": ordinal, "epoch": pending.source.epoch, "error": failure.summary}
-        self.settings.counters.record(where, "failed", perf_counter(), 0.0, told)
-        place = ordinal, pending.source.epoch, lane.item(pending, n), worker, pid
-        return failures.handle(failure, *place, self.settings.on_error)
+        counters = self.settings.counters
+        counters.record(where, "failed", perf_counter(), 0.0, told)
+        epoch, sample = pending.source.epoch, failures.load(failure.sample)
+        too_many = ""
+        if not failure.fatal:
+            counters.fail(epoch, ordinal, sample[0] if sample else None, failure.summary)
+            too_many = failures.too_many(counters, self.settings.max_errors)
+        place = ordinal, epoch, lane.item(pending, n), worker, pid
+        return failures.handle(failure, *place, self.settings.on_error, too_many)
 
     def _count_failed(self, pending: Pending, n: int, *, is_failure: bool) -> None:
         """Count a batch that was left out, if an error is why."""

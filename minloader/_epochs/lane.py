@@ -37,7 +37,7 @@ from minloader._epochs import failures
 from minloader._epochs.pending import Bell, Pending, Ready, SamplerError, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
-from minloader._errors import WorkerDied
+from minloader._errors import BatchError, WorkerDied
 from minloader._memory.limits import remedy
 from minloader._pools.base import Pool
 from minloader._worker.messages import Failure, Reply, Task
@@ -268,7 +268,6 @@ class Lane(ABC):
         pending.future = None  # it leads here, and would keep the memory
         made = len(reply.outcomes)
         self._learn(pending, reply)
-        pending.failed = frozenset(reply.failed)
         if made == len(pending.items):
             pending.outcomes = reply.outcomes
             return
@@ -307,9 +306,23 @@ class Lane(ABC):
                 slots.budget,
             )
         counters.overflowed += reply.overflowed
+        for n, sample, error in reply.failed:
+            self._count_failed(pending, n, failures.load(sample), error)
         limit = settings.memory_limit
         if limit is not None and reply.memory > limit:
             self._pool.renew(reply.pid)
+
+    def _count_failed(self, pending: Pending, n: int, sample: Any, error: str) -> None:
+        """Count a sample that was left out; where there are too many, that comes in its place."""
+        counters, reply = self.settings.counters, pending.reply
+        assert reply is not None
+        pending.failed |= {n}
+        epoch, ordinal = pending.source.epoch, self.ordinal(pending.ordinal + n)
+        counters.fail(epoch, ordinal, sample[0] if sample else None, error)
+        text = failures.too_many(counters, self.settings.max_errors)
+        if text:
+            stop = replied(BatchError(text), fatal=True, sample=sample)
+            reply.outcomes[n] = stop.outcomes[0]
 
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""
@@ -350,9 +363,12 @@ class Lane(ABC):
             where = track(death.worker, death.pid)
             counters.record(where, "died", time.perf_counter(), 0.0, place)
             victim = lost.part(n, n + 1, tries=lost.tries + 1)
+            known = place["batch"], lost.source.epoch, self.item(lost, n)
+            if not death.final:
+                failures.tell_death(death, *known)
             if death.final or victim.tries > self.settings.retries:
-                known = place["batch"], lost.source.epoch, self.item(lost, n), victim.tries
-                failure = replied(failures.lethal(death, *known))
+                sample = failures.sample_at(known[2], death.place)
+                failure = replied(failures.lethal(death, *known, victim.tries), sample=sample)
                 victim.reply = failure._replace(worker=death.worker, pid=death.pid)
             counters.retries += victim.reply is None
             pieces = [lost.part(0, n), victim, lost.part(n + 1, len(lost.items))]

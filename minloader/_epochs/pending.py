@@ -207,7 +207,7 @@ class Pending:
             self.memory = self.reply = None
 
 
-def replied(*errors: Exception, stage: str = "", fatal: bool = False) -> Reply:
+def replied(*errors: Exception, stage: str = "", fatal: bool = False, sample: Any = ()) -> Reply:
     """Return a reply that no worker gave: failures."""
-    outcomes = [Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors]
-    return Reply(-1, -1, False, outcomes)
+    failures = (Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors)
+    return Reply(-1, -1, False, [each._replace(sample=sample) for each in failures])

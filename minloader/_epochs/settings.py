@@ -21,6 +21,7 @@ class Settings:
         patience: seconds to wait before looking whether a worker is stuck.
         memory_limit: bytes that a worker may have for itself; None for any.
         on_error: what to do with a batch that failed.
+        max_errors: how many batches and samples may fail; None for any.
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
         closed: whether the loader is.
@@ -34,6 +35,7 @@ class Settings:
     patience: float
     memory_limit: int | None
     on_error: OnError
+    max_errors: int | None
     counters: Counters
     chunk: int = 1
     closed: bool = False

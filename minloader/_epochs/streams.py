@@ -269,7 +269,6 @@ class StreamLane(Lane):
         if reply.state is not None and made == len(reply.outcomes):
             reached = reached._replace(at=reached.batches, state=reply.state)
         self._learn(pending, reply)
-        pending.failed = frozenset(reply.failed)
         pending.items = pending.items[:made]
         each.reached = reached
         pending.outcomes = outcomes
@@ -319,6 +318,8 @@ class StreamLane(Lane):
             place = {"batch": ordinal, "epoch": lost.source.epoch, "cause": death.cause}
             where = track(death.worker, death.pid)
             counters.record(where, "died", time.perf_counter(), 0.0, place)
+            if not death.final:
+                failures.tell_death(death, ordinal, lost.source.epoch, (self.shard, index))
         if tries <= self.settings.retries and not (death is not None and death.final):
             counters.retries += 1
         elif index in each.lethal:

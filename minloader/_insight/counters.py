@@ -6,13 +6,16 @@ object while it is written: the epochs update it once a task, and read the clock
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
-from minloader._checks import copied
+from minloader._checks import amount, copied
+from minloader._insight.memory import WorkerCount
 from minloader._insight.trace import Event, Trace, split_task
 from minloader._insight.verdict import judge
 from minloader._worker.messages import Reply
@@ -20,8 +23,39 @@ from minloader._worker.messages import Reply
 EVENTS_KEPT = 3000
 """Number of events kept for the timeline, the last ones: some 1,000 tasks, in less than 1 MB."""
 
+ERRORS_KEPT = 1000
+"""Number of errors kept, the last ones."""
 
-@dataclass
+LATELY = 300.0
+"""Seconds that ``slowest`` and the times of a batch look back, if so many events are kept."""
+
+SUMS = (
+    *("batches", "bytes", "skipped", "skipped_samples", "failed", "wait", "consumer", "startup"),
+    *("sampler", "unpacking", "dataset", "transform", "collate", "transport", "computing"),
+    *("queued", "asleep", "overflowed", "retries", "replaced", "reread"),
+)
+"""The figures that only grow."""
+
+logger = logging.getLogger("minloader")
+
+
+class Failed(NamedTuple):
+    """A batch that failed, or a sample that was left out of its batch since it failed.
+
+    Attributes:
+        epoch: the epoch of the batch.
+        batch: its place in the epoch, from 0.
+        sample: the index of the sample; None if it is not known.
+        error: the type of the error, and its message.
+    """
+
+    epoch: int
+    batch: int
+    sample: Any
+    error: str
+
+
+@dataclass(slots=True)
 class Stats:
     """Figures of a loader since it was made, over all its epochs.
 
@@ -32,6 +66,11 @@ class Stats:
         bytes: their size, packed; 0 where batches never leave the process.
         skipped: number of batches that failed and were skipped, or of which no sample was left.
         skipped_samples: number of samples that were left out of their batches.
+        failed: number of batches that failed, whatever became of them, and of samples that were
+            left out since they failed.
+        errors: the last 1,000 of these, as tuples ``(epoch, batch, sample, error)``: the place of
+            the batch in its epoch, the index of the sample (None if it is not known), and the
+            error as text.
         wait: time that the consumer spent in ``iter()`` and ``next()``.
         consumer: time that the consumer spent on its own work between batches.
         startup: part of ``wait``: the time until the first batch was there.
@@ -46,12 +85,14 @@ class Stats:
             ``/proc``; else 0.
         queued: workers' time of waiting for a processor, with those programs.
         asleep: workers' time in which neither was so: of waiting for files, the network, locks.
-        slowest: longest time that one batch took a worker; for a task of several batches, their
-            mean.
-        busy: share of ``seconds`` in which a worker made batches, by worker; the time until
-            workers were ready is left out.
+        memory: bytes of memory that a worker process has for itself now, by worker; {} where that
+            is not known.
+        memory_at_start: the same before its first batch.
+        growth: of these, bytes by which a worker has grown steadily so far; {} if none has.
         executor: where batches are made: "process", "thread", "inline" or "foreign".
         num_workers: number of workers now.
+        threads: most reads at the same time in each worker, where the dataset is one of
+            :func:`concurrent`; else 0.
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
         slots: number of pieces of shared memory now, used and free.
@@ -70,6 +111,8 @@ class Stats:
     bytes: int = 0
     skipped: int = 0
     skipped_samples: int = 0
+    failed: int = 0
+    errors: tuple[Failed, ...] = ()
     wait: float = 0.0
     consumer: float = 0.0
     startup: float = 0.0
@@ -82,10 +125,12 @@ class Stats:
     computing: float = 0.0
     queued: float = 0.0
     asleep: float = 0.0
-    slowest: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    memory_at_start: dict[str, int] = field(default_factory=dict)
+    growth: dict[str, int] = field(default_factory=dict)
     executor: str = "process"
     num_workers: int = 0
+    threads: int = 0
     in_flight: int = 0
     chunk_size: int = 1
     slots: int = 0
@@ -95,14 +140,80 @@ class Stats:
     retries: int = 0
     replaced: int = 0
     reread: int = 0
-    # The last events, those of tasks not split yet, and when the first epoch began.
+    # The last events, those of tasks not split yet; when the first epoch began; when this is of;
+    # seconds that each worker was busy; and what was counted when num_workers was set last.
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     _began: float = field(default=0.0, repr=False, compare=False)
+    _at: float = field(default=0.0, repr=False, compare=False)
+    _worked: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    _base: Stats | None = field(default=None, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
         """All the time that went into the loops over the loader: ``wait + consumer``."""
         return self.wait + self.consumer
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of ``seconds`` in which a worker made batches, by worker; the time until workers
+        were ready is left out."""
+        running = max(self.seconds - self._starting, 1e-9)
+        return {worker: min(1.0, each / running) for worker, each in self._worked.items()}
+
+    @property
+    def median(self) -> dict[str, float]:
+        """Seconds that half of a worker's batches took at most, by worker, of the last minutes.
+
+        For a task of several batches it is their mean; likewise for ``p95`` and ``slowest``.
+        """
+        return {worker: times[len(times) // 2] for worker, times in self._times().items()}
+
+    @property
+    def p95(self) -> dict[str, float]:
+        """Seconds that 95 % of a worker's batches took at most, by worker, of the last minutes."""
+        return {worker: times[len(times) * 19 // 20] for worker, times in self._times().items()}
+
+    @property
+    def slowest(self) -> float:
+        """Longest time that a batch took a worker in the last minutes."""
+        return max((times[-1] for times in self._times().values()), default=0.0)
+
+    def _times(self) -> dict[str, list[float]]:
+        """Seconds that batches took lately, sorted, by worker."""
+        found: dict[str, list[float]] = {}
+        for event in self._records:
+            if event.name == "task" and event.start > self._at - LATELY:
+                found.setdefault(event.track, []).append(event.seconds / event.args["count"])
+        return {worker: sorted(found[worker]) for worker in sorted(found)}
+
+    def as_dict(self) -> dict[str, float]:
+        """Return all figures that are numbers, by name: for W&B, TensorBoard or Prometheus.
+
+        What there is for each worker has its name at the end: ``"busy_worker_0"``.
+        """
+        names = [each.name for each in fields(Stats) if each.name[0] != "_"]
+        figures: dict[str, float] = {}
+        for name in [*names, "seconds", "slowest", "busy", "median", "p95"]:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                named = ((re.sub(r"\W+", "_", f"{name}_{key}"), value[key]) for key in value)
+                figures.update(named)
+            elif isinstance(value, int | float):
+                figures[name] = value
+        return figures
+
+    def since(self, before: Stats) -> Stats:
+        """Return the figures of the time since an earlier copy. What is so now stays as it is."""
+        grown: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in SUMS}
+        worked = {key: each - before._worked.get(key, 0.0) for key, each in self._worked.items()}
+        return replace(
+            self,
+            **grown,
+            errors=self.errors[len(self.errors) - min(grown["failed"], len(self.errors)) :],
+            _worked={key: each for key, each in worked.items() if each},
+            _records=tuple(event for event in self._records if event.start >= before._at),
+            _base=None,
+        )
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -111,8 +222,16 @@ class Stats:
 
     @property
     def verdict(self) -> str:
-        """One sentence: what limits the loop, and the argument to change."""
-        return judge(self)[1]
+        """One sentence: what limits the loop, and the argument to change.
+
+        It is of the time since ``num_workers`` was set last.
+        """
+        return self._judged[1]
+
+    @property
+    def _judged(self) -> tuple[str, str]:
+        """The bottleneck and the verdict, see :func:`judge`."""
+        return judge(self if self._base is None else self.since(self._base))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page for a browser: the verdict, where the time went, the timeline, the table.
@@ -160,6 +279,13 @@ class Stats:
         return self.computing + self.queued + self.asleep
 
     @property
+    def _capacity(self) -> int:
+        """How many workers can make batches. An executor of the user's may have fewer than it is
+        given tasks: its workers are those that have made batches, each thread of Dask's one."""
+        few = self.executor == "foreign" and self._worked
+        return min(self.num_workers, len(self._worked)) if few else self.num_workers
+
+    @property
     def _starting(self) -> float:
         """Seconds until workers were ready: ``startup`` without the making of the first batch."""
         if not self.num_workers:
@@ -167,8 +293,8 @@ class Stats:
         return max(0.0, self.startup - self._work / max(self.batches, 1))
 
 
-# Slots for its own fields: objects of more than 30 attributes lose CPython's inline values, and
-# each access in Batches.__next__ takes twice as long (3.12: 500 ns a batch, against 230).
+# Slots, as Stats has: objects of more than 30 attributes lose CPython's inline values, and each
+# access in Batches.__next__ takes twice as long (3.12: 500 ns a batch, against 230).
 @dataclass(slots=True)
 class Counters(Stats):
     """The stats of a loader while the epochs write them, in the consumer's thread.
@@ -176,14 +302,20 @@ class Counters(Stats):
     Attributes:
         left: when the consumer went to work on a batch; 0 if it has none.
         opening: part of ``wait`` that was not for unpacking.
-        work: seconds that each worker was busy, by name.
+        workers: what is counted of each worker, by name.
+        last_errors: the errors, in order.
+        first_errors: the first few, for as long as the loader lives.
+        base: what was counted when ``num_workers`` was set last.
         records: the last events, those of tasks not split yet.
         trace: file that events are written to as well, or None.
     """
 
     left: float = 0.0
     opening: float = 0.0
-    work: dict[str, float] = field(default_factory=dict)
+    workers: dict[str, WorkerCount] = field(default_factory=dict)
+    last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
+    first_errors: list[Failed] = field(default_factory=list)
+    base: Stats | None = None
     records: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     trace: Trace | None = None
 
@@ -242,8 +374,13 @@ class Counters(Stats):
         self.bytes += reply.size
         self.reread += reply.reread
         self.skipped_samples += reply.skipped
-        self.work[worker] = self.work.get(worker, 0.0) + reply.seconds
-        self.slowest = max(self.slowest, reply.seconds / args["count"])
+        count = self.workers.get(worker)
+        if count is None:
+            count = self.workers[worker] = WorkerCount()
+        count.seconds += reply.seconds
+        count.batches += args["count"]
+        if reply.memory:
+            self._note_memory(worker, count, reply)
         if not self.startup:
             self.startup = now - self._began
         start = reply.began
@@ -252,6 +389,28 @@ class Counters(Stats):
         if not self._began <= start <= now - reply.seconds:
             start = now - reply.seconds
         self.record(worker, "task", start, reply.seconds, args | {"timings": reply.timings})
+
+    def _note_memory(self, worker: str, count: WorkerCount, reply: Reply) -> None:
+        """Note what memory a worker has; say in the log, once, that one grows steadily."""
+        is_news = count.note_memory(reply) and not self.growth
+        if count.growth:
+            self.growth[worker] = count.growth
+        if is_news:
+            logger.warning(
+                "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache is "
+                "still being filled; worker_memory_limit replaces workers that grow too large; "
+                "said once",
+                *(worker, amount(count.growth), count.grown_in),
+                amount(count.growth / count.grown_in),
+            )
+
+    def fail(self, epoch: int, batch: int, sample: Any, error: str) -> None:
+        """Count an error; see :class:`Failed`."""
+        failed = Failed(epoch, batch, sample, error)
+        self.failed += 1
+        self.last_errors.append(failed)
+        if len(self.first_errors) < 5:
+            self.first_errors.append(failed)
 
     def record(
         self, track: str, name: str, start: float, seconds: float, args: dict[str, Any]
@@ -262,6 +421,10 @@ class Counters(Stats):
         trace = self.trace  # once: another thread may close the loader
         if trace is not None:
             trace.write(event)
+
+    def begin_anew(self, stats: Stats) -> None:
+        """Have the verdict be of the time from now on."""
+        self.base = replace(stats, _records=(), _base=None)
 
     def end_trace(self) -> None:
         """Complete the trace file, if there is one."""
@@ -277,10 +440,14 @@ class Counters(Stats):
         """
         counted = {each.name: getattr(self, each.name) for each in fields(Stats)}
         stats = Stats(**counted | now)
+        stats._worked, stats.memory, stats.memory_at_start = {}, {}, {}
         stats.unpacking = max(0.0, stats.wait - self.opening)
         stats.transport += stats.unpacking
-        stats._records = tuple(copied(self.records))
-        running = max(stats.seconds - stats._starting, 1e-9)
-        work = sorted(copied(self.work.items()))
-        stats.busy = {worker: min(1.0, seconds / running) for worker, seconds in work}
+        stats._records, stats._at = tuple(copied(self.records)), time.perf_counter()
+        stats.errors, stats._base = tuple(copied(self.last_errors)), self.base
+        stats.growth = dict(self.growth)
+        for worker, count in sorted(copied(self.workers.items())):
+            stats._worked[worker] = count.seconds
+            if count.memory:
+                stats.memory[worker], stats.memory_at_start[worker] = count.memory, count.at_start
         return stats

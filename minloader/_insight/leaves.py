@@ -24,9 +24,6 @@ MOST_LEAVES = 1_000
 """Leaves of a batch that are kept one by one, at some 300 bytes each. Of the others only a sum is
 kept."""
 
-MOST_VALUES = 64
-"""Values of an array up to which they are kept, so that the first that differs can be named."""
-
 
 @dataclass(slots=True)
 class Leaf:
@@ -35,12 +32,10 @@ class Leaf:
     Attributes:
         digest: digest of the type and the value. Leaves with the same digest are equal.
         text: the same in short, for people.
-        values: the values of a small array, flat.
     """
 
     digest: bytes
     text: str = field(compare=False)
-    values: list[Any] = field(default_factory=list, compare=False)
 
 
 Leaves = dict[str, Leaf]
@@ -131,9 +126,8 @@ def _array_leaf(value: Any) -> Leaf | None:
 
 def _number_leaf(kind: str, value: Any, data: bytes) -> Leaf:
     what, flat = f"{kind} of {value.dtype}, shape {tuple(value.shape)}", value.reshape(-1)
-    text = ", ".join(map(str, flat[:4].tolist())) + ", ..." * (len(flat) > 4)
-    values = flat.tolist() if len(flat) <= MOST_VALUES else []
-    return Leaf(_hash(what, data), f"{what}: {text}", values)
+    text = ", ".join(map(str, flat[:16].tolist())) + ", ..." * (len(flat) > 16)
+    return Leaf(_hash(what, data), f"{what}: {text}")
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from minloader._checks import amount, duration
-from minloader._insight.verdict import judge, share
+from minloader._insight.verdict import share
 from minloader._memory.limits import processors
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def data(stats: Stats) -> dict[str, Any]:
     start, workers = stats._starting, stats.num_workers
     running = stats.seconds - start
     kind = {"process": " processes", "thread": " threads"}.get(stats.executor, "")
-    bottleneck, verdict = judge(stats)
+    bottleneck, verdict = stats._judged
 
     def bar(label: str, seconds: dict[str, float], remark: str = "") -> dict[str, Any]:
         return {"label": label, "seconds": seconds, "remark": remark}
@@ -142,6 +142,17 @@ def table(stats: Stats) -> list[Row]:
         rows.append(
             ("computing", duration(stats.computing), f"{share(stats.computing, known)} {remark}")
         )
+    times = stats._times().values()
+    if times:
+        middle = sorted(each[len(each) // 2] for each in times)[len(times) // 2]
+        late = max(each[len(each) * 19 // 20] for each in times)
+        remark = f"95 % within {duration(late)}, the slowest {duration(stats.slowest)}, lately"
+        rows.append(("a batch", duration(middle), remark))
+    if stats.memory:
+        at_start = amount(sum(stats.memory_at_start.values()))
+        grows = "".join(f"; {name} grows steadily" for name in stats.growth)
+        remark = f"of the workers' own, {at_start} when they began{grows}"
+        rows.append(("memory", amount(sum(stats.memory.values())), remark))
     rows += [
         ("workers", f"{stats.num_workers}", "; ".join(remarks)),
         ("tasks under way", f"{stats.in_flight}", chunk),
@@ -151,6 +162,7 @@ def table(stats: Stats) -> list[Row]:
     failures = [
         ("retries", stats.retries, "batches whose worker died"),
         ("replaced", stats.replaced, "workers"),
+        ("failed", stats.failed, "batches and samples: stats.errors has the last ones"),
         ("skipped", stats.skipped, "batches that failed"),
         ("left out", stats.skipped_samples, "samples"),
         ("read again", stats.reread, "batches of a stream, to get past what was delivered"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 from minloader._checks import duration
@@ -40,7 +41,7 @@ def judge(stats: Stats) -> tuple[str, str]:
     """
     if not stats.batches:
         return "", "no batch has been delivered yet"
-    workers, start = stats.num_workers, stats._starting
+    workers, start = stats._capacity, stats._starting
     total, wait = stats.seconds - start, stats.wait - start
     if start > 3 * total:
         return "", (
@@ -85,7 +86,15 @@ def _speed_up(stats: Stats, stage: str, total: float) -> str:
         if stats.overflowed > stats.batches / 10:
             return "more shared_memory would help, since batches go through the pipe"
         return "make large arrays with collate or minloader.empty, and few small objects"
-    if stats.executor == "thread":
+    if stage == "dataset" and stats.threads and stats.asleep >= 0.5 * stats._measured:
+        return f"more threads of minloader.concurrent would help ({stats.threads} now)"
+    if stats.executor == "foreign":
+        return (
+            "more workers of the executor would help"
+            if stats._capacity < stats.num_workers
+            else "more workers would help (num_workers), if the executor has them"
+        )
+    if stats.executor == "thread" and has_gil():
         return "executor='process' would help, unless they wait for files or the network"
     if stats.computing > BUSY * cpus * total:
         all_of_them = f"all {cpus} processors" if cpus > 1 else "the processor"
@@ -150,6 +159,11 @@ def _held_up(stats: Stats) -> str:
     fewer = f": num_workers={cpus} would do" * too_many
     queued = share(stats.queued, stats._measured)
     return f"{queued} of the work was waiting for a processor, which {who} have{fewer}"
+
+
+def has_gil() -> bool:
+    """Return whether threads of this process take turns in Python code."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def share(part: float, whole: float = 1.0) -> str:

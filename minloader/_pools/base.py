@@ -62,6 +62,8 @@ class Death(NamedTuple):
         cause: the same in words.
         stack: Python stack if it was killed because the batch took too long; else None.
         final: whether there is no point in trying again.
+        place: of the sample in the item; -1 if it is not known.
+        crash: Python stack from the moment of a segmentation fault or the like; "" without one.
     """
 
     item: int
@@ -71,6 +73,8 @@ class Death(NamedTuple):
     cause: str
     stack: str | None
     final: bool = False
+    place: int = -1
+    crash: str = ""
 
 
 @dataclass(eq=False, repr=False)

@@ -73,6 +73,11 @@ LONGEST_START = 60.0
 """Seconds that a worker may take to load the dataset, if ``timeout`` is set and not longer. On a
 busy machine the imports of many workers take their time."""
 
+CRASHES = frozenset(
+    getattr(signal, name, 0) for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+)
+"""Signals at which a worker writes its stack."""
+
 STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
@@ -400,7 +405,8 @@ class _Executor(Executor):
             if worker.stack is not None and heartbeat.task == 0:
                 cause = f"killed, since its start took too long, here:\n{worker.stack}"
             death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
-            yield heartbeat, Death(*death)
+            crash = self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else ""
+            yield heartbeat, Death(*death, place=heartbeat.place, crash=crash)
 
 
 def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
@@ -494,9 +500,10 @@ class ProcessPool(RemotePool):
                 self.failed_starts.append(death.cause)
             if heartbeat.task in executor.tasks.lost:
                 self.deaths[heartbeat.task] = death
+                continue  # whoever has sent the task says what it was
             logger.warning(
                 "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
-                "is done again",
+                "is made again",
                 *(death.worker, death.pid, death.cause),
             )
 

@@ -83,7 +83,8 @@ class ThreadPool(Pool):
         if thread.work is not work:
             return thread  # it has just finished
         cause = f"thread {thread.name} took too long"
-        death = Death(item, thread.info.id, os.getpid(), None, cause, stack, final=True)
+        known = item, thread.info.id, os.getpid(), None, cause, stack
+        death = Death(*known, final=True, place=thread.place[0])
         self.deaths[task.id] = death  # before whoever waits for the future looks for it
         if not finish(future, BrokenExecutor(cause)):
             del self.deaths[task.id]
@@ -141,12 +142,13 @@ class _Thread(threading.Thread):
         self.tasks = tasks
         self.work: tuple[Future[Reply], Task, int, float] | None = None
         self.abandoned = False
+        self.place = [-1]  # of the sample in its item
         self.start()
 
     def beat(self, task: int, item: int, now: float) -> None:
         work = self.work
         assert work is not None
-        self.work = work[0], work[1], item, now
+        self.work, self.place[0] = (work[0], work[1], item, now), -1
 
     def run(self) -> None:
         # A new thread may have the context variables of whoever started it (from 3.14, by
@@ -163,7 +165,7 @@ class _Thread(threading.Thread):
             self.work = future, task, 0, time.perf_counter()
             try:
                 if worker is None:
-                    worker = Worker(self._job, self.info, beat=self.beat)
+                    worker = Worker(self._job, self.info, beat=self.beat, place=self.place)
                 finish(future, worker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 finish(future, error)

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minloader._checks import check_indices, check_samples, shown
 from minloader._errors import SKIP
-from minloader._worker.messages import NO_SAMPLE, Job
+from minloader._worker.messages import NO_SAMPLE, Job, summary
 
 logger = logging.getLogger("minloader")
 
@@ -23,21 +23,25 @@ class BatchMaker:
     Attributes:
         job: what to make them from.
         turn_to: called with the index of each sample before the user's code makes it.
+        place: its one element is set to the place of that sample in its item, -1 for none. It may
+            be shared memory: who finds this worker stuck or dead reads it.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
         collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
         skipped: samples that were left out, since it was set to 0.
-        has_failed: whether one of them has failed, since it was set to False.
+        errors: the index of each of them that failed, as in ``failing``, and its error in words;
+            since it was emptied.
     """
 
     job: Job
     turn_to: Callable[[Any], None] = lambda index: None
+    place: Any = field(default_factory=lambda: [-1])
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
     failing: tuple[Any, ...] = ()
     skipped: int = 0
-    has_failed: bool = False
+    errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
@@ -70,7 +74,7 @@ class BatchMaker:
         samples, indices = self._without_skipped(samples, indices)
         if transform is not None:
             begin = time.perf_counter()
-            samples = self._each(transform, samples, indices)
+            samples = self._each(transform, samples, indices, exact=len(samples) == len(given))
             self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples, ())
         if isinstance(samples, list) and not samples and len(given):
@@ -78,6 +82,7 @@ class BatchMaker:
         if collate_fn is None:
             return samples[0]
         self.turn_to(NO_SAMPLE)
+        self.place[0] = -1
         begin = time.perf_counter()
         batch = collate_fn(samples)
         self.collate_seconds += time.perf_counter() - begin
@@ -107,13 +112,24 @@ class BatchMaker:
         return self.combine(samples if as_torch else check_samples(samples, indices), indices)
 
     def _each(
-        self, function: Callable[[Any], Any], values: Sequence[Any], indices: Sequence[Any]
+        self,
+        function: Callable[[Any], Any],
+        values: Sequence[Any],
+        indices: Sequence[Any],
+        *,
+        exact: bool = True,
     ) -> list[Any]:
-        """Return what a function makes of each value; note the index of one that it fails on."""
+        """Return what a function makes of each value; note the index of one that it fails on.
+
+        ``exact`` says whether these are all samples of the item, so that a place in the one is a
+        place in the other.
+        """
         results: list[Any] = []
+        place = self.place if exact else [-1]
         for n, value in enumerate(values):
             try:
                 if indices:
+                    place[0] = n
                     self.turn_to(indices[n])
                 results.append(function(value))
             except BaseException as error:
@@ -123,7 +139,7 @@ class BatchMaker:
                     raise
                 which = shown(index[0]) if index else f"{len(results)} of a batch"
                 logger.warning("left out sample %s: %r", which, error)
-                self.has_failed = True
+                self.errors.append((index, summary(error)))
                 results.append(SKIP)
         return results
 

@@ -1,8 +1,9 @@
-"""Heartbeats: which item each worker is making, and since when, in memory shared with the parent.
+"""Heartbeats: which sample each worker is making, and since when, in memory shared with the parent.
 
-A worker writes its heartbeat before each item (0.3 µs, no message). The parent reads it when the
-worker died or takes too long. Behind the heartbeats, in the same file, a worker writes its Python
-stack when it is sent a signal, even while it is stuck in C code.
+A worker writes its heartbeat before each item (0.3 µs, no message), and before each sample the
+place of that in its item (0.03 µs). The parent reads them when the worker died or takes too long.
+Behind the heartbeats, in the same file, a worker writes its Python stack when it is sent a signal,
+even while it is stuck in C code, and when it dies of a segmentation fault or the like.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+import re
 import signal
 import struct
 import time
@@ -26,7 +28,7 @@ by :func:`time.perf_counter`, which every process of a machine reads alike."""
 READY = -1
 """In place of a task's id: the worker has started and waits for its first. Before that it is 0."""
 
-_FORMAT = struct.Struct("qqd")
+_FORMAT = struct.Struct("qqqd")
 
 # A signal that hardly anybody uses; its default action would end a process.
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
@@ -36,11 +38,13 @@ class Heartbeat(NamedTuple):
     """The item that a worker began last.
 
     Attributes:
+        place: of the sample in the item, from 0; -1 if none is being made, or it is not known.
         task: id of its task, or READY, or 0.
         item: index of the item in the task.
         began: when the worker began with it, by ``time.perf_counter``.
     """
 
+    place: int
     task: int
     item: int
     began: float
@@ -84,12 +88,17 @@ class Heartbeats:
             before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
+        return _shortened(self._read(begin))
+
+    def crash(self) -> str:
+        """Return the Python stacks of the worker that crashed last; "" if there are none."""
+        written = self._read(self.workers * _FORMAT.size)
+        return _shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
+
+    def _read(self, begin: int) -> str:
         with open(self.path, "rb") as file:
             file.seek(begin)
-            threads = file.read().decode(errors="replace").strip().split("\n\n")
-        # The one that makes the batch first: the others are mostly ours.
-        threads.sort(key=lambda stack: not stack.startswith("Current thread"))
-        return "\n".join(f"{stack}\n" for stack in threads if stack)
+            return file.read().decode(errors="replace").strip()
 
     def close(self) -> None:
         """Remove the file. Harmless when repeated."""
@@ -97,13 +106,36 @@ class Heartbeats:
         self._memory.close()
 
 
-def open_heartbeat(path: str, index: int) -> Beat:
-    """Return what a worker writes its heartbeats with, and have it answer the stack signal."""
+_OURS = re.compile(r'^ *File ".*[/\\\\]minloader[/\\\\]_worker[/\\\\]')
+
+_OUR_THREAD = re.compile(r"[/\\\\]minloader[/\\\\]_worker[/\\\\](lifetimes|logs)\.py")
+
+
+def _shortened(stacks: str) -> str:
+    """Return stacks without our threads, and without the frames that lead from us to the user."""
+    found = []
+    for stack in stacks.split("\n\n"):
+        lines = stack.splitlines()
+        cut = next((n for n, line in enumerate(lines) if _OURS.match(line)), len(lines))
+        kept = lines[:cut] if cut > 1 else lines  # all of it, where nothing is the user's
+        if kept and not stack.startswith("Extension modules") and not _OUR_THREAD.search(stack):
+            found.append("".join(f"{line}\n" for line in kept))
+    # The one that makes the batch first.
+    found.sort(key=lambda stack: not stack.startswith("Current thread"))
+    return "\n".join(found)
+
+
+def open_heartbeat(path: str, index: int) -> tuple[Beat, Any]:
+    """Return what a worker writes its heartbeats with, and where it writes the place of a sample.
+
+    From now on it answers the stack signal, and writes its stack when it crashes.
+    """
     check_access(path)
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     if _STACK_SIGNAL is not None and hasattr(faulthandler, "register"):
         stacks: Any = open(path, "ab")  # noqa: SIM115  # faulthandler needs it for good
         faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
-
-    return partial(_FORMAT.pack_into, memory, index * _FORMAT.size)
+        faulthandler.enable(stacks)
+    begin = index * _FORMAT.size
+    return partial(_FORMAT.pack_into, memory, begin, -1), memoryview(memory)[begin:][:8].cast("q")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -148,13 +149,16 @@ class Reply(NamedTuple):
         slot_size: bytes that the slot has now; None if the worker did not open it.
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
-        memory: bytes that the worker has for itself, if there is a limit.
+        memory: bytes that the worker has for itself, told now and then, and always if there is a
+            limit; else 0.
+        memory_at_start: bytes that it had before its first batch; 0 if that is not known.
         state: of the stream after the last of the outcomes, packed; None if it has none.
         processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
         reread: how many batches of the stream were read again, to get to the first of them.
         skipped: how many samples were left out.
         lasts: of a stream, what the samples of each batch are recognized by.
-        failed: which outcomes are SKIP since all samples failed.
+        failed: samples that failed and were left out: of which outcome, the index of the sample
+            in a tuple (packed if the reply is; () if it is not known), and the error in words.
     """
 
     worker: int
@@ -169,12 +173,21 @@ class Reply(NamedTuple):
     slot_retired: bool = False
     overflowed: int = 0
     memory: int = 0
+    memory_at_start: int = 0
     state: bytes | None = None
     processor: tuple[float, float, float] | None = None
     reread: int = 0
     skipped: int = 0
     lasts: list[int | None] = []  # noqa: RUF012  # never changed
-    failed: list[int] = []  # noqa: RUF012  # likewise
+    failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
+
+
+HERE = os.path.dirname(__file__)
+
+
+def summary(error: BaseException) -> str:
+    """Return the type and the message of an error."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 class Failure(NamedTuple):
@@ -201,11 +214,13 @@ class Failure(NamedTuple):
         cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
     ) -> Failure:
         """Make the failure of an exception, where it was caught."""
-        summary = "".join(traceback.format_exception_only(error)).strip()
         if not packed:
-            return cls(error, summary, "", stage, fatal)
-        text = "".join(traceback.format_exception(error))
-        return cls(pack_error(error), summary, text, stage, fatal)
+            return cls(error, summary(error), "", stage, fatal)
+        frames = first = error.__traceback__
+        while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == HERE:
+            frames = frames.tb_next  # of ours, which lead to the user's
+        text = "".join(traceback.format_exception(type(error), error, frames or first))
+        return cls(pack_error(error), summary(error), text, stage, fatal)
 
 
 @dataclass

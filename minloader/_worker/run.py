@@ -70,12 +70,15 @@ class Worker:
             threads share them, and the dataset too.
         borrow: notes how they are before, where they are the user's.
         beat: called before each item is begun.
+        place: its one element is set to the place of each sample in its item.
         reload: gives the dataset once more, for a stream that is read in several places.
         tell: called with what the user's code is to be told, before that is another.
 
     Attributes:
         id: number of the worker in its replies.
         meter: tells how the time of a task was spent; None if this process has other work too.
+        memory_at_start: bytes that the process had for itself before its first batch, if there is
+            a meter.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Worker:
         seed: Seed | None = None,
         borrow: Borrow | None = None,
         beat: Beat = lambda task, index, now: None,
+        place: Any = None,
         reload: Callable[[], Any] | None = None,
         tell: Callable[[WorkerInfo], None] | None = None,
     ) -> None:
@@ -100,8 +104,9 @@ class Worker:
         self._packer = packer
         self._seed, self._borrow = seed, borrow
         self.meter: Meter | None = None
+        self.memory_at_start = 0
         self._beat = beat
-        self._maker = BatchMaker(job, info._turn_to)
+        self._maker = BatchMaker(job, info._turn_to, place if place is not None else [-1])
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         is_inline = info.num_workers == 0
@@ -130,7 +135,7 @@ class Worker:
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
         maker.skipped = 0
         lasts: list[int | None] = []
-        failed: list[int] = []
+        failed: list[tuple[int, Any, str]] = []
         begin = now = time.perf_counter()
         try:
             if task.shard is not None:
@@ -145,9 +150,9 @@ class Worker:
                     outcomes.append(self._make(task, n, item, writer, reader))
                     lasts.append(reader.last)
                 overflowed += writer.overflowed
-                if maker.has_failed:
-                    maker.has_failed = False
-                    failed.append(n)
+                if maker.errors:
+                    failed += [(n, self._packed(index), text) for index, text in maker.errors]
+                    maker.errors.clear()
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
@@ -163,14 +168,14 @@ class Worker:
         size, memory = writer.used, 0
         if packed:
             size += sum(map(size_in_band, outcomes))
-            if self._job.memory_limit is not None:
-                memory = private_memory()
         spent = maker.transform_seconds, maker.collate_seconds, packing
         done = self.id, pid, packed, outcomes, begin, now - begin, spent
-        slot = size, writer.size, writer.retired, overflowed
         processor = None if self.meter is None else self.meter.add(now - begin)
+        if processor is not None or self._job.memory_limit is not None:
+            memory = private_memory()
         reread, self._reread = self._reread, 0
-        return Reply(*done, *slot, memory, state, processor, reread, maker.skipped, lasts, failed)
+        known = size, writer.size, writer.retired, overflowed, memory, self.memory_at_start
+        return Reply(*done, *known, state, processor, reread, maker.skipped, lasts, failed)
 
     def _make(
         self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None = None
@@ -240,15 +245,18 @@ class Worker:
         if self._packer is None and not isinstance(error, Exception | SystemExit):
             raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
         self._exit_fork()
-        sample: Any = self._maker.failing
-        self._maker.failing = ()
-        if sample and self._packer is not None:
-            try:
-                sample = pack(sample, down=False)
-            except Exception:  # the error matters more
-                sample = ()
+        sample, self._maker.failing = self._packed(self._maker.failing), ()
         failure = Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
         return failure._replace(sample=sample)
+
+    def _packed(self, sample: tuple[Any, ...]) -> Any:
+        """Return the index of a sample that failed, fit to travel; () if it is not known."""
+        if not sample or self._packer is None:
+            return sample
+        try:
+            return pack(sample, down=False)
+        except Exception:  # the error matters more
+            return ()
 
     def _exit_fork(self) -> None:
         """End a fork of the worker that came back from the dataset, before it answers too."""

@@ -133,7 +133,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
     try:
-        beat = open_heartbeat(setup.heartbeats, index)  # it answers where it is stuck, from now on
+        beat, place = open_heartbeat(setup.heartbeats, index)  # it answers where it is, from now on
         inherited = inheritance.load()
         begin, modules = time.perf_counter(), set(sys.modules)
         job = setup.address.load(inherited=inherited)
@@ -149,10 +149,12 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             packer=packer,
             seed=seed_globals,
             beat=beat,
+            place=place,
             reload=reload,
             tell=tell_torch,
         )
         _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
+        _process_worker.memory_at_start = private_memory()
         beat(READY, 0, time.perf_counter())
         _check_memory(job.memory_limit)
     except BaseException as error:

@@ -1,38 +1,43 @@
-"""A trial: one loader that runs for a while, and what its processes used meanwhile."""
+"""A trial: one loader that runs for a while, and how fast it was."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from minloader._checks import amount
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader._loader import Loader
-from minloader._memory.limits import private_memory, words
+from minloader._memory.limits import words
 
-SAMPLES = 40
-"""How often a trial looks at its processes: often enough for a trend, in 1 % of its time."""
+LEAST = 20
+"""Batches from which on a rate is one."""
 
-HEAD = ["workers", "prefetch", "batches/s", "+-", "MB/s", "wait", "busy", "memory", "first"]
+STEADY = 0.03
+"""Standard error, as a share of the rate, up to which two rates can be told apart."""
+
+PATIENCE = 4
+"""How many times as long as asked for a trial may run, until its rate is steady."""
+
+HEAD = ["workers", "prefetch", "start", "batches/s", "MB/s", "wait", "busy", "memory", "first"]
 """The heads of the table's columns."""
 
 
-@dataclasses.dataclass
+@dataclass
 class Row:
     """One setting, and how fast it was.
 
     Attributes:
         num_workers: the setting.
         prefetch_factor: the setting.
+        start_method: how worker processes were started; "" where there are none of ours.
         batches: number of batches that were counted.
         rate: batches a second.
-        noise: standard error of the rate, as a share of it.
+        is_steady: whether these are enough, and alike enough, to compare the rate with another.
         byte_rate: bytes a second.
         wait: share of the time that the consumer waited, 0 to 1.
         busy: share of the time that a worker was busy, on average; None without workers.
@@ -43,9 +48,10 @@ class Row:
 
     num_workers: int
     prefetch_factor: int
+    start_method: str
     batches: int
     rate: float
-    noise: float
+    is_steady: bool
     byte_rate: float
     wait: float
     busy: float | None
@@ -62,8 +68,8 @@ class Row:
         return [
             str(self.num_workers),
             str(self.prefetch_factor) if self.num_workers else "-",
-            self.rate_text,
-            f"{self.noise:.0%}",
+            self.start_method or "-",
+            self.rate_text if self.is_steady else f"~{self.rate_text}",
             f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
             f"{self.wait:.0%}",
             "-" if self.busy is None else f"{self.busy:.0%}",
@@ -72,169 +78,96 @@ class Row:
         ]
 
 
-class Usage(NamedTuple):
-    """What a process used at one moment.
-
-    Attributes:
-        memory: bytes of memory that it shares with no other process.
-        descriptors: open file descriptors.
-        threads: its threads.
-        children: processes that it started and did not wait for, running or not.
-    """
-
-    memory: int
-    descriptors: int
-    threads: int
-    children: int
-
-
-def _usage(pid: int) -> Usage | None:
-    """Return what a process uses now; None where there is no /proc, or the process is gone."""
-    proc = f"/proc/{pid}"
-    try:
-        threads = os.listdir(f"{proc}/task")
-        descriptors = len(os.listdir(f"{proc}/fd"))
-    except OSError:
-        return None
-    # A kernel without CONFIG_PROC_CHILDREN has no such file: then no children are seen.
-    children = sum(len(words(f"{proc}/task/{each}", "children")) for each in threads)
-    return Usage(private_memory(pid), descriptors, len(threads), children)
-
-
-def _all_memory(pid: int) -> int | None:
-    """Return a process's memory in bytes, with its share of what others map too (PSS).
-
-    The kernel goes through all pages for that, so it is read once a trial.
-    """
-    found = words(f"/proc/{pid}", "smaps_rollup")
-    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else None
-
-
-class Sample(NamedTuple):
-    """One observation of a running trial.
-
-    Attributes:
-        at: seconds of the clock.
-        batches: how many had been delivered.
-        usages: what each process used, by its pid.
-    """
-
-    at: float
-    batches: int
-    usages: dict[int, Usage]
-
-
+@dataclass
 class Trial:
-    """Runs one loader for a while. Rates are counted after the first third of the time.
-
-    Args:
-        loader: the loader to run; the caller closes it.
-        seconds: how long to run, from the first batch on.
-        step: seconds to sleep after each batch.
+    """What was seen of one loader.
 
     Attributes:
         row: the rates.
         stats: the loader's, of the time that was counted.
-        inspection: the view into the loader.
-        names: what to call each process, by its pid.
-        samples: all observations, in order.
-        first_epoch: number of batches of the first epoch; 0 until that is over.
+        shards: number of shards of a stream; None where the dataset is no stream.
     """
 
     row: Row
     stats: Stats
-
-    def __init__(self, loader: Loader, seconds: float, step: float) -> None:
-        self._loader = loader
-        self._seconds = seconds
-        self._step = step
-        self._before: Stats | None = None  # when counting began
-        self._first = 0  # index of the sample then
-        self.inspection = inspect(loader)
-        self.names = {os.getpid(): "this process"}
-        self.samples: list[Sample] = []
-        self.first_epoch = 0
-
-    def run(self) -> Iterator[None]:
-        """Run the loader, and yield now and then.
-
-        Raises:
-            ValueError: an epoch has no batches.
-            Exception: the loader raised it.
-        """
-        count, due, end = 0, 0.0, 0.0
-        while not self.inspection.sampler_used_up:
-            epoch_began = count
-            for count, _ in enumerate(self._loader, epoch_began + 1):
-                now = time.perf_counter()
-                end = end or now + self._seconds
-                if now >= due:
-                    due = now + self._seconds / SAMPLES
-                    self._look(now, count, end)
-                    yield
-                    if now >= end and count > self.samples[self._first].batches:
-                        return
-                if self._step:
-                    time.sleep(self._step)
-            if count == epoch_began:
-                raise ValueError(
-                    f"the loader has no batches in epoch {self._loader.epoch - 1}: look at its "
-                    "sampler, and at the length of its dataset"
-                )
-            self.first_epoch = self.first_epoch or count
-        self._look(time.perf_counter(), count, end)
-
-    def _look(self, now: float, count: int, end: float) -> None:
-        self.names.update((each.pid, f"worker {each.number}") for each in self.inspection.workers)
-        usages = ((pid, _usage(pid)) for pid in self.names)
-        self.samples.append(Sample(now, count, {pid: usage for pid, usage in usages if usage}))
-        if self._before is None and now >= end - self._seconds * 2 / 3:
-            self._before, self._first = self._loader.stats, len(self.samples) - 1
-
-    def conclude(self) -> None:
-        """Work out the rates when the trial has run, before the loader is closed."""
-        samples, after = self.samples[self._first :], self._loader.stats
-        first, last = samples[0], samples[-1]
-        count, window = last.batches - first.batches, last.at - first.at
-        if count == 0:  # there is no batch but the first
-            count, window = 1, after.startup
-        workers = self._loader.num_workers
-        pids = last.usages.keys() - {os.getpid()}
-        memory = [size for size in map(_all_memory, pids) if size is not None]
-        self.stats = stats = _between(self._before or Stats(), after)
-        packing = stats.transport - stats.unpacking
-        work = stats.dataset + stats.transform + stats.collate + packing
-        self.row = Row(
-            num_workers=workers,
-            prefetch_factor=self.inspection.prefetch_factor,
-            batches=count,
-            rate=count / window,
-            noise=_noise(samples),
-            byte_rate=stats.bytes / window,
-            wait=min(1.0, stats.wait / window),
-            busy=min(1.0, work / window / workers) if workers else None,
-            memory=sum(memory) if memory else None,
-            first=after.startup,
-        )
+    shards: int | None
 
 
-SUMS = (
-    *("batches", "bytes", "overflowed", "wait", "consumer", "sampler", "unpacking"),
-    *("dataset", "transform", "collate", "transport", "computing", "queued", "asleep"),
-)
-"""The stats that only grow, and on which a verdict depends."""
+def run(loader: Loader, seconds: float, step: float) -> Trial:
+    """Run a loader for a while, which the caller closes. Rates are of the last two thirds.
+
+    Args:
+        loader: the loader to run.
+        seconds: how long, from the first batch on; PATIENCE times as long where it takes that
+            until the rate is steady.
+        step: seconds to sleep after each batch.
+
+    Raises:
+        ValueError: an epoch has no batches.
+        Exception: the loader raised it.
+    """
+    begin, before, looks = 0.0, Stats(), list[tuple[float, int]]()
+    for count in _batches(loader, step):
+        now = time.perf_counter()
+        begin = begin or now
+        if not looks and now >= begin + seconds / 3:
+            before = loader.stats
+            looks.append((now, count))
+        elif looks and now >= looks[-1][0] + seconds / 40:
+            looks.append((now, count))
+            is_long = now >= begin + seconds and (
+                is_steady(looks) or now >= begin + PATIENCE * seconds
+            )
+            if is_long:
+                break
+    after = loader.stats
+    stats = after.since(before)
+    workers, view = loader.num_workers, inspect(loader)
+    window = max(stats.seconds, 1e-9)
+    memory = [size for size in map(_all_memory, view.pids) if size is not None]
+    row = Row(
+        num_workers=workers,
+        prefetch_factor=view.prefetch_factor,
+        start_method=view.start_method if workers else "",
+        batches=stats.batches,
+        rate=stats.batches / window,
+        is_steady=is_steady(looks),
+        byte_rate=stats.bytes / window,
+        wait=stats.wait / window,
+        busy=min(1.0, stats._work / window / workers) if workers else None,
+        memory=sum(memory) if memory else None,
+        first=after.startup,
+    )
+    return Trial(row, stats, view.shards)
 
 
-def _between(before: Stats, after: Stats) -> Stats:
-    """Return the stats of the time between two, as if the loader had been made at the first."""
-    grown = {name: getattr(after, name) - getattr(before, name) for name in SUMS}
-    return dataclasses.replace(after, startup=0.0, **grown)
+def _batches(loader: Loader, step: float) -> Iterator[int]:
+    """Yield how many batches there were, after each, for as long as the sampler has any."""
+    view, counts = inspect(loader), itertools.count(1)
+    while not view.sampler_used_up:
+        count = 0
+        for _ in loader:  # no variable holds a batch
+            count = next(counts)
+            yield count
+            if step:
+                time.sleep(step)
+        if not count:
+            raise ValueError(
+                f"the loader has no batches in epoch {loader.epoch - 1}: look at its sampler, and "
+                "at the length of its dataset"
+            )
 
 
-def _noise(samples: list[Sample]) -> float:
-    """Return the standard error of the rate, as a share of it."""
-    if len(samples) < 5:
-        return 1 / max(1, samples[-1].batches - samples[0].batches)
-    cuts = [samples[n * (len(samples) - 1) // 4] for n in range(5)]
-    rates = [(b.batches - a.batches) / (b.at - a.at) for a, b in itertools.pairwise(cuts)]
-    return statistics.stdev(rates) / statistics.fmean(rates) / 2
+def is_steady(looks: list[tuple[float, int]]) -> bool:
+    """Return whether the rate can be compared with another."""
+    if len(looks) < 5 or looks[-1][1] - looks[0][1] < LEAST:
+        return False
+    cuts = [looks[n * (len(looks) - 1) // 4] for n in range(5)]
+    rates = [(n - m) / (end - begin) for (begin, m), (end, n) in itertools.pairwise(cuts)]
+    return statistics.stdev(rates) / 2 <= STEADY * statistics.fmean(rates)
+
+
+def _all_memory(pid: int) -> int | None:
+    """Return a process's memory in bytes, with its share of what others map too (PSS)."""
+    found = words(f"/proc/{pid}", "smaps_rollup")
+    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else None
