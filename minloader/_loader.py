@@ -66,6 +66,7 @@ from minloader._epochs.state import (
     has_begun,
     in_one_shape,
     sampler_place,
+    skipped,
 )
 from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
 from minloader._insight.counters import Counters, Stats
@@ -505,6 +506,42 @@ class Loader:
         account = self._account
         if account is not None and not account.is_over and not account.is_left:
             account.next_epoch = self._epoch
+
+    def skip(self, n: int) -> None:
+        """Leave out the next ``n`` batches without making them, as after a spike of the loss.
+
+        They count as handed over: a state is of after them, and ``n`` batches of a fresh run would
+        be left out by going on from it. All other batches stay as they are. Of an iteration under
+        way those are left out that come next in the order of the sampler, up to the end of the
+        epoch; else it is those of the next ``iter``, also after :meth:`load_state_dict`. A batch
+        that :func:`minloader.prefetch` has taken ahead is not left out. While another thread waits
+        for a batch, this waits too.
+
+        Args:
+            n: how many batches, as the sampler gives them.
+
+        Raises:
+            TypeError, ValueError: ``n`` is no number of batches; or the dataset is a stream, which
+                can only be read on: take its batches, and drop them.
+            RuntimeError: the loader is closed.
+        """
+        n = check_int("n", n, 0)
+        self._check_open()
+        if self._shards is not None:
+            raise TypeError(
+                "skip is for loaders with a sampler, but the dataset is a stream, which can only "
+                "be read on; take the batches from the iterator, and drop them"
+            )
+        account, resume = self._account, self._resume
+        if account is not None:
+            with account.lock:
+                if resume is None and not (account.is_left or account.is_over):
+                    account.lanes[0].skip(n)
+                    return
+        if resume is None:
+            state = self._note(self.epoch, self._note_between(account))()
+            resume = check_state(state, None, stream=False)
+        self._resume = skipped(resume, n)
 
     # --- state
 

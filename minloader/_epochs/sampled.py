@@ -165,7 +165,8 @@ class Source:
         for here in range(at, stop):
             found, first = first or list(_take(iterator)), []
             if not found:
-                if here >= max(self.position, ordinal + 1):
+                if here > ordinal:  # no more is known to have been there: the rest was skipped
+                    self.position = min(self.position, here)
                     return
                 raise ValueError(
                     f"the state does not fit: it is at batch {self.position}, but the sampler has "
@@ -373,6 +374,33 @@ class SamplerLane(Lane):
             self.pending.extend(added)
         else:
             self._replace(pending, [pending, *added] if pending.items else [*added])
+
+    def skip(self, n: int) -> int:
+        """Leave out the next items of the consumer's epoch; return how many, up to its end.
+
+        What was drawn leaves the account as if it had been handed over. What is under way need not
+        be made, and what was cut off from a task is sent again.
+        """
+        source, left = self.sources[0], n
+        while left:
+            mine = [each for each in self.pending if each.source is source]
+            here = next((each for each in mine if each.given < len(each.items)), None)
+            if here is None:
+                if any(each.ends for each in mine):
+                    break
+                self._draw()
+                continue
+            count = min(left, len(here.items) - here.given)
+            left -= count
+            if here.outcomes is None:
+                rest = [here.part(count, len(here.items))] if count < len(here.items) else []
+                self._replace(here, rest)
+                here.forget()
+                continue
+            for k in range(here.given, here.given + count):
+                here.lets_go(k)
+            here.given += count
+        return n - left
 
     # --- state
 

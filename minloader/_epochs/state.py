@@ -66,6 +66,16 @@ def has_begun(state: Mapping[str, Any]) -> bool:
     return any(place["batches"] or place["ended"] for place in places)
 
 
+def skipped(state: State, n: int) -> State:
+    """Return a checked state of a sampler as of when ``n`` more batches were handed over."""
+    here, beyond = state["batches"], [list(hole) for hole in state["beyond"]]
+    while n and not state["ended"] and (state["length"] is None or here < state["length"]):
+        here, n = here + 1, n - 1
+        while beyond and beyond[0][0] <= here:
+            here = max(here, beyond.pop(0)[1])
+    return state | {"batches": here, "beyond": beyond}
+
+
 def in_one_shape(state: State) -> State:
     """Return a state whose keys are the same at any time, for torch's distributed checkpoints.
 

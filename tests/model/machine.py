@@ -197,6 +197,12 @@ class Programs(RuleBasedStateMachine):
         with self.noted("set_epoch") as program:
             program.set_epoch(epoch, by)
 
+    @precondition(lambda self: self.program.can_skip)
+    @rule(n=st.integers(0, 3) | st.integers(4, 40))
+    def skip(self, n: int) -> None:
+        with self.noted("skip") as program:
+            program.skip(n)
+
     @rule(data=st.data())
     def resize(self, data: Any) -> None:
         most = 2 if self.program.loader.stats.executor == "process" else 3

@@ -93,6 +93,16 @@ class Model:
         self.loaded, self.latest = copy.deepcopy(place), None
         self.epoch, self.passes = place.epoch, place.passes
 
+    def skip(self, n: int, *, live: bool) -> None:
+        """Leave out the next batches: of the iteration begun last, if it lives, or of the next."""
+        place = self.loaded
+        if place is None and live and self.latest and not self.latest.over:
+            place = self.latest
+        if place is None:
+            place = self.loaded = self.beginning()
+        for ordinal in list(place.rest)[:n]:
+            del place.rest[ordinal]
+
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.loaded = self.loaded if self.loaded and self.loaded.epoch == epoch else None

@@ -301,6 +301,12 @@ class Program:
         unknown = not self.what.repeatable and not self.what.stream
         return unknown and self.options.get("in_order", True)
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether it is known which batches are next, and none was taken ahead of the consumer."""
+        known = not self.what.stream and self.what.bad is None and self.model.ordered
+        return known and not any(how == "prefetched" for _, _, how in self.runs)
+
     def plan(self, epoch: int, passes: int) -> list[tuple[Any, str]]:
         items = self.what.items(self.n, epoch, passes, self.shards)
         return [(plain(item), self.fate_of(item)) for item in items]
@@ -561,6 +567,13 @@ class Program:
             else:
                 self.loader.set_epoch(epoch)
             self.model.set_epoch(epoch)
+
+    def skip(self, n: int) -> None:
+        with self.step(f"skip {n}"):
+            live = any(run.place is self.model.latest for _, run, _ in self.runs)
+            self.went_on |= not live
+            self.loader.skip(n)
+            self.model.skip(n, live=live)
 
     def resize(self, workers: int) -> None:
         with self.step(f"num_workers = {workers}"):
