@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeGuard, TypeVar
+from typing import Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -135,12 +135,10 @@ WHOLE_ITEM = (
 )
 """Stage of a failure that a list in place of an index may be the reason for."""
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., None])
 
 
-def explain_arguments(
-    init: Callable[Concatenate[Any, P], None],
-) -> Callable[Concatenate[Any, P], None]:
+def explain_arguments(init: F) -> F:
     """Have ``Loader.__init__`` say what an unknown argument is called here, and keep the others.
 
     ``_arguments`` of the loader are two dicts: what it was made with, and the defaults.
@@ -148,7 +146,7 @@ def explain_arguments(
     by_name = init.__kwdefaults__ or {}
 
     @functools.wraps(init)
-    def checked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in by_name and name not in ("dataset", "sampler"):
                 raise TypeError(f"Loader has no argument {name!r}; {_meant(name, by_name)}")
@@ -156,7 +154,7 @@ def explain_arguments(
         self._arguments = given, by_name
         init(self, *args, **kwargs)
 
-    return checked
+    return cast("F", checked)
 
 
 def _meant(name: str, names: Iterable[str]) -> str:

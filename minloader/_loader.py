@@ -49,7 +49,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from minloader import _checks as checks
 from minloader._checks import check_int, shown
@@ -77,14 +77,25 @@ from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    B = TypeVar("B", default=Any)
+else:  # which has defaults from 3.13 on
+    from typing import TypeVar
+
+    B = TypeVar("B")
+
 logger = logging.getLogger("minloader")
 
 PATIENCE = 0.5
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
 
 
-class Loader:
+class Loader(Generic[B]):
     """An iterable over batches that workers make.
+
+    ``Loader[B]`` yields batches of type ``B``, which type checkers take from ``collate_fn``.
 
     Each ``iter(loader)`` is a new epoch, on the same workers. An epoch left early leaves nothing
     behind. All arguments but the first two go by name. The sampler is read, and ``on_error`` is
@@ -170,7 +181,7 @@ class Loader:
         shuffle: bool = False,
         last_batch: Literal["keep", "discard", "rollover"] = "keep",
         transform: Callable[[Any], Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], B] | None = None,
         executor: Literal["process", "thread"] | Executor = "process",
         mp_context: BaseContext | str | None = None,
         worker_init_fn: Callable[[WorkerInfo], Any] | None = None,
@@ -215,10 +226,11 @@ class Loader:
             self.sampler = made
         self._own_sampler = self.sampler is not sampler
         self._told = Told(self.sampler)
+        collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
-            collate_fn = collate
+            collates = collate
         job = Job(
-            *(dataset, transform, collate_fn, worker_init_fn, worker_memory_limit),
+            *(dataset, transform, collates, worker_init_fn, worker_memory_limit),
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
             skip_samples=on_error == "skip_sample",
@@ -367,7 +379,7 @@ class Loader:
 
     # --- epochs
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         """Begin a new epoch; with workers, its first batches are under way on return.
 
         After :meth:`load_state_dict`: the rest of that state's epoch.
@@ -380,9 +392,7 @@ class Loader:
         self._begin(batches)
         return batches
 
-    def epochs(
-        self, n: int | None = None, *, until: int | None = None
-    ) -> Iterator[tuple[int, Any]]:
+    def epochs(self, n: int | None = None, *, until: int | None = None) -> Iterator[tuple[int, B]]:
         """Go through the next epochs without a gap between them.
 
         While the last batches of an epoch are made, workers that would be idle begin with the
@@ -673,7 +683,7 @@ class Loader:
         self._settings.closed = True
         self._end()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
