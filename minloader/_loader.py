@@ -316,13 +316,19 @@ class Loader(Generic[B]):
         return self._settings.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
-            threads=self.dataset._threads if hasattr(self.dataset, "__getfutures__") else 0,
+            threads=self._threads,
             in_flight=group.in_flight,
             slots=sum(count for count, _ in used),
             slot_bytes=sum(size for _, size in used),
             slot_limit=sum(each.budget for each in slots),
             replaced=group.replaced,
         )
+
+    @property
+    def _threads(self) -> int:
+        """Most reads at the same time in a worker, by :func:`concurrent`; 0 without that."""
+        is_concurrent = hasattr(type(self.dataset), "__getfutures__")
+        return int(self.dataset._threads) if is_concurrent else 0
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -520,12 +526,11 @@ class Loader(Generic[B]):
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
 
-        They count as handed over: a state is of after them, and ``n`` batches of a fresh run would
-        be left out by going on from it. All other batches stay as they are. Of an iteration under
-        way those are left out that come next in the order of the sampler, up to the end of the
-        epoch; else it is those of the next ``iter``, also after :meth:`load_state_dict`. A batch
-        that :func:`minloader.prefetch` has taken ahead is not left out. While another thread waits
-        for a batch, this waits too.
+        They count as handed over, for a state too. All other batches stay as they are. In the
+        middle of an epoch, the next batches in the order of the sampler are left out, up to the end
+        of the epoch. Otherwise it is the first ones of the next ``iter``, also after
+        :meth:`load_state_dict`. A batch that :func:`minloader.prefetch` has taken ahead is not left
+        out. While another thread waits for a batch, this waits too.
 
         Args:
             n: how many batches, as the sampler gives them.

@@ -663,7 +663,7 @@ def test_each_replacement_is_logged(caplog, tmp_path):
         assert len(list(loader)) == 9
         killed, exited = caplog.messages
     assert re.match(r"worker 0 \(pid \d+\) died: killed by signal 9 \(SIGKILL\)", killed)
-    assert re.match(r"worker 0 \(pid \d+\) died: exit code 9; the workers are replaced", exited)
+    assert re.match(r"worker 0 \(pid \d+\) died: exit code 9; it was making batch 6 of ", exited)
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
@@ -700,6 +700,90 @@ def test_a_foreign_executor_whose_threads_fail_to_start(caplog):
     ):
         errors = outcomes(iter(loader))
         assert [type(error) for error in errors] == [WorkerDied] * 3
+
+
+# --- which sample it was -------------------------------------------------------------------------
+
+
+class Bad:
+    """Samples of which one does something."""
+
+    def __init__(self, *way: Any) -> None:
+        self.way = way
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            act, *arguments = self.way
+            act(*arguments)
+        return index
+
+
+class BadAfterwards(Bad):
+    """The same as a transform, of datasets whose samples are their index."""
+
+    def __call__(self, index: int) -> int:
+        return self[index]
+
+
+ITEMS = [[0, 1], [9, 3, 8, 7, 5], [2, 4]]
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_a_hang_names_its_sample(executor, caplog):
+    options = {"executor": executor, "num_workers": 1, "timeout": HANG, "retries": 0}
+    with Loader(Bad(trouble.hang), ITEMS, collate_fn=sum, **options) as loader:
+        first, error, last = outcomes(iter(loader))
+    assert (first, last) == (1, 6)
+    assert type(error) is BatchTimeout
+    assert (error.ordinal, error.item, error.sample) == (1, ITEMS[1], 7)
+    assert "batch 1 of epoch 0, item [9, 3, 8, 7, 5], sample 7, took longer" in str(error)
+    assert "trouble.py" in error.stack
+    assert "batch_maker.py" not in error.stack  # frames of ours are left out
+
+
+@pytest.mark.parametrize("where", ["dataset", "transform"])
+def test_a_crash_names_its_sample_and_shows_its_stack(where, caplog):
+    bad = BadAfterwards(trouble.reads_nowhere)
+    given = {"dataset": bad} if where == "dataset" else {"dataset": Echo(), "transform": bad}
+    options = {"collate_fn": sum, "num_workers": 2, "retries": 1}
+    with (
+        caplog.at_level(logging.WARNING, "minloader"),
+        Loader(sampler=ITEMS, **given, **options) as loader,
+    ):
+        first, error, last = outcomes(iter(loader))
+    assert (first, last) == (1, 6)
+    assert type(error) is WorkerDied
+    assert (error.item, error.sample, error.exitcode) == (ITEMS[1], 7, -signal.SIGSEGV)
+    assert "item [9, 3, 8, 7, 5], sample 7: killed by signal 11 (SIGSEGV) (tried 2" in str(error)
+    assert error.stack in str(error)
+    assert re.search(r'trouble.py", line \d+ in reads_nowhere\n', error.stack)
+    assert "minloader" not in error.stack.replace(str(Path(__file__).parent), "")
+    line = next(line for line in caplog.messages if "SIGSEGV" in line)
+    assert "it was making batch 1 of epoch 0, item [9, 3, 8, 7, 5], sample 7;" in line
+
+
+def test_where_no_sample_is_made_none_is_named():
+    """In ``collate_fn``; and where a sample was left out, a place is not that of the item."""
+    options = {"num_workers": 1, "retries": 0}
+    with Loader(Echo(), [[1, 2]], collate_fn=lambda batch: os._exit(7), **options) as loader:
+        (error,) = outcomes(iter(loader))
+    assert (type(error), error.sample) == (WorkerDied, None)
+    leaves_out = trouble.LeavesOut(9)
+    transform = BadAfterwards(*EXITS)
+    with Loader(leaves_out, ITEMS[1:2], collate_fn=sum, transform=transform, **options) as loader:
+        (error,) = outcomes(iter(loader))
+    assert (type(error), error.sample) == (WorkerDied, None)
+
+
+def test_a_traceback_begins_with_the_users_code():
+    with (
+        Loader(Bad(trouble.raises, OSError, "ouch"), ITEMS, collate_fn=sum) as loader,
+        pytest.raises(OSError, match="ouch") as caught,
+    ):
+        list(loader)
+    text = str(caught.value.__cause__)
+    assert "in __getitem__" in text
+    assert "batch_maker.py" not in text
 
 
 # --- hangs ---------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from conftest import require
+
 import minloader
 
 PACKAGE = Path(minloader.__file__).parent
@@ -143,3 +146,43 @@ def test_importing_is_cheap():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+TYPED = """
+from typing import Any, assert_type
+
+from minloader import Loader, prefetch
+
+
+def add(samples: list[Any]) -> int:
+    return sum(samples)
+
+
+with Loader(range(9), batch_size=3, collate_fn=add) as loader:
+    assert_type(loader, Loader[int])
+    for batch in loader:
+        assert_type(batch, int)
+    for epoch, batch in loader.epochs(2):
+        assert_type(batch, int)
+    for text in prefetch(loader, str):
+        assert_type(text, str)
+with Loader(range(9), batch_size=3) as plain:  # what collate gives
+    for each in plain:
+        assert_type(each, Any)
+
+
+def train(loader: Loader) -> None: ...
+
+
+train(loader)
+train(Loader[str](range(9)))
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_know_what_a_loader_gives(tmp_path):
+    require("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "typed.py")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert result.returncode == 0, result.stdout

@@ -12,7 +12,7 @@ import pytest
 from conftest import require, variants
 from helpers import once_in
 
-from minloader import SKIP, BatchSampler, Loader, get_worker_info
+from minloader import SKIP, BatchError, BatchSampler, Loader, get_worker_info
 
 
 class Readings:
@@ -167,3 +167,92 @@ def test_with_torch():
     for num_workers in (0, 2):
         with DataLoader(ManyReadings(), batch_size=4, num_workers=num_workers) as loader:
             assert [batch.tolist() for batch in loader] == [[0, 1, 2], [6], [8, 9, 10, 11]]
+
+
+# --- what has failed is a list
+
+
+def test_what_failed_is_a_list(make):
+    with make(Faulty(), batch_size=3, transform=refuse_odd, on_error="skip_sample") as loader:
+        for _ in range(2):
+            list(loader)
+        stats = loader.stats
+    assert stats.failed == 14
+    assert sorted(stats.errors) == [
+        (epoch, sample // 3, sample, error)
+        for epoch in (0, 1)
+        for sample, error in [
+            (1, "ValueError: 1 is odd"),
+            *((n, f"OSError: sample {n} is corrupt") for n in (3, 4, 5, 7)),
+            *((n, f"ValueError: {n} is odd") for n in (9, 11)),
+        ]
+    ]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise", lambda error: -1])
+def test_batches_that_failed_are_in_the_list(make, on_error):
+    with make(Faulty(), batch_size=2, on_error=on_error) as loader:
+        batches = iter(loader)
+        for _ in range(12):
+            try:
+                next(batches)
+            except OSError:
+                continue
+            except StopIteration:
+                break
+        stats = loader.stats
+    assert stats.failed == 3
+    assert [(each.batch, each.sample) for each in stats.errors] == [(1, 3), (2, 4), (3, 7)]
+
+
+def test_of_many_errors_the_last_are_kept():
+    options = {"num_workers": 0, "on_error": "skip", "max_errors": 1500}
+    with Loader(Faulty(), [3] * 1500 + [0], **options) as loader:
+        assert list(loader) == [0]
+        assert (loader.stats.failed, len(loader.stats.errors)) == (1500, 1000)
+        assert loader.stats.errors[0].batch == 500
+
+
+@pytest.mark.parametrize(
+    ("on_error", "given"), [("skip", [0, 1, 2]), ("skip_sample", [0, 1, 2]), (lambda _: 0, None)]
+)
+def test_too_many_errors_end_the_run(make, on_error, given):
+    """Whatever on_error says; the first are shown. What is around comes, to whoever goes on."""
+    before = [] if given is None else given
+    with make(Faulty(), batch_size=1, on_error=on_error, max_errors=2) as loader:
+        found = []
+        batches = iter(loader)
+        with pytest.raises(BatchError) as caught:
+            found.extend(np.asarray(batch).tolist() for batch in batches)
+        assert loader.stats.failed >= 3
+        rest = [np.asarray(batch).tolist() for batch in _going_on(batches)]
+    if given is not None:
+        assert [each for (each,) in found] == before
+        assert [each for (each,) in rest] == [6, 8, 9, 10, 11]
+    error = caught.value
+    assert (error.ordinal, error.sample) == (5, 5)
+    text = str(error)
+    assert "3 batches and samples have failed, more than max_errors=2; the first of them:" in text
+    assert "  epoch 0, batch 3, sample 3: OSError: sample 3 is corrupt\n  epoch 0, batch 4" in text
+
+
+def _going_on(batches: Iterator[Any]) -> Iterator[Any]:
+    for _ in range(20):
+        try:
+            yield next(batches)
+        except BatchError:
+            continue
+        except StopIteration:
+            return
+
+
+def test_the_limit_is_of_the_loaders_life():
+    options = {"num_workers": 0, "on_error": "skip", "max_errors": 4}
+    with Loader(Faulty(), batch_size=1, **options) as loader:
+        assert len(list(loader)) == 8
+        with pytest.raises(BatchError, match="5 batches and samples have failed"):
+            list(loader)
+    with pytest.raises(ValueError, match="max_errors must be at least 0, got -1"):
+        Loader(Faulty(), max_errors=-1)
+    with pytest.raises(TypeError, match="max_errors must be an int"):
+        Loader(Faulty(), max_errors="3")

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
@@ -17,11 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minloader import SKIP, Loader
+from minloader import SKIP, Loader, concurrent
 from minloader._insight.counters import Stats
+from minloader._insight.memory import POINTS, WorkerCount, steady_growth
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
 from minloader._worker import processor_time
+from minloader._worker.messages import Reply
 from tests.conftest import eventually, variants
 from tests.helpers import Squares
 
@@ -723,3 +726,163 @@ def test_deaths_and_what_is_sent_again_are_in_the_timeline(tmp_path):
     assert 3 in again
     assert stats.retries == 1
     assert eventually(lambda: loader.stats.replaced == 1)
+
+
+# --- the time of a batch, memory, and figures for a logger
+
+
+def task(worker: str, start: float, seconds: float, count: int = 1) -> Event:
+    return Event(worker, "task", start, seconds, {"count": count})
+
+
+def test_the_times_of_a_batch_are_of_the_last_minutes():
+    records = [task("worker 0", 1000.0 + n, 0.01 * n) for n in range(1, 101)]
+    records += [task("worker 1", 1100.0, 0.8, count=4), task("worker 1", 0.0, 50.0)]
+    stats = Stats(_records=tuple(records), _at=1110.0)
+    assert stats.median == pytest.approx({"worker 0": 0.51, "worker 1": 0.2})
+    assert stats.p95 == pytest.approx({"worker 0": 0.96, "worker 1": 0.2})
+    assert stats.slowest == pytest.approx(1.0)
+    assert Stats().slowest == 0.0
+
+
+def test_flat_figures(make):
+    with make(Squares(20), batch_size=3) as loader:
+        run(loader)
+        stats = loader.stats
+    figures = stats.as_dict()
+    assert all(type(value) in (int, float) for value in figures.values())
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in figures)
+    assert (figures["batches"], figures["failed"]) == (7, 0)
+    for name in ("busy", "median", "p95"):
+        (value, *_) = getattr(stats, name).values()
+        assert value in [figures[each] for each in figures if each.startswith(f"{name}_")]
+
+
+def test_figures_of_the_time_between_two_copies():
+    def fail(index):
+        if index == 3:
+            raise ValueError(index)
+        return index
+
+    with Loader(fail, range(5), num_workers=0, on_error="skip") as loader:
+        list(loader)
+        before = loader.stats
+        assert before.since(before).batches == 0
+        list(loader)
+        stats = loader.stats.since(before)
+    assert (stats.batches, stats.skipped, stats.failed) == (4, 1, 1)
+    assert [each.epoch for each in stats.errors] == [1]
+    assert 0 < stats.dataset < loader.stats.dataset
+    assert stats.num_workers == 0
+    assert {event.args["epoch"] for event in stats.events if event.name == "task"} == {1}
+
+
+def test_the_verdict_is_of_the_time_since_num_workers_was_set():
+    with Loader(Sleepy(4), num_workers=0) as loader:
+        list(loader)
+        assert "the dataset is the limit" in loader.stats.verdict
+        loader.num_workers = 1
+        assert loader.stats.verdict == "no batch has been delivered yet"
+        loader.num_workers = 0
+        list(loader)
+        stats = loader.stats
+    assert "the dataset is the limit" in stats.verdict
+    assert stats.batches == 8
+
+
+class Keeping:
+    """Keeps 1 MB of each sample, for a while, which takes 30 ms: longer than a look at memory."""
+
+    def __init__(self, most):
+        self.kept, self.most = [], most
+
+    def __getitem__(self, index):
+        time.sleep(0.03)
+        if len(self.kept) < self.most:
+            self.kept.append(np.ones(1 << 20, np.uint8))
+        return index
+
+
+def test_memory_that_grows_is_told_once(caplog):
+    with Loader(Keeping(1000), [*range(400)], num_workers=1) as loader:
+        for _ in loader:
+            if loader.stats.growth:
+                break
+        stats = loader.stats
+    assert stats.growth["worker 0"] > 16 << 20
+    assert stats.memory["worker 0"] > stats.memory_at_start["worker 0"] + (16 << 20)
+    (line,) = [line for line in caplog.messages if " grew by " in line]
+    assert re.match(r"worker 0 grew by [\d.]+ MB in \d+ batches, 1\.\d+ MB each: the dataset", line)
+    assert "worker 0 grows steadily" in str(stats)
+    assert stats.as_dict()["growth_worker_0"] == stats.growth["worker 0"]
+
+
+def test_memory_is_told_of_our_processes_only(make):
+    with make(Sleepy(10, 0.01)) as loader:
+        stats = run(loader)
+    known = set(stats.memory)
+    assert known == set(stats.memory_at_start)
+    assert known <= {f"worker {n}" for n in range(3)}
+    if not make.name.startswith("process"):
+        assert known == set()
+
+
+def test_growth_is_told_from_what_goes_up_and_down():
+    rng = random.Random(0)
+    n = range(27)
+    assert steady_growth([100 * i for i in n], 50) == 2600
+    assert steady_growth([round(100 * i + rng.gauss(0, 50)) for i in n], 50) > 1000
+    assert steady_growth([5 for _ in n], 0) == 0
+    assert steady_growth([100 * min(i, 10) for i in n], 50) == 0  # a cache
+    assert steady_growth([round(1e6 * (1 - 0.8**i)) for i in n], 1) == 0  # one that fills slowly
+    assert steady_growth([100 * (i > 13) for i in n], 50) == 0  # once
+    assert steady_growth([*n], 50) == 0
+    alarms = [steady_growth([rng.randrange(10**6) for _ in n], 0) > 0 for _ in range(1000)]
+    assert sum(alarms) <= 5
+
+
+def test_a_worker_that_takes_the_place_of_another_begins_anew():
+    count = WorkerCount()
+    for pid in (7, 8):
+        for n in range(POINTS - 1):
+            memory = pid * 10**9 + n * 10**6
+            assert not count.note_memory(
+                Reply(0, pid, True, [], memory=memory, memory_at_start=pid)
+            )
+    assert (count.memory, count.at_start, count.growth) == (memory, 8, 0)
+
+
+# --- the verdict knows where batches are made
+
+
+BUSY = {"batches": 100, "wait": 1.0, "dataset": 1.96, "num_workers": 2}
+
+
+def test_more_reads_at_the_same_time():
+    with Loader(concurrent(Sleepy(4), threads=3), batch_size=2, num_workers=0) as loader:
+        assert loader.stats.threads == 3
+    waiting = Stats(**BUSY, threads=3, computing=0.1, asleep=1.8)
+    assert "more threads of minloader.concurrent would help (3 now)" in waiting.verdict
+    computing = Stats(**BUSY, threads=3, computing=1.8, asleep=0.1)
+    assert "minloader.concurrent" not in computing.verdict
+
+
+@pytest.mark.parametrize(("gil", "said"), [(True, True), (False, False)])
+def test_processes_are_the_advice_where_there_is_a_gil(monkeypatch, gil, said):
+    monkeypatch.setattr("minloader._insight.verdict.has_gil", lambda: gil)
+    stats = Stats(**BUSY, executor="thread")
+    assert ("executor='process' would help" in stats.verdict) == said
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (8, "both workers were busy 98 %, the consumer waited 100 % of the time; more workers of"),
+        (2, "more workers would help (num_workers), if the executor has them"),
+    ],
+)
+def test_the_threads_of_a_cluster_are_counted(tasks, said):
+    """Those that have made batches, where more tasks are under way than it has threads."""
+    worked = {"process 1, thread 1": 0.98, "process 1, thread 2": 0.98}
+    stats = Stats(**BUSY | {"num_workers": tasks}, executor="foreign", _worked=worked)
+    assert said in stats.verdict

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from typing import Any
 
-from minloader import empty, get_worker_info
+from minloader import SKIP, empty, get_worker_info
 from minloader._memory.limits import private_memory
 
 
@@ -646,3 +646,13 @@ class HangsInAnImport:
         vars(self).update(state)
         if once(self.path):
             hang()
+
+
+class LeavesOut:
+    """Samples that are their index, but for one that is left out."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __getitem__(self, index: int) -> Any:
+        return SKIP if index == self.index else index

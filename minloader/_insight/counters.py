@@ -112,7 +112,7 @@ class Stats:
     skipped: int = 0
     skipped_samples: int = 0
     failed: int = 0
-    errors: tuple[Failed, ...] = ()
+    errors: tuple[Failed, ...] = field(default=(), repr=False)
     wait: float = 0.0
     consumer: float = 0.0
     startup: float = 0.0

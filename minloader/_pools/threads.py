@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from minloader._checks import copied
 from minloader._memory.files import SharedFile
 from minloader._pools.base import Death, Pool, finish
+from minloader._worker.heartbeat import shortened
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 
@@ -189,4 +190,4 @@ def _stack(thread: threading.Thread) -> str:
         text = lines.read()
     file.close()
     found = re.search(rf"^Thread 0x0*{thread.ident:x} .*\n(?: .*\n)+", text, re.MULTILINE)
-    return found[0] if found else ""
+    return shortened(found[0]) if found else ""

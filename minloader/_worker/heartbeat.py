@@ -88,12 +88,12 @@ class Heartbeats:
             before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
-        return _shortened(self._read(begin))
+        return shortened(self._read(begin))
 
     def crash(self) -> str:
         """Return the Python stacks of the worker that crashed last; "" if there are none."""
         written = self._read(self.workers * _FORMAT.size)
-        return _shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
+        return shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
 
     def _read(self, begin: int) -> str:
         with open(self.path, "rb") as file:
@@ -108,17 +108,19 @@ class Heartbeats:
 
 _OURS = re.compile(r'^ *File ".*[/\\\\]minloader[/\\\\]_worker[/\\\\]')
 
+_HEAD = re.compile(r"(Current t|T)hread 0x")  # not that of a stack in C, from CPython 3.14
+
 _OUR_THREAD = re.compile(r"[/\\\\]minloader[/\\\\]_worker[/\\\\](lifetimes|logs)\.py")
 
 
-def _shortened(stacks: str) -> str:
+def shortened(stacks: str) -> str:
     """Return stacks without our threads, and without the frames that lead from us to the user."""
     found = []
     for stack in stacks.split("\n\n"):
         lines = stack.splitlines()
         cut = next((n for n, line in enumerate(lines) if _OURS.match(line)), len(lines))
         kept = lines[:cut] if cut > 1 else lines  # all of it, where nothing is the user's
-        if kept and not stack.startswith("Extension modules") and not _OUR_THREAD.search(stack):
+        if _HEAD.match(stack) and not _OUR_THREAD.search(stack):
             found.append("".join(f"{line}\n" for line in kept))
     # The one that makes the batch first.
     found.sort(key=lambda stack: not stack.startswith("Current thread"))
