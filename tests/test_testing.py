@@ -1,4 +1,4 @@
-"""The audit passes what is reproducible, and says of what is not where to look."""
+"""The audit passes what is reproducible, and names where the rest differs."""
 
 from __future__ import annotations
 
@@ -241,7 +241,6 @@ def test_a_global_counter():
     error = failure(lambda: Loader(CountingAll(), range(20), num_workers=0))
     assert (error.run, error.epoch, error.ordinal) == ("num_workers=0 again", 0, 0)
     assert error.leaf == "batch['counts'][0][1]"
-    assert "the loaders share a dataset or a sampler that counts" in str(error)
 
 
 def test_a_counter_that_needs_several_workers():
@@ -251,21 +250,18 @@ def test_a_counter_that_needs_several_workers():
     assert 0 < error.ordinal < 6
     assert f"batch {error.ordinal} of epoch 0 is not the same with num_workers=3" in str(error)
     assert f"\n  num_workers=0  {error.ordinal + 1}\n  num_workers=3  " in str(error)
-    assert "a counter, a cache or an open generator in the dataset" in str(error)
 
 
 @pytest.mark.slow
 def test_a_counter_in_the_only_worker():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), batches=50)
     assert error.run == "an epoch left after 10 of its batches, num_workers=1"
-    assert "remembers the epoch that was left" in str(error)
 
 
 @pytest.mark.slow
 def test_a_counter_and_resuming():
     error = failure(lambda: Loader(Counting(), range(20)), workers=(1,), epochs=1)
     assert (error.run, error.ordinal) == ("a resume after 1 batches, num_workers=1", 1)
-    assert "a dataset must not count its batches" in str(error)
 
 
 def default_rng(item: int) -> Any:
@@ -282,8 +278,6 @@ def test_unseeded_randomness(dataset):
     error = failure(lambda: Loader(dataset, range(20)))
     assert (error.run, error.ordinal) == ("num_workers=0 again", 2)
     assert error.leaf == "batch[1]['noise']"
-    assert "Use get_worker_info().rng" in str(error)
-    assert "default_rng() without a seed" in str(error)
 
 
 def test_global_randomness_in_threads():
@@ -292,7 +286,6 @@ def test_global_randomness_in_threads():
 
     error = failure(lambda: Loader(noise, range(20), executor="thread"), workers=(0, 1))
     assert error.run == "num_workers=1"
-    assert "global generators, which are not seeded" in str(error)
 
 
 def test_no_seed():
@@ -307,8 +300,7 @@ def test_the_id_of_the_worker():
 
     error = failure(lambda: Loader(which, range(20)), workers=(1, 2))
     assert (error.run, error.leaf) == ("num_workers=2", "batch[1]")
-    assert "num_workers=1  0\n  num_workers=2  1\n" in str(error)
-    assert "get_worker_info().id" in str(error)
+    assert str(error).endswith("\n  num_workers=1  0\n  num_workers=2  1")
 
 
 @pytest.mark.parametrize("workers", [(0, 1), (1,)])
@@ -317,7 +309,6 @@ def test_the_pid_of_the_worker(workers):
     assert error.run == ("num_workers=1" if 0 in workers else "num_workers=1 again")
     assert (error.ordinal, error.leaf) == (0, "batch")
     assert f"num_workers=0  {os.getpid()}\n" in str(error) or 0 not in workers
-    assert ("os.getpid()" in str(error)) == (0 in workers)
 
 
 def test_the_order_of_a_set_of_strings():
@@ -325,7 +316,6 @@ def test_the_order_of_a_set_of_strings():
     words = [f"word {n}" for n in range(50)]
     error = failure(lambda: Loader(lambda item: list(set(words)), range(3)))
     assert error.run == "num_workers=1"
-    assert "the order of a set of strings" in str(error)
     check_reproducible(lambda: Loader(lambda item: set(words), range(3)), workers=(0,), epochs=1)
 
 
@@ -335,8 +325,6 @@ def test_an_unseeded_sampler():
 
     error = failure(make, batches=40)
     assert error.run == "num_workers=0 again"
-    assert "which is batch " in str(error)
-    assert " of epoch 0 of the former" in str(error)
 
 
 class GloballyShuffled:
@@ -357,8 +345,6 @@ def test_a_sampler_with_global_randomness():
 
     error = failure(seeded)
     assert error.run == "an epoch left after 4 of its batches, num_workers=1"
-    assert "must begin anew" in str(error)
-    assert "which is batch 0 of epoch 1 of the former" in str(error)
 
 
 class Forgetful(Stateful):
@@ -372,7 +358,6 @@ class Forgetful(Stateful):
 def test_a_sampler_with_a_wrong_state():
     error = failure(lambda: Loader(Squares(40), Forgetful(range(40))))
     assert error.run.startswith("a resume after")
-    assert "load_state_dict must bring it back" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +418,6 @@ def test_what_a_killed_worker_takes_along(tmp_path):
     assert error.leaf == "batch['first']"
     assert error.epoch == 1 or error.ordinal >= 30
     assert "num_workers=1                   True\n" in str(error)
-    assert "keeps something in the worker" in str(error)
 
 
 def test_an_error_in_one_run_only():
@@ -568,12 +552,12 @@ def test_dtype_is_named():
     kinds = itertools.chain(["f4"], itertools.repeat("f8"))
     error = failure(lambda: Loader(lambda item: {"x": np.ones(2, next(kinds))}, [0], num_workers=0))
     assert "num_workers=0        array of float32, shape (2,): 1.0, 1.0\n" in str(error)
-    assert "num_workers=0 again  array of float64, shape (2,): 1.0, 1.0\n" in str(error)
+    assert str(error).endswith("num_workers=0 again  array of float64, shape (2,): 1.0, 1.0")
     values = itertools.count(5)
     error = failure(
         lambda: Loader(lambda item: np.array([1, 2, 3, 4, next(values)]), [0], num_workers=0)
     )
-    assert "value 4: 5 and " in str(error)
+    assert "shape (5,): 1, 2, 3, 4, 5\n" in str(error)
 
 
 def test_order_of_keys_is_no_difference():
