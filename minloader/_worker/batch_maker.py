@@ -125,7 +125,9 @@ class BatchMaker:
         place in the other.
         """
         results: list[Any] = []
-        place = self.place if exact else [-1]
+        place = self.place
+        if not exact:
+            place[0], place = -1, [-1]
         for n, value in enumerate(values):
             try:
                 if indices:
