@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as WithDefault
+
+    B = WithDefault("B", default=Any)
+else:  # Python's own have defaults from 3.13 on
+    B = TypeVar("B")
 
 T = TypeVar("T")
 
@@ -323,6 +330,11 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
             "cannot; drop timeout, or use executor='process' or 'thread'"
         )
     return float(timeout)
+
+
+def reads_at_once(dataset: Any) -> int:
+    """Return how many samples a worker reads at the same time, by ``concurrent``; 0 without."""
+    return int(dataset._threads) if hasattr(type(dataset), "__getfutures__") else 0
 
 
 def check_memory_limit(limit: Any, executor: Any) -> None:

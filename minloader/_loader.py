@@ -49,24 +49,25 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self
+from typing import Any, Generic, Literal, Self
 
 from minloader import _checks as checks
-from minloader._checks import check_int, shown
+from minloader._checks import B, check_int, shown
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Account, Batches
 from minloader._epochs.pending import Bell, SamplerState
 from minloader._epochs.sampled import SamplerLane, Source, Told
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import (
-    VERSION,
     Note,
     check_sampler,
     check_state,
     has_begun,
     in_one_shape,
     sampler_place,
+    sampler_state,
     skipped,
+    stream_state,
 )
 from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
 from minloader._insight.counters import Counters, Stats
@@ -76,15 +77,6 @@ from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    B = TypeVar("B", default=Any)
-else:  # which has defaults from 3.13 on
-    from typing import TypeVar
-
-    B = TypeVar("B")
 
 logger = logging.getLogger("minloader")
 
@@ -316,19 +308,13 @@ class Loader(Generic[B]):
         return self._settings.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
-            threads=self._threads,
+            threads=checks.reads_at_once(self.dataset),
             in_flight=group.in_flight,
             slots=sum(count for count, _ in used),
             slot_bytes=sum(size for _, size in used),
             slot_limit=sum(each.budget for each in slots),
             replaced=group.replaced,
         )
-
-    @property
-    def _threads(self) -> int:
-        """Most reads at the same time in a worker, by :func:`concurrent`; 0 without that."""
-        is_concurrent = hasattr(type(self.dataset), "__getfutures__")
-        return int(self.dataset._threads) if is_concurrent else 0
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -610,8 +596,8 @@ class Loader(Generic[B]):
 
     def _note(self, epoch: int, notes: list[Note]) -> Note:
         if self._shards is not None:
-            return partial(_stream_state, self.seed, epoch, notes, self._batch_size)
-        return partial(_sampler_state, self.seed, epoch, notes[0], self._length(epoch))
+            return partial(stream_state, self.seed, epoch, notes, self._batch_size)
+        return partial(sampler_state, self.seed, epoch, notes[0], self._length(epoch))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` go on where :meth:`state_dict` was called.
@@ -730,18 +716,6 @@ class Epochs(Batches):
         if account is not None and account.behind is not None:
             self.owner._left_behind(account)
         super().__del__()
-
-
-def _sampler_state(seed: int, epoch: int, note: Note, length: int | None) -> dict[str, Any]:
-    known = {"version": VERSION, "seed": seed, "epoch": epoch, "length": length}
-    return in_one_shape(known | note())
-
-
-def _stream_state(
-    seed: int, epoch: int, notes: list[Note], batch_size: int | None
-) -> dict[str, Any]:
-    stream = {"shards": [note() for note in notes], "batch_size": batch_size}
-    return in_one_shape({"version": VERSION, "seed": seed, "epoch": epoch, "stream": stream})
 
 
 def _oldest_run(group: PoolGroup, run: int) -> int:

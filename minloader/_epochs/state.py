@@ -87,6 +87,18 @@ def in_one_shape(state: State) -> State:
     }
 
 
+def sampler_state(seed: int, epoch: int, note: Note, length: int | None) -> State:
+    """Work out the state of a loader with a sampler."""
+    known = {"version": VERSION, "seed": seed, "epoch": epoch, "length": length}
+    return in_one_shape(known | note())
+
+
+def stream_state(seed: int, epoch: int, notes: list[Note], batch_size: int | None) -> State:
+    """Work out the state of a loader of a stream."""
+    stream = {"shards": [note() for note in notes], "batch_size": batch_size}
+    return in_one_shape({"version": VERSION, "seed": seed, "epoch": epoch, "stream": stream})
+
+
 def digest(item: Any) -> str | None:
     """Return what tells plain items (numbers, strings, lists of them) apart; None of others."""
     try:
