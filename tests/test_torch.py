@@ -491,7 +491,7 @@ def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(stream, caplog):
             assert len(list(loader)) == len(list(loader)) == 4
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2  # for each loader
-    assert all("has seeded random and numpy.random" in each for each in said)
+    assert all("has seeded random" in each for each in said)  # and numpy.random, if it was there
 
 
 def test_torchs_worker_info_in_workers_of_a_loader():
