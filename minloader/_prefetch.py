@@ -190,19 +190,21 @@ class Prefetch(Generic[B]):
         if not entries or entries[-1].is_ready:
             entries.append(_Entry())
         entry = entries[-1]
-        if not entry.batch and entry.error is None:
-            try:
-                # It goes into the entry in one step, which no interrupt can come between.
-                entry.batch.extend(map(next, repeat(self._source, 1)))
-            except Exception as error:
-                entry.error = error
+        if not entry.is_drawn:
             if not entry.batch and entry.error is None:
-                self._is_drawn = True
-                entries.pop()
-                return
-        if self._keep is not None:
-            entry.batch[:] = map(self._keep, entry.batch)
-        entry.note = self._note_drawn()
+                try:
+                    # It goes into the entry in one step, which no interrupt can come between.
+                    entry.batch.extend(map(next, repeat(self._source, 1)))
+                except Exception as error:
+                    entry.error = error
+                if not entry.batch and entry.error is None:
+                    self._is_drawn = True
+                    entries.pop()
+                    return
+            if self._keep is not None:
+                entry.batch[:] = map(self._keep, entry.batch)
+            entry.note = self._note_drawn()
+            entry.is_drawn = True  # from here on the thread may empty it
         if entry.error is None:
             self._tasks.put(entry)  # twice, if an interrupt comes now: the thread makes it once
         entry.is_ready = True
@@ -276,7 +278,8 @@ class _Entry:
         error: what the source raised in its place.
         note: the state as of this batch.
         future: of what ``fn`` makes of it.
-        is_ready: whether all of this is there.
+        is_drawn: whether the first three are there.
+        is_ready: whether the thread has it, too.
     """
 
     def __init__(self) -> None:
@@ -284,7 +287,7 @@ class _Entry:
         self.error: Exception | None = None
         self.note: Note = _no_state
         self.future: Future[Any] = Future()
-        self.is_ready = False
+        self.is_drawn = self.is_ready = False
 
     def wait(self) -> BaseException | None:
         """Wait until ``fn`` is done; return its error, or that of the source."""

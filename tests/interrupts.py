@@ -1,17 +1,16 @@
-"""Ctrl-C at a chosen place: a KeyboardInterrupt where CPython looks whether a signal has come."""
+"""Ctrl-C at a chosen place: a signal where CPython looks whether one has come."""
 
 from __future__ import annotations
 
 import dis
 import functools
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
-
-import pytest
 
 import minloader
 
@@ -26,11 +25,6 @@ MOST = 20_000
 
 FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
 """What they raise CPython prints and drops, a KeyboardInterrupt too."""
-
-
-IS_KNOWN = sys.version_info < (3, 15)
-"""Whether it is known where this CPython looks for signals. On 3.15 a batch was missing once, with
-prefetch and worker processes, which is not understood yet."""
 
 
 class Outcome(NamedTuple):
@@ -69,8 +63,6 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         step: how many places are passed before.
         within: folder of the code in which places are counted; "" for all code but the tests'.
     """
-    if not IS_KNOWN:
-        return Outcome(False, False, call())
     left, reached = step, False
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
@@ -80,7 +72,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
             if left < 0 and not _drops_errors(frame):
                 reached = True
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)  # which code may hold off, for a while
         return count
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
@@ -113,8 +105,6 @@ def taken_through(batches: Iterator[Any], steps: Iterable[int], within: str = OU
     Returns:
         All that came. After each interrupt one batch is taken in peace.
     """
-    if not IS_KNOWN:
-        pytest.skip("where this CPython looks for signals is not known")
     given: list[Any] = []
     for step in steps:
         most = len(given) + MOST
