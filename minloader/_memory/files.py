@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import signal
 import stat
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -141,6 +143,28 @@ def at_fork(**functions: Callable[[], object]) -> None:
     """Call functions at each fork, as ``os.register_at_fork``, where there are forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**functions)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C off this thread; it comes when the block is over.
+
+    In the middle of a start it would leave a child that nobody knows, or a descriptor. To block the
+    signal does not do: another thread may take it, and Python raises in the main thread all the
+    same.
+    """
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+        if held:
+            former(*held[0])
 
 
 class _Anchor:

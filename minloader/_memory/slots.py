@@ -40,6 +40,7 @@ from minloader._memory.files import (
     SharedMapping,
     SlotAddress,
     at_fork,
+    interrupts_held,
     libc,
     make_folder,
     when_gone,
@@ -110,11 +111,12 @@ class Slots:
                 return None
             else:
                 try:
-                    slot = Slot(self.folder)
+                    with interrupts_held():
+                        slot = Slot(self.folder)
+                        self._all.add(slot)
+                        self._open += 1
                 except OSError:  # no descriptors, no space
                     return None
-                self._all.add(slot)
-                self._open += 1
             # What it may grow to: what a batch was seen to need, or a share of what is left, such
             # that together they stay within the budget whatever each of them does.
             left = max(0, self.budget - self._committed)

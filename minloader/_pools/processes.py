@@ -42,7 +42,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -52,6 +52,7 @@ from typing import Any, ClassVar
 
 from minloader._checks import copied
 from minloader._errors import WorkerDied
+from minloader._memory.files import interrupts_held
 from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
@@ -217,27 +218,6 @@ class _Tasks:
             future.set_exception(BrokenProcessPool(reason))
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C off this thread; it comes when the block is over.
-
-    In the middle of a start it would leave a child that nobody knows. To block the signal does not
-    do: another thread may take it, and Python raises in the main thread all the same.
-    """
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
-        yield
-        return
-    held: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: held.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-        if held:
-            former(*held[0])
-
-
 class _Executor(Executor):
     """An executor whose workers are watched, and of which nothing is left.
 
@@ -282,14 +262,14 @@ class _Executor(Executor):
 
     def send(self, task: Task) -> Future[Reply]:
         """Submit a task to the workers."""
-        with _interrupts_held() if self.may_start_workers else nullcontext():
+        with interrupts_held() if self.may_start_workers else nullcontext():
             future = self.submit(run, task)
             self.tasks.add(task.id, future)
         return future
 
     def start_one(self) -> None:
         """Start a worker: an executor does so with a task for which none is idle."""
-        with _interrupts_held():
+        with interrupts_held():
             self.submit(warm_up)
 
     def leave(self, *, drop: bool) -> None:
@@ -458,7 +438,13 @@ class ProcessPool(RemotePool):
                 "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
             )
         if not self._executors or self._executors[-1].leaving:
-            heartbeats, logs = Heartbeats(self.num_workers), open_logs()
+            with interrupts_held():  # it would leave what is open by then
+                self._executors.append(self._new_executor())
+        return self._executors[-1]
+
+    def _new_executor(self) -> _Executor:
+        heartbeats, logs = Heartbeats(self.num_workers), open_logs()
+        try:
             setup = WorkerSetup(
                 address=self.job_file.address,
                 folder=self.slots.folder if self.slots is not None else None,
@@ -470,26 +456,25 @@ class ProcessPool(RemotePool):
                 logs=None if logs is None else logs.sender,
                 log_settings=LogSettings.of_this_process(),
             )
-            try:
-                context = _WorkerContext(self.context, setup, self.job_file.inherited)
-                self._executors.append(_Executor(setup, heartbeats, logs, context))
-            except BaseException:  # no descriptors, no semaphores
-                heartbeats.close()
-                if logs is not None:
-                    logs.close(GRACE)
-                raise
-        return self._executors[-1]
+            context = _WorkerContext(self.context, setup, self.job_file.inherited)
+            return _Executor(setup, heartbeats, logs, context)
+        except BaseException:  # no descriptors, no semaphores
+            heartbeats.close()
+            if logs is not None:
+                logs.close(GRACE)
+            raise
 
     def _remove_ended_executors(self) -> None:
         if self._closed:
             return  # end() does it then
         for executor in [each for each in self._executors if each.is_over]:
             executor.end(time.monotonic() + GRACE)
-            self._executors.remove(executor)
-            if executor.broken:
-                self._losses += 1
-                self._collect_deaths(executor)
-            executor.clean_up()
+            with interrupts_held():  # a loss counts once
+                self._executors.remove(executor)
+                if executor.broken:
+                    self._losses += 1
+                    self._collect_deaths(executor)
+                executor.clean_up()
 
     def _collect_deaths(self, executor: _Executor) -> None:
         if executor.tasks.any_done:
