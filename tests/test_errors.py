@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import alive, eventually, making, variants, workers
-from helpers import Squares, TwoArguments
+from helpers import Echo, Squares, TwoArguments
 from raising import (
     FailsToLoad,
     Frozen,
@@ -28,6 +29,7 @@ from raising import (
     raise_two,
     unpicklable,
 )
+from trouble import Trap
 
 from minloader import BatchError, Loader, TransportError, WorkerDied
 from minloader._checks import amount, duration
@@ -150,6 +152,34 @@ def test_a_dataset_that_fails_to_load(across):
     text = "".join(traceback.format_exception(caught.value))
     assert "__setstate__" in text
     assert "loaded the dataset" in text
+
+
+ITEMS: dict[str, tuple[Any, ...]] = {
+    "raises when pickled": ("pickled", int, "x", ValueError, "invalid literal"),
+    "raises when unpickled": ("unpickled", int, "x", ValueError, "invalid literal"),
+    "exits when unpickled": ("unpickled", sys.exit, 3, BatchError, "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("way", ITEMS)
+def test_an_item_that_goes_wrong_on_its_way_is_one_batch_lost(across, way):
+    """As loky's and CPython's tests of deadlocks have it; of what travels back: ``test_deaths``."""
+    *trap, error, message = ITEMS[way]
+    check_one_is_lost(across(Echo(), [0, Trap(*trap), 2, 3]), error, message)
+
+
+def test_an_item_that_kills_its_worker_on_its_way_is_one_batch_lost():
+    items = [0, Trap("unpickled", os._exit, 3), 2, 3]
+    with Loader(Echo(), items, retries=0) as loader:
+        check_one_is_lost(loader, WorkerDied, "batch 1 .* exit code 3")
+
+
+def check_one_is_lost(loader: Loader, error: Any, message: str) -> None:
+    batches = iter(loader)
+    assert next(batches) == 0
+    with pytest.raises(error, match=message):
+        next(batches)
+    assert list(batches) == [2, 3]
 
 
 # --- a worker that dies ----------------------------------------------------------------------
