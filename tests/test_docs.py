@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minloader.__file__).parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+TEXTS = [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 # Their code starts many workers or ffmpeg, or imports torch.
 SLOW = {
     *(
@@ -276,6 +276,23 @@ def test_the_map_of_the_tests_is_whole():
     named = re.findall(r"`(test_\w+)`", text)
     there = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
     assert set(named) == there
+
+
+def test_each_promise_has_tests():
+    """The README's promises are those of the map, by their numbers."""
+    readme = (ROOT / "README.md").read_text()
+    promises = re.findall(r"^(\d+)\. ", readme[readme.index("## Ten promises") :], re.MULTILINE)
+    assert promises == [str(number) for number in range(1, 11)]
+    rows = re.findall(r"^\| (\d+) .*`test_", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert set(rows) == set(promises)
+
+
+MOST_LINES = 3_000
+"""Of all pages in docs/ together. What is said twice has no place; nor has what nobody needs."""
+
+
+def test_the_pages_are_short():
+    assert sum(len(page.read_text().splitlines()) for page in DOCS) <= MOST_LINES
 
 
 def test_the_glossary_is_short():
