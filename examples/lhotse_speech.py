@@ -3,7 +3,7 @@
 lhotse knows about speech: manifests, batches of a number of seconds, features, augmentation. Its
 sampler and its dataset are given to a Loader as they are. First the script writes a corpus of WAV
 files: eight voices sing vowels. Then it goes through epochs with and without workers, is
-interrupted, and goes on from a checkpoint with the batches that nobody has seen yet.
+interrupted, and resumes from a checkpoint with the batches that nobody has seen yet.
 
 Run (needs torch, then ``pip install tqdm lhotse soundfile urllib3``; lhotse forgets to ask for the
 last one)::

@@ -6,14 +6,14 @@ however much there is of each: a corpus that ends is begun anew, in another orde
 share a row of 2,048 tokens, so that next to nothing is padding; those that are longer are split.
 
 Two runs show that nothing is lost or repeated: one without interruption; and one that is killed by
-SIGKILL between two checkpoints, and gone on with from the last of them. A checksum of all batches
+SIGKILL between two checkpoints, and resumed from the last of them. A checksum of all batches
 stands for the model: it is the same in the end.
 
 Run::
 
     python examples/mixture_text.py
 
-or one run by hand, which goes on from the checkpoint if there is one::
+or one run by hand, which resumes from the checkpoint if there is one::
 
     python examples/mixture_text.py --checkpoint run.pickle --kill-at 100
     python examples/mixture_text.py --checkpoint run.pickle --workers 4
@@ -192,7 +192,7 @@ def save(checkpoint: object, path: Path) -> None:
 
 
 def demonstrate(workers: int) -> None:
-    """One run without interruption; one that kills itself, and is gone on with. Compares them."""
+    """One run without interruption; one that kills itself, and is resumed. Compares them."""
     with tempfile.TemporaryDirectory() as folder:
         whole, _ = train(Path(folder, "whole.pickle"), workers)
         print(f"uninterrupted: {whole}")
@@ -212,7 +212,7 @@ def demonstrate(workers: int) -> None:
 
 
 # No `if __name__ == "__main__":`, since minloader's workers do not import this script.
-parser = argparse.ArgumentParser(description="A mixture of texts, killed and gone on with.")
+parser = argparse.ArgumentParser(description="A mixture of texts, killed and resumed.")
 parser.add_argument("--workers", type=int, default=2, help="worker processes (0: none)")
 parser.add_argument("--checkpoint", type=Path, help="one run, with checkpoints in this file")
 parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="SIGKILL itself then")

@@ -2,15 +2,15 @@
 
 This is an ordinary training script for torch with one import changed: ``DataLoader`` comes from
 ``minloader.torch``. What that gives is shown by two runs: one without interruption; and one that is
-killed by SIGKILL between two checkpoints and gone on with from the last of them. Shuffling and
-augmentation (each image is moved by up to a pixel) go on where they were, and the weights are the
-same to the last bit.
+killed by SIGKILL between two checkpoints and resumed from the last of them. Shuffling and
+augmentation (each image is moved by up to a pixel) continue where they were, and the weights are
+the same to the last bit.
 
 Run (needs torch, then ``pip install scikit-learn``, which brings the 1,797 images)::
 
     python examples/torch_training.py
 
-or one run by hand, which goes on from the checkpoint if there is one::
+or one run by hand, which resumes from the checkpoint if there is one::
 
     python examples/torch_training.py --checkpoint digits.pt --kill-at 200
     python examples/torch_training.py --checkpoint digits.pt --workers 4
@@ -134,7 +134,7 @@ def save(checkpoint: object, path: Path) -> None:
 
 
 def demonstrate(workers: int) -> None:
-    """One run without interruption; one that kills itself, and is gone on with. Compares them."""
+    """One run without interruption; one that kills itself, and is resumed. Compares them."""
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder, "whole.pt"), workers)
         print(f"uninterrupted: {whole}")
@@ -154,7 +154,7 @@ def demonstrate(workers: int) -> None:
 
 
 # No `if __name__ == "__main__":`, since minloader's workers do not import this script.
-parser = argparse.ArgumentParser(description="Digits in torch, killed and gone on with.")
+parser = argparse.ArgumentParser(description="Digits in torch, killed and resumed.")
 parser.add_argument("--workers", type=int, default=2, help="worker processes (0: none)")
 parser.add_argument("--checkpoint", type=Path, help="one run, with checkpoints in this file")
 parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="SIGKILL itself then")

@@ -411,7 +411,7 @@ def tell_rereading(shards: list[Mapping[str, Any]]) -> None:
         logger.warning(
             "the stream is read again from its beginning, past %d batches in %d shards, before the "
             "first new batch, since it has no state; give it, or what its __iter__ returns, "
-            "state_dict and load_state_dict to go on at once",
+            "state_dict and load_state_dict to resume at once",
             *(sum(again), sum(map(bool, again))),
         )
 

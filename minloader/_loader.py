@@ -133,7 +133,7 @@ class Loader(Generic[B]):
         retries: how often a batch is tried again whose worker process died while making it,
             before it fails with :class:`WorkerDied`; or that an executor of yours lost.
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
-            (the one after goes on with the next batch), "skip" the batch with a warning in the
+            (the one after gives the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
             which the dataset or ``transform`` fails, with a warning in the log, and raises all
@@ -600,9 +600,9 @@ class Loader(Generic[B]):
         return partial(sampler_state, self.seed, epoch, notes[0], self._length(epoch))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter`` go on where :meth:`state_dict` was called.
+        """Make the next ``iter`` continue where :meth:`state_dict` was called.
 
-        Iterators that were begun before refuse to go on. Nothing that was delivered is loaded
+        Iterators that were begun before raise an error. Nothing that was delivered is loaded
         again, but for streams without a state. Number of workers, executor and the like may be
         others; the dataset, the sampler and what makes batches of samples must not. Of our samplers
         the world size may be another: what no rank was given is dealt out anew.
@@ -683,7 +683,7 @@ class Loader(Generic[B]):
 
 class Epochs(Batches):
     """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. It begins with the
-    first ``next``, and goes on after an error.
+    first ``next``, and continues after an error.
 
     Args:
         loader: whose.

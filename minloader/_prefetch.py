@@ -69,7 +69,7 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
 
     Returns:
         An iterator, in the order of ``batches``. What ``batches`` or ``fn`` raises arrives in the
-        batch's place; the next ``next()`` goes on, if ``batches`` does.
+        batch's place; the next ``next()`` gives the next, if ``batches`` does.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.

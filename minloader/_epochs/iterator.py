@@ -311,7 +311,7 @@ class Batches:
         if account.is_superseded and not account.is_over:
             raise RuntimeError(
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
-                "go on from that state"
+                "continue from that state"
             )
 
     def _wait(self, account: Account) -> tuple[Lane, Pending]:

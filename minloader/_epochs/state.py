@@ -1,4 +1,4 @@
-"""What a state says, and whether one can be gone on with.
+"""What a state says, and whether a run can be resumed from it.
 
 A state counts what the consumer was given, not what was read ahead. It follows from the account of
 each lane (``lane.py``): its first task that was not handed over, and where the sampler, or the

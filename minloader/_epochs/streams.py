@@ -281,7 +281,7 @@ class StreamLane(Lane):
         if each.reached.batches - 1 in each.reached.failed[-1:]:
             logger.warning(
                 "shard %d of the stream ended with the error in its batch %d: an iterator that "
-                "raised, as a generator does, cannot go on",
+                "raised, as a generator does, cannot continue",
                 *(self.shard, each.reached.batches - 1),
             )
         former = self.pending

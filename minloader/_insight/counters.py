@@ -103,8 +103,8 @@ class Stats:
         retries: number of times that a batch was tried again because its worker had died, or
             because the executor had lost it.
         replaced: number of workers replaced because they died, hung or grew too large.
-        reread: number of batches of a stream that were read again, and passed over, to go on after
-            them; 0 in an undisturbed epoch.
+        reread: number of batches of a stream that were read again, and passed over, to continue
+            after them; 0 in an undisturbed epoch.
     """
 
     batches: int = 0

@@ -169,9 +169,9 @@ def reserve_globals(held: list[Any]) -> None:
     held.extend(compress((_lock,), map(_lock.acquire, (True,), (patience,))))
     if not held and patience:
         logger.warning(
-            "a batch with num_workers=0 has waited %g s for one in another thread, and goes on; "
-            "both draw from the same global generators, and may not repeat: use a worker, or draw "
-            "from get_worker_info().rng; said once, from now on none waits",
+            "a batch with num_workers=0 has waited %g s for one in another thread, and waits no "
+            "longer; both draw from the same global generators, and may not repeat: use a worker, "
+            "or draw from get_worker_info().rng; said once, from now on none waits",
             patience,
         )
         patience = 0.0

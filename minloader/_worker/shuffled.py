@@ -34,7 +34,7 @@ def shuffled(stream: Iterable[Any], buffer_size: int, seed: int = 0) -> Shuffled
     the seed of the loader, the epoch and the shard.
 
     If the stream, or its iterator, has ``state_dict`` and ``load_state_dict``, so has this one. Its
-    state has a few numbers more than the stream's, and no samples. A run that goes on reads at most
+    state has a few numbers more than the stream's, and no samples. A resumed run reads at most
     ``buffer_size`` samples again, and gives exactly those that are left. ::
 
         loader = Loader(shuffled(stream, 1000), batch_size=32, num_workers=2)

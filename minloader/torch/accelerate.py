@@ -29,7 +29,7 @@ _told = False
 def use_in_accelerate() -> ExitStack:
     """Have Accelerate, and HF's Trainer, make minloader's loaders of minloader's loaders.
 
-    Of torch's loaders they go on to make torch's. ::
+    Of torch's loaders they still make torch's. ::
 
         minloader.torch.use_in_accelerate()
         loader, model = accelerator.prepare(loader, model)

@@ -313,7 +313,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if epoch < former:
             warnings.warn(
                 f"a state of epoch {former} was loaded, but then the sampler was set to epoch "
-                f"{epoch}, which begins anew; call set_epoch({former}) to go on",
+                f"{epoch}, which begins anew; call set_epoch({former}) to resume",
                 stacklevel=5,
             )
         number = self._loader.epoch + epoch - former
@@ -524,7 +524,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch continue with the batch after those that a state has delivered.
 
-        Iterators that were begun before refuse to go on.
+        Iterators that were begun before raise an error.
 
         The dataset and the samplers must be as they were. The number of workers may be another. A
         sampler that has ``set_epoch`` is told the epoch that it had.
@@ -582,7 +582,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 class Batches(_TorchIterator, Generic[T]):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
-    After an error, ``next`` goes on with the next batch. Several threads may take batches. It is
+    After an error, ``next`` gives the next batch. Several threads may take batches. It is
     one of torch's for Lightning, which leaves those out of copies.
 
     Args:

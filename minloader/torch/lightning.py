@@ -11,7 +11,7 @@ from minloader.torch.data_loader import DataLoader
 
 
 class KeepLoaderState(Callback):  # type: ignore[misc]
-    """Puts the states of the training loaders into each checkpoint, and goes on from there.
+    """Puts the states of the training loaders into each checkpoint, and resumes from there.
 
     Lightning does so in mid-epoch alone. ::
 

@@ -36,7 +36,7 @@ class LoaderMixin:
 
 
 class LoaderCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Puts the loader's state into each checkpoint, and goes on from there."""
+    """Puts the loader's state into each checkpoint, and resumes from there."""
 
     _undo = ExitStack()
 
