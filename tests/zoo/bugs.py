@@ -162,7 +162,7 @@ def idle(loader_of: Any) -> bool:
     return not any("gave no batch" in each for each in told)
 
 
-@bug("a run goes on with another number of ranks, and loses or doubles", "Megatron-Bridge#5637")
+@bug("a run resumes with another number of ranks, and loses or doubles", "Megatron-Bridge#5637")
 def other_size(loader_of: Any) -> bool:
     def loader(rank: int, size: int) -> Any:
         if loader_of.__module__.startswith("minloader"):
