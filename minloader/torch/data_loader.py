@@ -67,7 +67,7 @@ LONG_LOOK = 0.3
 _TorchLoader: Any = TorchLoader
 _TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", object)
 _NAMES = ("IterDataPipe", "MapDataPipe")
-_PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if hasattr(torch.utils.data, name))
+_PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if name in vars(torch.utils.data))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
