@@ -293,7 +293,8 @@ def test_dask_cluster_that_is_running(tmp_path: Path) -> None:
             )
             stack.enter_context(process)
             stack.callback(process.kill)
-        assert eventually(lambda: os.path.exists(address))
-        address = json.loads(Path(address).read_text())["address"]
+        file = Path(address)
+        assert eventually(lambda: file.exists() and file.read_text().rstrip().endswith("}"))
+        address = json.loads(file.read_text())["address"]
         arguments = address, "--workers", 2, "--utterances", 60
         assert_same_batches(run_example("dask_cluster.py", *arguments, cwd=tmp_path))
