@@ -7,8 +7,10 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +24,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
+import minloader
 from minloader import Loader
 from minloader._inspect import inspect
 from minloader._memory.limits import processors
@@ -40,6 +43,9 @@ def variants(
         parameters.append(pytest.param(*each, marks=[] if n < quick else SLOW))
     return pytest.mark.parametrize(names, parameters, **options)
 
+
+PATH = [str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)]
+"""Where programs that tests run find the package, and the modules of the tests."""
 
 LEFT_OUT = pytest.StashKey[int]()
 """How many tests are too slow to be run unless that is asked for."""
@@ -128,6 +134,40 @@ def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     while not (value := condition()) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     return value
+
+
+def python(
+    program: str | Path,
+    *arguments: object,
+    before: Iterable[str] = (),
+    options: Iterable[str] = (),
+    env: Any = (),
+    **more: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a fresh interpreter, which can import the package and the tests' modules.
+
+    Args:
+        program: its code, or the file with it; what begins with "-" is an option.
+        arguments: of the program.
+        before: words of another command, which runs this one.
+        options: of the interpreter.
+        env: what it has in its environment, beside what this process has.
+        more: options of ``subprocess.run``.
+    """
+    as_it_is = isinstance(program, Path) or program.startswith("-")
+    what = [str(program)] if as_it_is else ["-c", textwrap.dedent(program)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(PATH)} | dict(env)
+    return subprocess.run(
+        [*before, sys.executable, *options, *what, *map(str, arguments)],
+        **{"capture_output": True, "text": True, "timeout": 250, "env": environment} | more,
+    )
+
+
+def printed_by(program: str | Path, *arguments: object, **options: Any) -> str:
+    """What a program prints that must end well and quietly; see :func:`python`."""
+    done = python(program, *arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
 
 
 def alive(pid: int) -> bool:

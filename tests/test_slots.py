@@ -21,7 +21,7 @@ import helpers
 import numpy as np
 import psutil
 import pytest
-from conftest import eventually, require, variants, workers
+from conftest import eventually, printed_by, python, require, variants, workers
 from helpers import (
     SHARED,
     Forker,
@@ -52,7 +52,6 @@ from minloader._worker import start
 from minloader._worker.messages import Failure, Job, Task, WorkerInfo
 from minloader._worker.run import Worker
 
-PATH = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
 NAMED = "import os; del os.memfd_create\n"
 
 
@@ -113,45 +112,17 @@ with Loader(str, range(3), num_workers=1, mp_context="fork") as loader:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_process_that_has_dropped_root_is_told_why_it_has_no_workers(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NOT_TO_BE_LOOKED_INTO],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": PATH},
-    )
+    done = python(NOT_TO_BE_LOOKED_INTO, options=["-W", "ignore"], cwd=tmp_path)
     assert "the loader's process has changed its user" in done.stdout, done.stderr
 
 
 def test_a_finalizer_in_a_cycle_still_sees_its_batch():
     """The collector calls weak references before finalizers."""
-    done = subprocess.run(
-        [sys.executable, "-c", FINALIZED],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": PATH},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert printed_by(FINALIZED) == ""
 
 
 def pack_batch(batch: Any, writer: NoSlot) -> Any:
     return BatchPacker(writer).pack(batch)
-
-
-def python(code: str, *before: str) -> str:
-    """Runs a program in a fresh interpreter, which must end well and quietly."""
-    done = subprocess.run(
-        [*before, sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
-        env={**os.environ, "PYTHONPATH": PATH},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def mapped_files(pid: int | str = "self") -> set[str]:
@@ -650,7 +621,7 @@ with minloader.Loader(helpers.sized, [(n, 40_000) for n in range(300)], num_work
     assert loader.stats.overflowed < 100 and loader.stats.slots > 0, loader.stats
 assert all((batch == n).all() for n, batch in enumerate(kept)) and len(kept) == 300
 """
-    python(code)
+    assert printed_by(code) == ""
 
 
 def test_no_more_slots_than_descriptors(monkeypatch):
@@ -768,7 +739,7 @@ assert not os.path.exists(folder)
 assert all((batch == n).all() for n, batch in enumerate(kept))
 print(folder)
 """
-    folder = python(NAMED + code).strip()
+    folder = printed_by(NAMED + code).strip()
     assert folder.startswith("/dev/shm/minloader-")
 
 
@@ -784,16 +755,9 @@ print(folder, len(os.listdir(folder)))
 os.sys.stdout.flush()
 os.kill(os.getpid(), 9)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", NAMED + code],
-        env={**os.environ, "PYTHONPATH": PATH},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as program:
-        output, _ = program.communicate(timeout=250)
+    program = python(NAMED + code)
     assert program.returncode == -9
-    folder, files = output.split()
+    folder, files = program.stdout.split()
     assert int(files) >= 2
     assert eventually(lambda: not os.path.exists(folder))
 
@@ -843,7 +807,7 @@ with minloader.Loader(helpers.sized, items, num_workers=4, shared_memory=1 << 32
     assert (loader.stats.overflowed > 0) == {named}, loader.stats
 assert (kept == 0).all()
 """
-    python("import logging; logging.disable()\n" + NAMED * named + code, *small_machine)
+    printed_by("import logging; logging.disable()\n" + NAMED * named + code, before=small_machine)
 
 
 # --- errors, forks, surroundings ---------------------------------------------------------------
@@ -921,7 +885,7 @@ with minloader.Loader(helpers.numbered, range(60), num_workers=2) as loader:
     assert loader.stats.slots <= 6 and loader.stats.overflowed == 0
     assert files() <= loader.stats.slots + 3
 """
-    python(code)
+    printed_by(code, options=["-W", "ignore::DeprecationWarning"])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
