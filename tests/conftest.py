@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -168,6 +169,36 @@ def printed_by(program: str | Path, *arguments: object, **options: Any) -> str:
     done = python(program, *arguments, **options)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
+
+
+def in_a_fork(function: Callable[[], Any]) -> str:
+    """What a function returns, or the error that it raises, in a fork of this process."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        try:
+            try:
+                answer = repr(function())
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(theirs, answer.encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, encoding="utf-8") as pipe:
+        answer = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return answer
+
+
+def plain(value: Any) -> Any:
+    """States or batches as they look after JSON."""
+    return json.loads(json.dumps(value, default=lambda array: array.tolist()))
+
+
+def lists(batches: Iterable[Any]) -> list[Any]:
+    """Batches that are arrays, as lists."""
+    return [batch.tolist() for batch in batches]
 
 
 def alive(pid: int) -> bool:

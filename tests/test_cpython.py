@@ -14,7 +14,6 @@ import multiprocessing.spawn
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -30,7 +29,7 @@ from typing import Any
 import psutil
 import pytest
 import trouble
-from conftest import dead_at_once, eventually
+from conftest import dead_at_once, eventually, printed_by, python
 from helpers import Squares
 
 import minloader
@@ -147,18 +146,6 @@ def test_a_context_of_the_users():
 # --- what CPython does ---------------------------------------------------------------------------
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    folders = str(FOLDER.parent), str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=environment,
-    )
-
-
 class Unstarted:
     """Stands for a process, and knows what it would be told when it starts."""
 
@@ -202,8 +189,8 @@ threading.Timer(0.1, lambda: open({go!r}, "w").close()).start()
     without = "import concurrent.futures.process; threading._register_atexit = lambda f: None"
     for n, before in enumerate(["", without]):
         calls, go = tmp_path / f"calls{n}", tmp_path / f"go{n}"
-        done = python(code.format(before=before, go=str(go), calls=str(calls)))
-        assert (done.returncode, done.stderr) == (0, "")
+        program = code.format(before=before, go=str(go), calls=str(calls))
+        assert printed_by(program, options=["-W", "ignore"]) == ""
         counts.append(len(calls.read_text().split()) if calls.exists() else 0)
     assert counts[1] == 8
     assert counts[0] < 8
@@ -244,13 +231,7 @@ if __name__ == "__main__":
     process.join()
     print(process.exitcode)
 """)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": str(FOLDER.parent)},
-    )
+    done = python(script, options=["-W", "ignore"])
     assert done.stdout == f"0\n{code}\n"
     assert done.stderr.endswith(error)
     assert done.stderr.count("Traceback") == bool(error)

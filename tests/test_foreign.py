@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import threading
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, lacking, require
+from conftest import eventually, lacking, printed_by, require
 from helpers import Echo
 
 from minloader import Loader, get_worker_info
@@ -341,18 +340,10 @@ runpy.run_module("mpi4py.futures", run_name="__main__", alter_sys=True)
 """
 
 
-def run_program(tmp_path: Path, text: str, *launcher: str) -> str:
+def run_program(tmp_path: Path, text: str, before: Any = (), options: Any = ()) -> str:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM + text)
-    done = subprocess.run(
-        [*(launcher or [sys.executable]), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=250,  # only so that a hang fails the test
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return printed_by(path, before=before, options=options)
 
 
 def test_loky(tmp_path):
@@ -368,16 +359,11 @@ def mpiexec() -> str:
     return found or lacking("mpiexec")
 
 
-WORKER = [sys.executable, "-m", "mpi4py.futures"]
-
-
-def test_mpi(tmp_path):
-    launcher = [mpiexec(), "-n", "3", *WORKER]
-    assert run_program(tmp_path, MPI, *launcher) == "mapped\n"
-
-
-def test_mpi_workers_that_do_not_find_the_file(tmp_path):
-    """As on another machine."""
-    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
-    launcher = [mpiexec(), "-n", "3", sys.executable, str(tmp_path / "elsewhere.py")]
-    assert run_program(tmp_path, MPI, *launcher) == "sent\n"
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_mpi(place, tmp_path):
+    """Elsewhere, as on another machine, workers do not find the file."""
+    other = tmp_path / "elsewhere.py"
+    other.write_text(ELSEWHERE)
+    worker = ["-m", "mpi4py.futures"] if place == "here" else [str(other)]
+    told = run_program(tmp_path, MPI, [mpiexec(), "-n", "3"], worker)
+    assert told == ("mapped\n" if place == "here" else "sent\n")

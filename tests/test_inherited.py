@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver, get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import dead_at_once, require, workers
+from conftest import dead_at_once, python, require, workers
 from helpers import Echo
 from sharing import KINDS, Made, Sharing, make
 
-import minloader
 from minloader import Loader, TransportError
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")]
@@ -186,15 +182,7 @@ with Manager() as manager:
 
 def run(program: str, warning: str = "") -> str:
     """Run a script, which says nothing but the warning; the system's tracker would complain."""
-    path = os.pathsep.join([str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = python(program, options=["-X", "dev"], env={"PYTHONWARNINGS": "error"})
     assert done.returncode == 0
     assert [line for line in done.stderr.splitlines() if not warning or warning not in line] == []
     return done.stdout

@@ -6,16 +6,11 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import variants
+from conftest import printed_by, variants
 
-import minloader
 from minloader._memory.limits import free_memory, memory_limit, processors, remedy
-
-ROOT = Path(minloader.__file__).parents[1]
 
 # --- control groups
 
@@ -112,34 +107,13 @@ def test_slots_in_a_control_group_that_has_streamed_a_file(small_group, tmp_path
     large = tmp_path / "large"
     with open(large, "wb") as file:
         file.truncate(size)
-    result = subprocess.run(
-        [sys.executable, "-c", STREAMER, str(folder), str(large)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert result.stderr == ""
-    usage, overflowed = map(int, result.stdout.split())
+    usage, overflowed = map(int, printed_by(STREAMER, folder, large).split())
     if usage < 0.9 * limit:
         pytest.skip("what is read of a file is not counted in its reader's control group")
     assert overflowed == 0
 
 
 # --- little of everything
-
-
-def python(code: str, *before: str) -> str:
-    """Runs a program, behind the words of another one, and gives what it printed."""
-    result = subprocess.run(
-        [*before, sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert result.stderr == ""
-    return result.stdout
 
 
 TRIED = """
@@ -160,12 +134,12 @@ del loader
 
 def test_few_descriptors_are_enough():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
-    assert python(TRIED.replace("try:", limit + "\ntry:")) == "[1, 2, 3]\n"
+    assert printed_by(TRIED.replace("try:", limit + "\ntry:")) == "[1, 2, 3]\n"
 
 
 def test_too_few_descriptors_are_told():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"
-    said = python(TRIED.replace("try:", limit + "\ntry:"))
+    said = printed_by(TRIED.replace("try:", limit + "\ntry:"))
     assert said.startswith("EMFILE minloader: batch 0 of epoch 0, item 0, in the parent, ")
     assert "need more open files: raise the limit (ulimit -n), or use fewer (num_workers=0" in said
 
@@ -179,7 +153,7 @@ def test_processes_without_semaphores_are_told():
         or subprocess.run([*before, "true"], capture_output=True).returncode
     ):
         pytest.skip("programs cannot be given a /dev/shm of their own here")
-    said = python(TRIED, *before)
+    said = printed_by(TRIED, before=before)
     assert said.startswith("EROFS minloader: batch 0 of epoch 0, item 0, in the parent, ")
     assert "let it be there, writable, and not full, or use fewer (num_workers=0" in said
 

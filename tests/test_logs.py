@@ -5,25 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import eventually
+from conftest import eventually, python
 from samples import Imports
 
-import minloader
 from minloader import Loader
 from minloader._worker import start
 
 logger = logging.getLogger("tests.dataset")
-
-FOLDERS = [str(Path(minloader.__file__).parents[1]), str(Path(__file__).parent)]
 
 
 class Unpicklable(UserWarning):
@@ -201,20 +194,9 @@ def test_several_workers_warn_once():
         loader.start()
         print(sorted(lines.get(timeout=60).getMessage() for _ in range(2)))
     """
-    done = run(code)
+    done = python(code)
     assert done.stdout == "['worker 0 has warned', 'worker 1 has warned']\n"
     assert done.stderr.count("DeprecationWarning: the same") == 1, done.stderr
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
 
 
 def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
@@ -252,7 +234,8 @@ def test_nothing_is_lost_when_the_program_ends():
     loader.close()
     print(len(Handler.lines), Handler.lines[-1])
     """
-    assert run(code).stdout == "9000 line 2999 of 2\n"
+    done = python(code)
+    assert (done.stdout, done.returncode) == ("9000 line 2999 of 2\n", 0), done.stderr
 
 
 def test_a_handler_that_raises_harms_nobody(caplog):
@@ -365,7 +348,8 @@ def test_a_fork_waits_until_a_record_is_shown():
         Slow.forked.set()
         print(os.waitpid(child, 0)[1])
     """
-    assert run(code).stdout == "0\n"
+    done = python(code)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 class Aside:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import require, variants
+from conftest import printed_by, python, require, variants
 
-import minloader
+QUIETLY: Any = {"env": {"PYTHONWARNINGS": "ignore"}}
 
 PROGRAM = """
 import dataclasses, enum, multiprocessing, os
@@ -90,23 +88,14 @@ def test_plain_programs(way, tmp_path):
     (tmp_path / "package" / "module.py").write_text(PROGRAM)
     context = "num_workers=2, mp_context="
     arguments, given = {
-        "script": (["package/module.py"], None),
+        "script": ([tmp_path / "package" / "module.py"], None),
         "-c": (["-c", PROGRAM], None),
         "-m": (["-m", "package.module"], None),
         "stdin": (["-"], PROGRAM),
         "fork": (["-c", PROGRAM.replace("num_workers=2", context + "'fork'")], None),
         "forkserver": (["-c", PROGRAM.replace("num_workers=2", context + "'forkserver'")], None),
     }[way]
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=tmp_path,
-        env=_environment(),
-    )
-    assert (result.stdout, result.stderr, result.returncode) == (EXPECTED, "", 0)
+    assert printed_by(*arguments, input=given, cwd=tmp_path, **QUIETLY) == EXPECTED
 
 
 ANNOTATED = """
@@ -306,11 +295,8 @@ def run(program, folder, *options):
     (folder / "package" / "__init__.py").touch()
     (folder / "package" / "sibling.py").write_text("VALUE = 5")
     (folder / "package" / "program.py").write_text(program)
-    command = [sys.executable, *options, "-m", "package.program"]
-    streams = {"capture_output": True, "text": True}
-    result = subprocess.run(command, **streams, timeout=250, cwd=folder, env=_environment())
-    assert result.stderr == ""
-    assert (result.stdout, result.returncode) == ("well\n", 0)
+    done = printed_by("-m", "package.program", options=options, cwd=folder, **QUIETLY)
+    assert done == "well\n"
 
 
 def test_annotations_arrive(tmp_path):
@@ -360,19 +346,8 @@ def test_notebook(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbformat.write(notebook, tmp_path / "notebook.ipynb")
     # A process of its own: the client's event loop leaves threads and sockets to the exit.
-    result = subprocess.run(
-        [sys.executable, "-c", EXECUTE, tmp_path / "notebook.ipynb"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=_environment(),
-    )
-    assert (result.stdout, result.returncode) == (EXPECTED + "[107]\n", 0), result.stderr
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(minloader.__file__).parents[1])
-    return os.environ | {"PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
+    done = python(EXECUTE, tmp_path / "notebook.ipynb", **QUIETLY)
+    assert (done.stdout, done.returncode) == (EXPECTED + "[107]\n", 0), done.stderr
 
 
 LAUNCHED = """
@@ -420,12 +395,5 @@ def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher,
         require("torch")
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), launcher, workers],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parent.parent)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[0, -1, -4, -9, -16, -25]\n"
+    done = printed_by(script, launcher, workers, options=["-W", "ignore"])
+    assert done == "[0, -1, -4, -9, -16, -25]\n"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import require
+from conftest import printed_by, python, require
 
 import minloader
 
@@ -143,10 +142,7 @@ def test_importing_is_cheap():
         "heavy = 'numpy', 'torch', 'jax', 'minloader._loader', 'minloader._epochs'\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"
 
 
 TYPED = """
@@ -184,6 +180,5 @@ train(Loader[str](range(9)))
 def test_type_checkers_know_what_a_loader_gives(tmp_path):
     require("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
-    command = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "typed.py")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert result.returncode == 0, result.stdout
+    done = python("-m", "mypy", "--strict", tmp_path / "typed.py", cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stdout

@@ -8,21 +8,20 @@ import os
 import queue
 import random
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import pytest
+from conftest import printed_by
+from helpers import Numbers
 
-import minloader
 from minloader import Loader, get_worker_info
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
@@ -212,16 +211,8 @@ with np.errstate(divide="raise"), Loader(look, range(2), executor="thread") as l
 @pytest.mark.parametrize("inherit", "01")
 def test_a_batch_does_not_depend_on_the_context_of_the_consumer(inherit):
     """The function of prefetch is the consumer's: it has what Python gives any thread."""
-    done = subprocess.run(
-        [sys.executable, "-X", f"thread_inherit_context={inherit}", "-c", CONTEXT],
-        env={**os.environ, "PYTHONPATH": str(Path(minloader.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    batches, prefetched, any_thread = done.stdout.splitlines()
+    said = printed_by(CONTEXT, options=["-X", f"thread_inherit_context={inherit}"])
+    batches, prefetched, any_thread = said.splitlines()
     assert batches == str(("warn", "nobody's"))
     assert prefetched == any_thread
     inherits = inherit == "1" and sys.version_info >= (3, 14)
@@ -474,7 +465,7 @@ def test_a_pool_of_threads_is_closed_while_futures_go(stuck):
 
 
 def test_epochs_are_begun_while_those_of_a_loader_are_walked():
-    with Loader(Numbers(), num_workers=1, executor="thread") as loader:
+    with Loader(Numbers(100), num_workers=1, executor="thread") as loader:
         epochs = [iter(loader), iter(loader)]
         group = inspect(loader).group
         group.users = disturbed(group.users)
@@ -486,13 +477,6 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
         counted = inspect(loader).settings.counters
         counted.records = disturbed(counted.records)
         assert len(loader.stats.events) >= len(counted.records) > 1
-
-
-class Numbers:
-    """A stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100))
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])
