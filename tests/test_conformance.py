@@ -5,14 +5,25 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import require
-from helpers import Echo, Faulty, Gate, GlobalNoise, Many, Noise, Squares, TorchNoise, Whereabouts
+from helpers import (
+    Echo,
+    Faulty,
+    Gate,
+    GlobalNoise,
+    LateSlow,
+    Many,
+    Noise,
+    Squares,
+    TorchNoise,
+    Whereabouts,
+)
+from kinds import PASS, Failing, Told
 
 import minloader
 from minloader import SKIP, BatchError, Loader, get_worker_info
@@ -28,18 +39,31 @@ def test_batches_are_the_items_in_order(make):
     assert list(make(dataset, sampler)) == [dataset[i] for i in sampler]
 
 
-def test_default_sampler_is_the_range(make):
-    loader = make(Squares(7))
-    assert len(loader) == 7
-    assert list(loader) == [i * i for i in range(7)]
+GIVEN: dict[str, tuple[Any, Any, dict[str, Any], list[Any]]] = {
+    "the range by default": (Squares(7), None, {}, [n * n for n in range(7)]),
+    "an empty sampler": (Squares(), [], {}, []),
+    "a function": (str.upper, ["a", "b"], {}, ["A", "B"]),
+    "a class": (complex, ["1j", "2"], {}, [1j, 2 + 0j]),  # list[...] too has __getitem__
+    "transform sees samples": (
+        *(Squares(), [[1, 2], (3,), []], {"collate_fn": tuple, "transform": str}),
+        [("1", "4"), ("9",), ()],
+    ),
+    "transform sees the batch": (Echo(), [[1, 2]], {"transform": sum}, [3]),
+    "__getitems__, once": (Many(), [[1, 2]], {"collate_fn": tuple}, [(("many", 1), ("many", 2))]),
+    "several shards": (
+        *(Squares(), [[[1, 2], [3]], [[4], []]], {"collate_fn": sum}),
+        [[5, 9], [16, 0]],
+    ),
+}
+"""Datasets, samplers and options, and the batches that come of them."""
 
 
-def test_callable_dataset(make):
-    assert list(make(str.upper, ["a", "b"])) == ["A", "B"]
-
-
-def test_a_class_is_a_callable_dataset(make):
-    assert list(make(complex, ["1j", "2"])) == [1j, 2 + 0j]  # list[...] too has __getitem__
+@pytest.mark.parametrize("case", GIVEN)
+def test_what_is_given(make, case):
+    dataset, sampler, options, expected = GIVEN[case]
+    loader = make(dataset, sampler, **options)
+    loader.start()
+    assert list(loader) == expected
 
 
 def test_items_reach_the_dataset_as_they_are(make):
@@ -47,10 +71,6 @@ def test_items_reach_the_dataset_as_they_are(make):
     for got, sent in zip(make(Echo(), items), items, strict=True):
         assert type(got) is type(sent)
         assert np.array_equal(got, sent) if isinstance(sent, np.ndarray) else got == sent
-
-
-def test_empty_sampler(make):
-    assert list(make(Squares(), [])) == []
 
 
 def test_arrays_are_writable(make):
@@ -80,35 +100,20 @@ def test_out_of_order_overtakes(executor, tmp_path):
 # --- the sampler is read lazily --------------------------------------------------------------
 
 
-class Counted:
-    """An infinite sampler that knows how far it was read."""
-
-    def __init__(self) -> None:
-        self.drawn = 0
-
-    def __iter__(self):
-        for i in itertools.count():
-            self.drawn += 1
-            yield i
-
-
-class Steady:
-    """Batches that take too long to be sent several at a time."""
-
-    def __getitem__(self, index: int) -> int:
-        threading.Event().wait(2 * CHUNK_SECONDS)
-        return index
-
-
 def test_never_further_ahead_than_the_deque(make):
-    sampler = Counted()
-    loader = make(Steady(), sampler, prefetch_factor=3)
+    """With batches that take too long to be sent several at a time."""
+    drawn: list[int] = []
+    loader = make(
+        LateSlow(0, 99, 2 * CHUNK_SECONDS),
+        (drawn.append(n) or n for n in itertools.count()),
+        prefetch_factor=3,
+    )
     batches = iter(loader)
     depth = 3 * loader.num_workers
-    assert sampler.drawn == depth
+    assert len(drawn) == depth
     for taken in range(1, 15):
         next(batches)
-        assert sampler.drawn == taken + depth
+        assert len(drawn) == taken + depth
 
 
 def test_one_shot_sampler_serves_one_epoch(make):
@@ -125,27 +130,6 @@ def test_length_is_the_samplers(make):
 
 
 # --- collating -------------------------------------------------------------------------------
-
-
-def double(sample: Any) -> Any:
-    return sample * 2
-
-
-def test_collate_and_transform(make):
-    batches = list(make(Squares(), [[1, 2], (3,), []], collate_fn=tuple, transform=double))
-    assert batches == [(2, 8), (18,), ()]
-
-
-def test_transform_alone_sees_the_batch(make):
-    assert list(make(Echo(), [[1, 2]], transform=double)) == [[1, 2, 1, 2]]
-
-
-def test_getitems_is_called_once_with_the_list(make):
-    assert list(make(Many(), [[1, 2]], collate_fn=tuple)) == [(("many", 1), ("many", 2))]
-
-
-def test_multi_shard_items(make):
-    assert list(make(Squares(), [[[1, 2], [3]], [[4], []]], collate_fn=sum)) == [[5, 9], [16, 0]]
 
 
 def test_collating_an_item_that_is_no_list(make):
@@ -206,25 +190,13 @@ def test_iterators_are_independent(make):
     assert next(one, "over") == next(one, "over") == "over"
 
 
-class Epochs:
-    """A sampler that is told the epoch."""
-
-    epoch: Any = None
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter([self.epoch] * 2)
-
-
 def test_the_epoch_travels(make):
-    loader = make(Whereabouts(), Epochs(), seed=9)
+    loader = make(Whereabouts(), Told(2), seed=9)
     assert loader.epoch == 0
-    assert [(b["item"], b["epoch"]) for b in loader] == [(0, 0)] * 2
+    assert [(b["item"] // PASS, b["epoch"]) for b in loader] == [(0, 0)] * 2
     assert loader.epoch == 1
     loader.set_epoch(7)
-    assert [(b["item"], b["epoch"], b["seed"]) for b in loader] == [(7, 7, 9)] * 2
+    assert [(b["item"] // PASS, b["epoch"], b["seed"]) for b in loader] == [(7, 7, 9)] * 2
     assert loader.epoch == 8
 
 
@@ -268,17 +240,12 @@ def test_inline_gives_the_callers_generators_back():
         assert (*values, draw()) == expected
 
 
-@pytest.mark.parametrize("executor", ["thread", "foreign-thread"])
-def test_threads_leave_the_global_generators_alone(executor):
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as foreign:
-        random.seed(1)
-        before = random.getstate()
-        which = "thread" if executor == "thread" else foreign
-        with Loader(Squares(), num_workers=1, executor=which) as loader:
-            list(loader)
-        assert random.getstate() == before
+@pytest.mark.parametrize("make", ["thread", "foreign-thread"], indirect=True)
+def test_threads_leave_the_global_generators_alone(make):
+    random.seed(1)
+    before = random.getstate()
+    list(make(Squares()))
+    assert random.getstate() == before
 
 
 def test_seed_none_draws_one_that_repeats():
@@ -343,12 +310,6 @@ def test_close(make):
         loader.start()
 
 
-def test_start_then_iterate(make):
-    loader = make(Squares(5))
-    loader.start()
-    assert list(loader) == [0, 1, 4, 9, 16]
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -377,44 +338,30 @@ def test_stop_iteration_does_not_end_the_epoch(make):
     assert list(batches) == [4]
 
 
-@pytest.mark.parametrize("stage", ["transform", "collate_fn"])
-def test_errors_of_transform_and_collate(make, stage):
-    def fail(value: Any) -> Any:
-        if value in (3, [3]):
-            raise ArithmeticError("three")
-        return value
+def refuse_three(value: Any) -> Any:
+    if value in (3, [3]):
+        raise ArithmeticError("three")
+    return value
 
-    items = [[1], [3], [4]] if stage == "collate_fn" else [1, 3, 4]
-    batches = iter(make(Echo() if stage == "transform" else int, items, **{stage: fail}))
+
+@pytest.mark.parametrize(
+    ("stage", "items"), [("transform", [1, 3, 4]), ("collate_fn", [[1], [3], [4]])]
+)
+def test_errors_of_transform_and_collate(make, stage, items):
+    batches = iter(make(Echo() if stage == "transform" else int, items, **{stage: refuse_three}))
     assert next(batches) == items[0]
     with pytest.raises(ArithmeticError, match="three"):
         next(batches)
     assert next(batches) == items[2]
 
 
-class BadSampler:
-    """Raises once, between items."""
-
-    def __init__(self) -> None:
-        self.items = iter([1, 2, None, 4])
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        item = next(self.items)
-        if item is None:
-            raise OSError("no more list")
-        return item
-
-
 def test_a_sampler_error_comes_after_the_batches_before_it(make):
-    batches = iter(make(Squares(), BadSampler(), on_error="skip"))
-    assert [next(batches), next(batches)] == [1, 4]
-    with pytest.raises(OSError, match="no more list") as caught:
+    batches = iter(make(Squares(), Failing(4, 2), on_error="skip"))
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(ValueError, match="is bad") as caught:
         next(batches)
     assert "raised by the sampler" in caught.value.__notes__[0]
-    assert list(batches) == [16]
+    assert list(batches) == [4, 9]
 
 
 def test_skip(make, caplog):
