@@ -13,14 +13,12 @@ import importlib.util
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import lacking, require
+from conftest import lacking, printed_by, python, require
 
 import minloader
 from minloader import (
@@ -115,15 +113,8 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         lacking(", ".join(missing))
     script = tmp_path / "page.py"
     script.write_text("\n".join(program))
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    done = python(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @named(TEXTS)
@@ -260,6 +251,27 @@ def test_the_pictures_of_samplers_show_what_the_table_says(picture, first):
     assert texts[3:] == [
         cell for name, *cells in rows for cell in (name, *cells[first : first + 2])
     ]
+
+
+README = ROOT / "README.md"
+
+
+def test_the_quickstart_runs_as_a_plain_script(tmp_path):
+    script = tmp_path / "quickstart.py"
+    script.write_text(re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1))
+    lines = printed_by(script).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
+    assert len({line.split()[-2] for line in lines}) == 1  # both epochs have all the tokens
+
+
+def test_the_readme_is_one_page_with_the_commands_that_the_whole_run_reads():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 130
+    for name in ("quickstart", "test"):
+        marker = lines.index(f"<!-- command: {name} -->")
+        assert lines[marker + 1] == "```sh"
+        assert lines[marker + 2].startswith("python3 -m venv .venv && ")
+        assert lines[marker + 3] == "```"
 
 
 def test_the_rooms_are_all_there():

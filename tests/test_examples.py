@@ -14,23 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import eventually, require, variants
+from conftest import eventually, python, require, variants
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_example(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=250,  # only so that a hang fails the test
-        check=False,
-    )
+    options = {"cwd": cwd, "encoding": "utf-8", "stdin": subprocess.DEVNULL}
+    environment = {"PYTHONIOENCODING": "utf-8"}
+    return python(ROOT / "examples" / name, *arguments, env=environment, **options)
 
 
 def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
@@ -298,3 +290,43 @@ def test_dask_cluster_that_is_running(tmp_path: Path) -> None:
         address = json.loads(file.read_text())["address"]
         arguments = address, "--workers", 2, "--utterances", 60
         assert_same_batches(run_example("dask_cluster.py", *arguments, cwd=tmp_path))
+
+
+# --- torch_training, jax_training ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torch_training_is_killed_and_goes_on(tmp_path: Path) -> None:
+    require("torch")
+    require("sklearn")
+    done = run_example("torch_training.py", cwd=tmp_path)
+    assert_clean(done)
+    end = r"step 300, test accuracy ([\d.]+)%, weights ([0-9a-f]{16})"
+    (whole,) = re.findall(rf"^uninterrupted: {end}$", done.stdout, re.M)
+    (resumed,) = re.findall(rf"^resumed: +{end}$", done.stdout, re.M)
+    assert whole == resumed
+    assert float(whole[0]) >= 95
+    (killed,) = re.findall(r"^killed: +at step (\d+)$", done.stdout, re.M)
+    (saved,) = re.findall(r"^from checkpoint: step (\d+)$", done.stdout, re.M)
+    assert 0 < int(saved) < int(killed) < 300
+    assert done.stdout.endswith("the same weights, to the last bit\n")
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_jax_training_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    require("jax")
+    require("sklearn")
+    runs = []
+    for workers in (0, 2):
+        done = run_example("jax_training.py", "--workers", workers, cwd=tmp_path)
+        assert_clean(done)
+        losses = re.findall(r"^epoch +(\d+): loss ([\d.]+)$", done.stdout, re.M)
+        assert [int(epoch) for epoch, _ in losses] == [4, 9, 14, 19]
+        assert float(losses[-1][1]) < float(losses[0][1])
+        assert "460 steps in" in done.stdout
+        (accuracy,) = re.findall(r"^test accuracy: ([\d.]+)% of 297 images$", done.stdout, re.M)
+        assert float(accuracy) >= 95
+        runs.append((losses, accuracy))
+    assert runs[0] == runs[1]
