@@ -1,9 +1,10 @@
-"""Ctrl-C at a chosen place: a signal where CPython looks whether one has come."""
+"""What comes between two instructions: Ctrl-C where CPython looks for signals, or a thread."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import random
 import signal
 import sys
@@ -118,6 +119,59 @@ def taken_through(batches: Iterator[Any], steps: Iterable[int], within: str = OU
         assert outcome.interrupted, "Ctrl-C was swallowed"
         given.append(next(batches))
     return given
+
+
+def at_each_step(
+    where: Callable[..., object] | str,
+    call: Callable[[], object],
+    meanwhile: Callable[[], object],
+    prepare: Callable[[], object] = int,
+) -> int:
+    """Makes a call again and again, with something else before another instruction of it.
+
+    Args:
+        where: function, or class with methods, whose instructions are counted, when the call
+            comes to them. Those of what it calls are not: there may be very many. A folder: those
+            of all code in it.
+        call: what is called; the first time, the first instruction is waited for, and so on.
+        meanwhile: what happens then, once in each call.
+        prepare: what comes before each call.
+
+    Returns:
+        How many instructions there were.
+    """
+    functions = vars(where).values() if isinstance(where, type) else [where]
+    places = {each.__code__ for each in functions if hasattr(each, "__code__")}
+
+    def counts(code: CodeType) -> bool:
+        return code in places or (isinstance(where, str) and code.co_filename.startswith(where))
+
+    former = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
+    for step in itertools.count():
+        left = step
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if not counts(frame.f_code):
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left >= 0:
+                return trace
+            sys.settrace(None)
+            meanwhile()
+            return None
+
+        prepare()
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(former)
+        if left >= 0:
+            return step
+    raise AssertionError
 
 
 def some_steps(seed: int, count: int, most: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from conftest import printed_by
 from helpers import Numbers
+from interrupts import at_each_step
 
 from minloader import Loader, get_worker_info
 from minloader._insight.counters import Counters
@@ -37,54 +38,6 @@ from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import Job, Task
 from minloader._worker.seeds import batch_seed
-
-
-def at_each_step(
-    where: Callable[..., object],
-    call: Callable[[], object],
-    meanwhile: Callable[[], object],
-    prepare: Callable[[], object] = int,
-) -> int:
-    """Makes a call again and again, with something else before another instruction of it.
-
-    Args:
-        where: function, or class with methods, whose instructions are counted, when the call
-            comes to them. Those of what it calls are not: there may be very many.
-        call: what is called; the first time, the first instruction is waited for, and so on.
-        meanwhile: what happens then, once in each call.
-        prepare: what comes before each call.
-
-    Returns:
-        How many instructions there were.
-    """
-    functions = vars(where).values() if isinstance(where, type) else [where]
-    places = {each.__code__ for each in functions if hasattr(each, "__code__")}
-    former = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
-    for step in itertools.count():
-        left = step
-
-        def trace(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal left
-            if frame.f_code not in places:
-                return None
-            frame.f_trace_opcodes = True
-            left -= event == "opcode"
-            if left >= 0:
-                return trace
-            sys.settrace(None)
-            meanwhile()
-            return None
-
-        prepare()
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(former)
-        if left >= 0:
-            return step
-    raise AssertionError
 
 
 class Writer(NoSlot):

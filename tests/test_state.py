@@ -1,4 +1,7 @@
-"""A run goes on where it was interrupted: every sampler, executor, number of workers, batch."""
+"""What a state is of, samplers with states of their own, `epochs`, and other numbers of workers.
+
+That each state leads to the rest is in ``test_account`` and in the model.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,15 @@ import copy
 import gc
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alive, eventually, making, require, variants, workers
-from helpers import SAMPLERS, Guarded, SelfIterating, Stateful, make_sampler
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import alive, eventually, lists, making, plain, printed_by, require, variants, workers
+from helpers import Guarded, SelfIterating, Stateful
 
 from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader
 from minloader._epochs.sampled import STATE_COST, Source
@@ -40,142 +37,6 @@ def make(request):
     """One executor of each kind: how many workers there are is tested with every sampler below."""
     with making(request) as factory:
         yield factory
-
-
-def plain(batches: Any) -> Any:
-    """As they look after JSON."""
-    return json.loads(json.dumps(batches, default=lambda value: value.tolist()))
-
-
-# --- after every batch ---------------------------------------------------------------------------
-
-EPOCH = 2
-
-
-def restore(kind: str, states: list[Any], way: str, fresh: bool) -> Any:
-    """What is delivered from each state on. Loading what was delivered before is an error.
-
-    Args:
-        kind: of the sampler.
-        states: to go on from, one after the other.
-        way: where batches are made.
-        fresh: make a loader for each state; else one goes from state to state.
-    """
-    loader, given = None, []
-    everything = list(make_sampler(kind, EPOCH))
-    for state in states:
-        if fresh or loader is None:
-            loader = Loader(Guarded(), make_sampler(kind), **WAYS[way])
-        loader.load_state_dict(state)
-        Guarded.forbid(loader, everything[: state["batches"]])
-        given.append(plain(list(loader)))
-        if fresh or state["batches"] == N // 3:
-            following = list(make_sampler(kind, EPOCH + 1))
-            Guarded.forbid(loader, [])
-            found = [batch[0] for batch in loader]
-            # What rolls over comes from the epoch before, which a fresh sampler has not been in.
-            assert kind == "rolling" or found == following, "the next epoch is not whole"
-        if fresh or state is states[-1]:
-            loader.close()
-    return given
-
-
-def run(kind: str, way: str) -> tuple[list[Any], list[Any]]:
-    """All batches of an epoch, and the states before the first and after each."""
-    with Loader(Guarded(), make_sampler(kind), **WAYS[way]) as loader:
-        loader.set_epoch(EPOCH)
-        batches = iter(loader)
-        states, expected = [loader.state_dict()], []
-        for batch in batches:
-            expected.append(plain(batch))
-            states.append(plain(loader.state_dict()))
-        assert len(expected) in (N, N - (kind == "rolling"))  # with nothing from the epoch before
-        assert loader.state_dict()["epoch"] == EPOCH + 1
-    return expected, states
-
-
-@variants("kind", SAMPLERS)
-@variants("way", list(WAYS)[1:])
-def test_after_every_batch_of_an_epoch(kind, way):
-    """The states of one run, restored without workers."""
-    expected, states = run(kind, way)
-    assert restore(kind, states[::7], "inline", True) == [expected[k:] for k in range(0, N + 1, 7)]
-
-
-ELSEWHERE = [("thread-3", True), ("process-1", False), ("process-2", False)]
-
-RESTORE = """
-import json, sys
-from test_state import ELSEWHERE, restore
-runs = json.load(sys.stdin)
-for kind, states in runs.items():
-    runs[kind] = [restore(kind, states, *way) for way in ELSEWHERE]
-json.dump(runs, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module")
-def restored():
-    """For each kind of sampler all batches of a run, and what its states gave elsewhere.
-
-    That is one fresh process for all of them, which knows nothing but the states.
-    """
-    runs = {kind: run(kind, "inline") for kind in SAMPLERS}
-    root = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", RESTORE],
-        input=json.dumps({kind: states for kind, (_, states) in runs.items()}),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    given = json.loads(done.stdout)
-    return {kind: (expected, given[kind]) for kind, (expected, _) in runs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_every_state_of_an_epoch_in_a_fresh_process(restored, kind):
-    """The states of a run without workers, restored with several numbers of them."""
-    expected, given = restored[kind]
-    assert given == [[expected[k:] for k in range(len(expected) + 1)]] * len(ELSEWHERE)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(list(SAMPLERS)),
-    stops=st.lists(st.integers(0, 15), max_size=4),
-    ways=st.lists(st.sampled_from(["inline", "thread-3"]), min_size=5, max_size=5),
-    depth=st.integers(1, 5),
-    in_order=st.booleans(),
-    faults=st.sets(st.integers(0, 38), max_size=5),
-    epoch=st.integers(0, 3),
-)
-def test_several_interruptions(kind, stops, ways, depth, in_order, faults, epoch):
-    """Nothing is lost and nothing comes twice, whatever comes first and whatever is skipped."""
-    everything = list(make_sampler(kind, epoch))
-    dataset = Guarded(faulty=[everything[fault] for fault in sorted(faults)])
-    expected = [plain([item, ""])[0] for n, item in enumerate(everything) if n not in faults]
-    given: list[Any] = []
-    state = None
-    for stop, way in zip([*stops, None], ways, strict=False):
-        options = WAYS[way] | {"in_order": in_order, "prefetch_factor": depth}
-        with Loader(dataset, make_sampler(kind), on_error="skip", **options) as loader:
-            loader.set_epoch(epoch)
-            if state is not None:
-                loader.load_state_dict(state)
-            given += [plain(batch)[0] for batch in itertools.islice(loader, stop)]
-            state = plain(loader.state_dict())
-        if state["epoch"] > epoch:
-            break
-    assert state["epoch"] == epoch + 1
-    if in_order:
-        assert given == expected
-    else:
-        assert sorted(map(str, given)) == sorted(map(str, expected))
 
 
 @pytest.mark.parametrize("way", ["inline", "thread-3", "process-2"])
@@ -217,61 +78,6 @@ def test_chunks(monkeypatch):
 # --- what a state is of --------------------------------------------------------------------------
 
 
-def test_the_epoch_goes_on_and_the_next_is_whole(make):
-    loader = make(np.arange(10), batch_size=3, shuffle=True)
-    expected = [[batch.tolist() for batch in loader] for _ in range(3)]
-    again = make(np.arange(10), batch_size=3, shuffle=True)
-    for k in range(5):
-        loader.set_epoch(1)
-        for _ in zip(range(k), loader, strict=False):
-            pass
-        state = loader.state_dict()
-        again.load_state_dict(state)
-        assert again.epoch == state["epoch"]
-        assert again.state_dict() == state
-        epochs = [[batch.tolist() for batch in again] for _ in range(2)]
-        if state["epoch"] == 1:
-            assert epochs == [expected[1][k:], expected[2]]
-        else:  # all were taken, and the end was seen
-            assert epochs[0] == expected[2]
-
-
-def test_a_batch_that_failed_was_delivered(make):
-    loader = make(Guarded(faulty=[2]), range(6))
-    batches = iter(loader)
-    first = [next(batches)[0] for _ in range(2)]
-    with pytest.raises(ValueError, match="item 2 is bad"):
-        next(batches)
-    state = loader.state_dict()
-    again = make(Guarded(), range(6))
-    again.load_state_dict(state)
-    assert first + [batch[0] for batch in again] == [0, 1, 3, 4, 5]
-
-
-@pytest.mark.parametrize("by", ["set_epoch", "attribute"])
-def test_another_epoch_drops_the_place_the_same_keeps_it(by):
-    def set_epoch(epoch: int) -> None:
-        if by == "attribute":
-            loader.epoch = epoch
-        else:
-            loader.set_epoch(epoch)
-
-    with Loader(Guarded(), range(6), num_workers=0) as loader:
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-    with Loader(Guarded(), range(6), num_workers=0) as loader:
-        loader.load_state_dict(state)
-        set_epoch(0)
-        assert len(loader) == 6
-        assert [batch[0] for batch in loader] == [1, 2, 3, 4, 5]
-        loader.load_state_dict(state)
-        set_epoch(4)
-        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (4, 0)
-        assert [batch[0] for batch in loader] == list(range(6))
-        assert loader.epoch == 5
-
-
 def test_a_drawn_seed_is_in_the_state(make):
     first = make(Guarded(), batch_size=None, sampler=range(12), seed=None)
     batches = iter(first)
@@ -290,13 +96,13 @@ def test_a_drawn_seed_is_in_the_state(make):
 def test_the_loaders_own_sampler_takes_the_seed_over():
     options = {"batch_size": 2, "shuffle": True, "seed": None, "num_workers": 0}
     with Loader(np.arange(20), **options) as loader:
-        expected = [batch.tolist() for batch in loader]
+        expected = lists(loader)
         loader.set_epoch(0)
         next(iter(loader))
         state = loader.state_dict()
     with Loader(np.arange(20), **options) as loader:
         loader.load_state_dict(state)
-        assert [batch.tolist() for batch in loader] == expected[1:]
+        assert lists(loader) == expected[1:]
 
 
 def test_a_state_is_a_copy(make):
@@ -603,6 +409,13 @@ def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch)
     assert ahead[-1] == 0
 
 
+@pytest.mark.parametrize("n", [-1, 1.5, True])
+def test_epochs_need_a_number(n):
+    loader = Loader(Guarded(), range(3), num_workers=0)
+    with pytest.raises((TypeError, ValueError), match=r"n must be"):
+        loader.epochs(n)
+
+
 def test_epochs_that_are_over_are_let_go():
     gc.freeze()  # what else there is takes 0.1 s to look through
     try:
@@ -614,22 +427,6 @@ def test_epochs_that_are_over_are_let_go():
                 assert 1 <= sources <= 1 + 2 * 2  # the consumer's, and one for each task at most
     finally:
         gc.unfreeze()
-
-
-def test_epochs_go_on_after_an_error(make):
-    loader = make(Guarded(faulty=[2]), range(4))
-    run, got = loader.epochs(2), []
-    while True:
-        try:
-            epoch, batch = next(run)
-        except StopIteration:
-            break
-        except ValueError as error:
-            got.append(str(error))
-        else:
-            got.append((epoch, batch[0]))
-    bad = "item 2 is bad"
-    assert got == [(0, 0), (0, 1), bad, (0, 3), (1, 0), (1, 1), bad, (1, 3)]
 
 
 def test_epochs_of_what_serves_one(make):
@@ -661,13 +458,6 @@ def test_epochs_left_early(make):
     assert [batch[0] for batch in loader] == list(range(10))
 
 
-@pytest.mark.parametrize("n", [-1, 1.5, True])
-def test_epochs_need_a_number(n):
-    loader = Loader(Guarded(), range(3), num_workers=0)
-    with pytest.raises((TypeError, ValueError), match=r"n must be"):
-        loader.epochs(n)
-
-
 # --- other numbers of workers --------------------------------------------------------------------
 
 
@@ -690,15 +480,6 @@ def test_resized_in_the_middle(executor):
     assert got == expected
 
 
-def test_resized_between_epochs(make):
-    loader = make(Guarded(), range(20))
-    expected = [plain(list(loader)) for _ in range(4)]
-    loader.set_epoch(0)
-    for epoch, number in enumerate([1, 0, 3, 2]):
-        loader.num_workers = number
-        assert plain(list(loader)) == expected[epoch]
-
-
 def running(loader: Loader) -> int:
     return sum(alive(process.pid) for process in workers(loader))
 
@@ -713,14 +494,6 @@ def test_the_workers_are_as_many_as_was_said():
         assert eventually(lambda: running(loader) == 1)
 
 
-@pytest.mark.parametrize("number", [-1, 1.5, "2", None, True])
-def test_impossible_numbers_of_workers(number):
-    with Loader(Guarded(), range(4), num_workers=0) as loader:
-        with pytest.raises((TypeError, ValueError), match="num_workers must be"):
-            loader.num_workers = number
-        assert len(list(loader)) == 4
-
-
 def test_resized_to_workers_that_cannot_have_the_dataset():
     lock = threading.Lock()
     with Loader(lambda item: (lock, item)[1], range(4), num_workers=0) as loader:
@@ -728,19 +501,6 @@ def test_resized_to_workers_that_cannot_have_the_dataset():
             loader.num_workers = 2
         assert loader.num_workers == 0
         assert list(loader) == list(range(4))
-
-
-def test_several_epochs_at_once_while_resized(make):
-    loader = make(Guarded(), range(12))
-    one = iter(loader)
-    first = [next(one)[0] for _ in range(3)]
-    loader.num_workers = 0
-    other = iter(loader)
-    second = [next(other)[0] for _ in range(3)]
-    loader.num_workers = 2
-    first += [batch[0] for batch in one]
-    second += [batch[0] for batch in other]
-    assert first == second == list(range(12))
 
 
 # --- the end of the program ----------------------------------------------------------------------
@@ -760,13 +520,4 @@ def begin(*source):
     return kept
 kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
 """
-    root = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=250,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    printed_by(code)
