@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import require, workers
+from conftest import lists, plain, require, workers
 from helpers import Numbers
 from idioms import IDIOMS, Noisy
 from kinds import (
@@ -31,15 +30,6 @@ from test_streams import in_turns
 from minloader import Loader, get_worker_info, shuffled
 
 ways = pytest.mark.parametrize("way", ["thread", "process"])
-
-
-def plain(state: Any) -> Any:
-    """As it looks after JSON."""
-    return json.loads(json.dumps(state))
-
-
-def lists(batches: Any) -> list[list[Any]]:
-    return [batch.tolist() for batch in batches]
 
 
 def samples(batches: Any) -> list[Any]:
@@ -218,19 +208,6 @@ def test_each_copy_is_opened_for_its_shard(way, after):
         assert lists(loader) == expected
 
 
-@ways
-def test_each_copy_of_a_resumed_run_is_opened_for_its_shard(way):
-    expected = in_turns(40, 3, 2)
-    with opened(40, num_workers=3, executor="thread") as loader:
-        batches = iter(loader)
-        given = lists(itertools.islice(batches, 4))
-        state = plain(loader.state_dict())
-    for count in (1, 2, 3, 4):
-        with opened(40, num_workers=count, executor=way) as loader:
-            loader.load_state_dict(state)
-            assert given + lists(loader) == expected
-
-
 def note_shard(info: Any) -> None:
     info.dataset.seen = [*getattr(info.dataset, "seen", []), (info.id, info.num_workers)]
 
@@ -321,24 +298,3 @@ def test_a_stream_needs_few_descriptors_and_threads():
         assert list(batches) == list(range(1, 60))
     assert files <= 16 * count
     assert threads <= 3 * count
-
-
-def test_a_shard_that_is_uneven_or_slow_changes_no_turn():
-    def numbers() -> Iterator[int]:
-        info = get_worker_info()
-        assert info is not None
-        for number in range(info.id, 30 * (info.id + 1), info.num_workers):
-            if info.id == 1:
-                Sometimes(5)(number)
-            yield number
-
-    class Uneven:
-        def __iter__(self) -> Iterator[int]:
-            return numbers()
-
-    parts = [list(range(shard, 30 * (shard + 1), 3)) for shard in range(3)]
-    rounds = itertools.zip_longest(*parts)
-    expected = [number for each in rounds for number in each if number is not None]
-    with Loader(Uneven(), num_workers=3, executor="thread") as loader:
-        assert list(loader) == expected
-        assert loader.stats.reread == 0

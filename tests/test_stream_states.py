@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
-from conftest import variants, workers
-from helpers import Deadly
+from conftest import lists, plain, variants
+from helpers import Deadly, Numbers, StatefulIterator, StatefulNumbers
 from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
-from test_streams import in_turns, plain
+from test_streams import in_turns
 
 from minloader import Loader
 
@@ -18,14 +19,14 @@ every_idiom = pytest.mark.parametrize("stream", IDIOMS)
 one_idiom = variants("stream", IDIOMS)
 EPOCHS = 3
 
-
-def epoch(number: int, shards: int, n: int = 14, size: int = 2) -> list[list[int]]:
-    """What an epoch of a stream that counts should give."""
-    return [[100 * number + value for value in batch] for batch in in_turns(n, shards, size)]
+STREAMS = [*IDIOMS, *(partial(kind, 14) for kind in (Numbers, StatefulNumbers, StatefulIterator))]
+"""Streams that count their epochs, and some that give the same in each."""
 
 
-def lists(batches: Any) -> list[Any]:
-    return [batch.tolist() for batch in batches]
+def epoch(number: int, shards: int, stream: Any = Counting) -> list[list[int]]:
+    """What an epoch of a stream should give."""
+    first = 100 * number if stream in IDIOMS else 0
+    return [[first + value for value in batch] for batch in in_turns(14, shards, 2)]
 
 
 def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
@@ -56,36 +57,39 @@ def test_a_stream_counts_its_epochs(make, stream):
     assert lists(loader) == epoch(5, shards)
 
 
-@every_idiom
+@pytest.mark.parametrize("stream", STREAMS)
 def test_resumed_after_each_batch_of_each_epoch(stream):
     """Also between epochs; by a loader that has read before, and by a new one."""
     with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
         states, given = run(loader)
-    assert given == [epoch(number, 3) for number in range(EPOCHS)]
+    assert given == [epoch(number, 3, stream) for number in range(EPOCHS)]
     with Loader(stream(), batch_size=2, num_workers=0) as same:
         for number, k, state in [*states[1:-1], states[1]]:
             with Loader(stream(), batch_size=2, num_workers=0) as other:
                 resumed = same if k % 2 else other
                 resumed.load_state_dict(state)
                 assert plain(resumed.state_dict()) == state
-                assert lists(resumed) == epoch(number, 3)[k:]
-                assert lists(resumed) == epoch(number + 1, 3)
+                assert lists(resumed) == epoch(number, 3, stream)[k:]
+                assert lists(resumed) == epoch(number + 1, 3, stream)
 
 
-@one_idiom
+@variants("stream", [STREAMS[0], STREAMS[-1], *STREAMS[1:-1]], quick=2)
 def test_resumed_by_workers(stream):
+    """And by none, which then have the shards of the state."""
     with Loader(stream(), batch_size=2, num_workers=2) as loader:
         states, given = run(loader)
-        assert given == [epoch(number, 2) for number in range(EPOCHS)]
+        assert given == [epoch(number, 2, stream) for number in range(EPOCHS)]
         for number, k, state in [*states[2:-1:5], states[1]]:
-            for number_of_workers in (1, 3):
+            for number_of_workers in (1, 3, 0):
                 loader.num_workers = number_of_workers
                 loader.load_state_dict(state)
                 chained = [batch.tolist() for _, batch in loader.epochs(2)]
-                assert chained == epoch(number, 2)[k:] + epoch(number + 1, 2)
-                assert lists(loader) == epoch(number + 2, 2)
+                following = epoch(number + 1, 2, stream)
+                assert chained == epoch(number, 2, stream)[k:] + following
+                assert lists(loader) == epoch(number + 2, 2, stream)
+        loader.num_workers = 3
         loader.load_state_dict(states[1][2])  # by the same workers
-        assert lists(loader) == epoch(0, 2)[1:]
+        assert lists(loader) == epoch(0, 2, stream)[1:]
 
 
 @one_idiom
@@ -98,32 +102,6 @@ def test_counted_on_when_a_worker_dies(stream, tmp_path):
         chained = [batch.tolist() for _, batch in loader.epochs(2)]
         assert chained == epoch(3, 2) + epoch(4, 2)
         assert loader.stats.retries == 5
-
-
-@pytest.mark.slow
-@every_idiom
-def test_counted_on_in_chunks(stream, monkeypatch):
-    """A worker is killed between the tasks of an epoch that is read ahead, and between epochs."""
-    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    n = 1500
-    with Loader(stream(n), batch_size=2, num_workers=1) as loader:
-        assert lists(loader) == epoch(0, 1, n)
-        assert loader.stats.chunk_size > 1
-        for process in workers(loader):
-            process.kill()
-        batches = loader.epochs(3)
-        for number in (1, 2, 3):
-            for k, batch in enumerate(epoch(number, 1, n)):
-                if k in (5, 400, 749):
-                    state = plain(loader.state_dict())
-                    for process in workers(loader):
-                        process.kill()
-                assert next(batches)[1].tolist() == batch
-        loader.load_state_dict(state)
-        assert lists(loader) == epoch(3, 1, n)[749:]
-        assert lists(loader) == epoch(4, 1, n)
-        assert lists(islice(loader, 748)) == epoch(5, 1, n)[:748]
-        assert lists(loader) == epoch(5, 1, n)
 
 
 @every_idiom

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import random
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, require, variants, workers
+from conftest import eventually, lists, plain, require, variants, workers
 from helpers import (
     BrokenStream,
     Deadly,
@@ -44,10 +43,6 @@ foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"],
 STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
 
 
-def plain(batches: Any) -> Any:
-    return json.loads(json.dumps(batches, default=lambda value: value.tolist()))
-
-
 def in_turns(n: int, shards: int, size: int, last: str = "keep") -> list[list[int]]:
     """What a loader over Numbers(n) should give."""
     parts = [list(range(shard, n, shards)) for shard in range(shards)]
@@ -68,7 +63,7 @@ def test_shards_in_turns(make, last):
     loader = make(Numbers(lengths), batch_size=3, last_batch=last)
     for n in lengths:
         expected = in_turns(n, max(1, loader.num_workers), 3, last)
-        assert [batch.tolist() for batch in loader] == expected
+        assert lists(loader) == expected
 
 
 @own
@@ -104,13 +99,13 @@ def test_infinite_streams(make):
     shards = max(1, loader.num_workers)
     expected = in_turns(400, shards, 2)[:100]
     for _ in range(2):
-        assert [batch.tolist() for batch in itertools.islice(loader, 100)] == expected
+        assert lists(itertools.islice(loader, 100)) == expected
 
 
 def test_tiny_batches_share_tasks(monkeypatch):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
     with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
-        assert [batch.tolist() for batch in loader] == in_turns(4000, 2, 2)
+        assert lists(loader) == in_turns(4000, 2, 2)
         assert loader.stats.chunk_size > 1
 
 
@@ -127,7 +122,7 @@ def test_each_shard_stays_with_its_worker():
 def test_what_is_ready_first(make):
     loader = make(Numbers(40), batch_size=2, in_order=False)
     shards = max(1, loader.num_workers)
-    got = [batch.tolist() for batch in loader]
+    got = lists(loader)
     assert sorted(got) == sorted(in_turns(40, shards, 2))
 
 
@@ -157,7 +152,7 @@ def test_several_passes_at_once(make):
     del other
     assert got[0] == expected
     assert got[1] == expected[:4]
-    assert [batch.tolist() for batch in third] == expected
+    assert lists(third) == expected
 
 
 def test_what_was_left_is_let_go(tmp_path):
@@ -196,7 +191,7 @@ def test_torch_streams():
             batches = list(loader)
         assert all(isinstance(batch, torch.Tensor) for batch in batches)
         expected = in_turns(10, max(1, num_workers), 1)
-        assert [batch.tolist() for batch in batches] == [number * 3 for number in expected]
+        assert lists(batches) == [number * 3 for number in expected]
 
 
 # --- randomness ----------------------------------------------------------------------------------
@@ -247,32 +242,6 @@ def test_every_batch_has_seeds_of_its_own(make):
 
 
 @own
-@variants("stream", STREAMS)
-def test_after_every_batch(make, stream):
-    """Gone on with by other numbers of workers, which take over the shards as they were."""
-    loader = make(stream(31), batch_size=2)
-    loader.set_epoch(3)
-    batches = iter(loader)
-    states, expected = [plain(loader.state_dict())], []
-    for batch in batches:
-        expected.append(batch.tolist())
-        states.append(plain(loader.state_dict()))
-    for options in ({"num_workers": 0}, {"num_workers": 2, "executor": "thread"}):
-        for k, state in enumerate(states):
-            with Loader(stream(31), batch_size=2, **options) as other:
-                other.load_state_dict(state)
-                assert plain(other.state_dict()) == state
-                assert [batch.tolist() for batch in other] == expected[k:]
-                assert other.epoch == 4
-                assert [batch.tolist() for batch in other] == expected
-    with Loader(stream(31), batch_size=2, num_workers=2) as other:
-        for k in (0, 3, len(expected)):
-            other.load_state_dict(states[k])
-            assert [batch.tolist() for batch in other] == expected[k:]
-            assert [batch.tolist() for batch in other] == expected
-
-
-@own
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 2)
     loader = make(StatefulNumbers(60), batch_size=2)
@@ -280,13 +249,13 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch)
     for _ in range(20):
         next(batches)
     state = plain(loader.state_dict())
-    expected = [batch.tolist() for batch in batches]
+    expected = lists(batches)
     shards = state["stream"][0]["shards"]
     assert all(shard["batches"] - shard["at"] <= 2 for shard in shards)
     forbidden = min(shard["at"] for shard in shards) * 2
     again = make(StatefulNumbers(60, forbidden=forbidden), batch_size=2)
     again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == expected
+    assert lists(again) == expected
 
 
 def test_states_that_do_not_fit():
@@ -340,9 +309,9 @@ def test_an_error_in_transform_costs_a_batch(make):
     assert "batch 2 of epoch 0, item (0, 2)" in note
     state = plain(loader.state_dict())
     rest = [[6, 7], [8, 9], [10, 11]]
-    assert [batch.tolist() for batch in batches] == rest
+    assert lists(batches) == rest
     loader.load_state_dict(state)
-    assert [batch.tolist() for batch in loader] == rest
+    assert lists(loader) == rest
 
 
 @own
@@ -366,7 +335,7 @@ def test_an_error_in_the_stream_ends_a_generator(make, caplog):
 @own
 def test_an_iterator_that_can_goes_on_after_an_error(make):
     loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=1, on_error="skip")
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+    assert lists(loader) == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
 
 
 @own
@@ -412,9 +381,9 @@ def test_a_death_loses_nothing(stream, where, tmp_path):
     else:
         dataset = stream(40, on_sample=deadly)
     with Loader(dataset, **options) as loader:
-        assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
+        assert lists(loader) == in_turns(40, 2, 3)
         assert 1 <= loader.stats.retries <= 4
-        assert [batch.tolist() for batch in loader] == in_turns(40, 2, 3)
+        assert lists(loader) == in_turns(40, 2, 3)
 
 
 def test_a_transform_that_always_kills_costs_one_batch():
