@@ -6,7 +6,6 @@ Numpy is imported where it is needed: a worker starts in half the time without i
 from __future__ import annotations
 
 import itertools
-import math
 import multiprocessing
 import os
 import random
@@ -156,8 +155,6 @@ def cook(recipe: Any) -> Any:
     kind, *rest = recipe
     if kind == "array":
         return lay_out(*rest)
-    if kind == "tensor":
-        return _tensor(*rest)
     if kind == "objects":
         return np.array([{"n": n} for n in range(rest[0])] + [None], dtype=object)
     if kind == "value":
@@ -209,19 +206,6 @@ def lay_out(dtype: Any, shape: tuple[int, ...], layout: str, seed: int) -> Any:
         born[...] = array
         return born
     return array
-
-
-def _tensor(dtype: str, shape: tuple[int, ...], layout: str) -> Any:
-    import torch
-
-    tensor = torch.arange(math.prod(shape)).reshape(shape).to(getattr(torch, dtype))
-    if layout == "transposed":
-        return tensor.T
-    if layout == "conjugate":
-        return tensor.conj()
-    if layout == "born":
-        return torch.from_numpy(lay_out(dtype, shape, "born", 0))
-    return tensor.requires_grad_(layout == "gradient")
 
 
 def numbered(index: int, size: int = 240_000) -> Any:
@@ -519,13 +503,6 @@ SAMPLERS: dict[str, Any] = {
     "self-iterating": lambda: SelfIterating(range(40)),
 }
 """Samplers of 40 batches in epoch 2, one of each kind."""
-
-
-def make_sampler(kind: str, epoch: int | None = None) -> Any:
-    sampler = SAMPLERS[kind]()
-    if epoch is not None and hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    return sampler
 
 
 def once_in(folder: str, number: int) -> bool:
