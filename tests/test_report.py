@@ -288,14 +288,11 @@ def test_data_stays_data():
     assert [data.removeprefix("minloader: ") for data in shown] == [READ] * 5
 
 
-def test_fragment_escapes_everything():
+def test_a_fragment_escapes_everything_and_leaves_colours_to_the_notebook():
     read = Reader(fragment(HOSTILE, HOSTILE, [(HOSTILE, HOSTILE, HOSTILE)]))
     assert not read.all("script")
     said = [data for _, data in read.texts if data.strip()]
     assert said == [f"minloader: {READ}", *[READ] * 4]
-
-
-def test_fragment_leaves_colours_to_the_notebook():
     text = fragment("", "A verdict.", ROWS)
     assert Reader(text).said("strong") == [value for _, value, _ in ROWS]
     assert not re.search(r"#[0-9a-f]{3}|rgb|background", text)
@@ -513,59 +510,41 @@ def test_hostile_text_is_shown_and_does_nothing(drawn):
     assert sum(HOSTILE in data for tag, data in read.texts if tag != "script") >= 10
 
 
-def test_page_without_events(drawn):
-    read = drawn["nothing"]
-    assert "No events were recorded." in read.said("p")
-    assert read.all("div", **{"class": "drawn", "hidden": ""})
+@pytest.mark.parametrize(
+    ("page", "tag", "said"),
+    [
+        ("nothing", "p", "No events were recorded."),
+        ("one instant", "li", " at 1.500 s: SIGKILL"),
+        ("stages", "title", "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 5 s"),
+        ("stages", "text", "64"),
+        ("joined", "title", "50 spans:\nother 25 µs"),
+        ("long", "text", "4999"),  # of a long run the end is drawn
+        ("deaths", "li", "88 more before"),
+    ],
+)
+def test_a_page_says(drawn, page, tag, said):
+    assert said in drawn[page].said(tag)
 
 
-def test_page_of_one_event(drawn):
+def test_what_is_drawn(drawn):
+    assert drawn["nothing"].all("div", **{"class": "drawn", "hidden": ""})
     assert drawn["one event"].spans("wait") == [(0, 1)]
-
-
-def test_page_of_one_instant(drawn):
-    read = drawn["one instant"]
-    assert len(read.all("g", **{"class": "mark", "id": "mark0"})) == 1
-    assert " at 1.500 s: SIGKILL" in read.said("li")
-
-
-def test_own_time_of_the_consumer_is_what_lies_between_its_waits(drawn):
+    assert len(drawn["one instant"].all("g", **{"class": "mark", "id": "mark0"})) == 1
+    # The own time of the consumer is what lies between its waits.
     (first, _), (second, _) = drawn["waits"].spans("own")
     assert (first, second) == (pytest.approx(0.2), pytest.approx(0.6))
-
-
-def test_stages_say_which_batches_they_are_of(drawn):
-    read = drawn["stages"]
-    assert "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 5 s" in read.said("title")
-    assert "64" in read.said("text")
+    # Many tiny spans are drawn as few, and neighbours that are too narrow to see are joined.
+    assert 20 < len(drawn["crowd"].spans("task")) < 40_000
+    assert len(drawn["joined"].spans("task")) == 101
+    assert 100 < len(drawn["long"].all("rect")) < 400
+    # What has been left out cannot be gone to, but is told.
+    assert not drawn["long"].all("a")
+    assert any("at 1.000 s" in text for text in drawn["long"].said("li"))
 
 
 def test_tracks_are_in_order(drawn):
     names = [attrs["title"] for attrs in drawn["tracks"].all("div") if "title" in attrs]
     assert names == ["consumer", "sampler", "other", "worker 9", "worker 10"]
-
-
-def test_many_tiny_spans_are_drawn_as_few(drawn):
-    read = drawn["crowd"]
-    assert 20 < len(read.spans("task")) < 40_000
-
-
-def test_neighbours_too_narrow_to_see_are_joined(drawn):
-    read = drawn["joined"]
-    assert "50 spans:\nother 25 µs" in read.said("title")
-    assert len(read.spans("task")) == 101
-
-
-def test_of_a_long_run_the_end_is_drawn(drawn):
-    read = drawn["long"]
-    assert "4999" in read.said("text")
-    assert 100 < len(read.all("rect")) < 400
-    assert not read.all("a")  # what has been left out cannot be gone to, but is told
-    assert any("at 1.000 s" in text for text in read.said("li"))
-
-
-def test_deaths_too_many_to_tell_are_counted(drawn):
-    assert "88 more before" in drawn["deaths"].said("li")
 
 
 def test_spans_of_time_are_told_as_everywhere(drawn):
