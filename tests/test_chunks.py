@@ -8,7 +8,6 @@ import threading
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import EXECUTORS
 from helpers import (
@@ -24,6 +23,7 @@ from helpers import (
     refuse,
     sized,
 )
+from kinds import Reusing
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
@@ -201,25 +201,15 @@ def test_an_item_that_cannot_travel_takes_no_other_along(chunks, bad):
             assert (outcome, chunks.remote) == (bad, False)
 
 
-class Stumbling:
-    """A sampler that raises in between, and goes on."""
-
-    def __iter__(self) -> Any:
-        self.drawn = count()
-        return self
-
-    def __next__(self) -> int:
-        n = next(self.drawn)
-        if n == N:
-            raise StopIteration
-        if n in (20, 21, 45):
-            raise LookupError(f"draw {n}")
-        return n
+def stumble(n: int) -> int:
+    if n in (20, 21, 45):
+        raise LookupError(f"draw {n}")
+    return n
 
 
 @away
 def test_an_error_of_the_sampler_has_its_turn(chunks):
-    found = outcomes(epoch_of(chunks(Echo(), Stumbling())))
+    found = outcomes(epoch_of(chunks(Echo(), map(stumble, range(N)))))
     texts = {n: f"draw {n}" for n in (20, 21, 45)}
     assert [str(each) if isinstance(each, Exception) else each for each in found] == [
         texts.get(n, n) for n in range(N)
@@ -227,19 +217,10 @@ def test_an_error_of_the_sampler_has_its_turn(chunks):
     assert found[20].__notes__ == ["minloader: raised by the sampler, epoch 0"]
 
 
-class Reusing:
-    """A sampler that fills one array again and again."""
-
-    def __iter__(self) -> Any:
-        item = np.zeros(1, dtype=int)
-        for item[0] in range(N):
-            yield item
-
-
 @pytest.mark.parametrize("make", [n for n in EXECUTORS if "process" in n], indirect=True)
 def test_an_item_is_what_it_was_when_it_was_drawn(chunks):
-    batches = list(epoch_of(chunks(Echo(), Reusing())))
-    assert [batch.tolist() for batch in batches] == [[n] for n in range(N)]
+    batches = list(epoch_of(chunks(Echo(), Reusing(2 * N))))
+    assert batches == [[n, n + 1] for n in range(0, 2 * N, 2)]
 
 
 @away
@@ -264,13 +245,6 @@ class Endless:
         for n in count():
             self.most = max(self.most, n)
             yield n
-
-
-@away
-def test_out_of_order_loses_nothing(chunks):
-    assert sorted(epoch_of(chunks(Squares(), range(N), in_order=False))) == [
-        n * n for n in range(N)
-    ]
 
 
 @pytest.mark.parametrize("make", ["thread", "foreign-thread"], indirect=True)
