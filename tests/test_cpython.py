@@ -600,9 +600,7 @@ use()
 release.set()
 """
     warns = ["-W", "default:This process:DeprecationWarning"]
-    result = subprocess.run(
-        [sys.executable, *warns, "-c", program], capture_output=True, text=True, timeout=250
-    )
+    result = python(program, options=warns)
     assert (result.returncode, result.stdout) == (0, "[0, 1, 2]\n" * 3)
     assert ("use of fork()" in result.stderr) == (sys.version_info >= (3, 12))
     assert result.stderr.startswith("beside one of the user's\n"), result.stderr

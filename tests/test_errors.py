@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, making, variants, workers
+from conftest import alive, eventually, in_a_fork, making, variants, workers
 from helpers import Echo, Squares, TwoArguments
 from raising import (
     FailsToLoad,
@@ -264,16 +264,7 @@ def test_foreign_executor_that_is_shut_down_is_named():
 def test_foreign_executor_in_a_fork_is_refused():
     with ThreadPoolExecutor(1) as pool, Loader(abs, range(4), executor=pool) as loader:
         assert list(loader) == [0, 1, 2, 3]
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            status = 1
-            try:
-                list(loader)
-            except RuntimeError as error:
-                status = 0 if "of which this one is a fork" in str(error) else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        assert "of which this one is a fork" in in_a_fork(lambda: list(loader))
 
 
 # --- arguments -------------------------------------------------------------------------------

@@ -32,7 +32,17 @@ from children import (
     run_subprocess,
     wait_for_release,
 )
-from conftest import alive, belongings, eventually, variants, workers
+from conftest import (
+    PATH,
+    alive,
+    belongings,
+    eventually,
+    in_a_fork,
+    printed_by,
+    python,
+    variants,
+    workers,
+)
 from helpers import Gate, Squares, Whereabouts
 
 import minloader
@@ -73,7 +83,7 @@ def test_start_methods(method):
         multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
-def test_a_fork_server_imports_what_the_job_needs(tmp_path):
+def test_a_fork_server_imports_what_the_job_needs(tmp_path, monkeypatch):
     """Once: for a worker, for the one that replaces it, and for those of the next loader."""
     (tmp_path / "heavy.py").write_text(
         """
@@ -109,18 +119,11 @@ assert threads == "1" and "OMP_NUM_THREADS" not in os.environ
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    environment = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
-    environment |= {name: str(tmp_path / name) for name in ("IMPORTS", "DIED")}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environment = {name: str(tmp_path / name) for name in ("IMPORTS", "DIED")}
     # Older fork servers look for modules here, not beside the script.
-    path = [str(Path(minloader.__file__).parents[1]), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([*PATH, str(tmp_path)])
+    done = python(script, env=environment)
     assert (done.stdout, done.stderr.count("Error")) == ("main runs\n", 0), done.stderr
 
 
@@ -401,14 +404,7 @@ for _ in range(20):
         pass
 print(list(loader))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        start_new_session=True,
-    )
-    assert (result.stdout, result.stderr) == ("['0', '1', '2', '3']\n", "")
+    assert printed_by(code, start_new_session=True) == "['0', '1', '2', '3']\n"
 
 
 @variants(
@@ -444,10 +440,7 @@ loader = Loader(stuck, range(4), num_workers=2, executor='thread')
 batches = iter(loader)
 begun.wait()
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250
-    )
-    assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
+    assert printed_by(code) == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -548,21 +541,13 @@ def used(loader: Loader) -> list[Any]:
 def test_a_fork_of_the_parent_has_workers_of_its_own_and_leaves_ours_alone():
     with Loader(Whereabouts(), range(6), num_workers=2) as loader:
         ours = {process.pid for process in used(loader)}
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            status = 1
-            try:
-                theirs = {batch["pid"] for batch in loader}
-                loader.close()
-                os.write(writer, json.dumps(sorted(theirs)).encode())
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-        theirs = set(json.loads(os.read(reader, 10_000)))
-        os.close(reader)
-        os.close(writer)
+
+        def use() -> list[int]:
+            pids = [batch["pid"] for batch in loader]
+            loader.close()
+            return pids
+
+        theirs = set(json.loads(in_a_fork(use)))
         assert theirs
         assert not theirs & ours
         assert not any(map(alive, theirs))
@@ -597,10 +582,7 @@ def test_other_processes_still_get_their_main_module(tmp_path):
         "    p = multiprocessing.get_context('spawn').Process(target=f)\n"
         "    p.start(); p.join()\n"
     )
-    result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=250
-    )
-    assert (result.stdout, result.stderr) == ("['1']\nf of __mp_main__\n", "")
+    assert printed_by(script) == "['1']\nf of __mp_main__\n"
 
 
 def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
@@ -615,10 +597,7 @@ def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
         "if __name__ == '__main__':\n"
         "    print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=250
-    )
-    assert (result.stdout, result.stderr) == ("f of __mp_main__\n[None]\n", "")
+    assert printed_by(script, options=["-W", "ignore"]) == "f of __mp_main__\n[None]\n"
 
 
 BUSY = """
