@@ -120,7 +120,7 @@ def test_every_state_leads_to_the_rest(make, kind, ways):
     assert len({epoch for epoch, _ in expected}) == EPOCHS
     wrong = []
     for k, between, state in states[:: 1 if len(states) < 60 else 11]:
-        with Loader(Guarded(), KINDS[kind](), num_workers=0) as other:
+        with Loader(Guarded(), KINDS[kind](), **(THREADS if k % 2 else HERE)) as other:
             other.load_state_dict(state)
             assert between in (None, other.epoch)
             assert plain(other.state_dict()) == state

@@ -299,31 +299,28 @@ def run(program, folder, *options):
     assert done == "well\n"
 
 
-def test_annotations_arrive(tmp_path):
-    """From CPython 3.14, classes have them when somebody asks."""
-    run(ANNOTATED, tmp_path)
+old = pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
+older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
-def test_annotations_may_name_what_exists_for_type_checkers_only(tmp_path):
-    run(FOR_TYPE_CHECKERS, tmp_path)
-
-
-def test_annotations_may_name_types_of_the_main_module(tmp_path):
-    run(NAMED_TYPES, tmp_path)
-
-
-def test_wrappers_of_methods_of_abstract_classes(tmp_path):
-    run(WRAPPERS, tmp_path)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
-@pytest.mark.parametrize("way", ["lazy import", "-X lazy_imports=all"])
-def test_lazy_imports_arrive(way, tmp_path):
-    if way == "lazy import":
-        run(LAZY_IMPORTS, tmp_path)
-    else:
-        run(LAZY_IMPORTS.replace("\nlazy ", "\n"), tmp_path, "-X", "lazy_imports=all")
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        # From CPython 3.14, classes have them when somebody asks.
+        pytest.param(ANNOTATED, [], id="annotations"),
+        pytest.param(FOR_TYPE_CHECKERS, [], id="for type checkers only", marks=old),
+        pytest.param(NAMED_TYPES, [], id="types of the main module"),
+        pytest.param(WRAPPERS, [], id="wrappers of methods of abstract classes"),
+        pytest.param(LAZY_IMPORTS, [], id="lazy import", marks=older),
+        pytest.param(
+            *(LAZY_IMPORTS.replace("\nlazy ", "\n"), ["-X", "lazy_imports=all"]),
+            id="lazy_imports=all",
+            marks=older,
+        ),
+    ],
+)
+def test_what_a_main_module_defines_arrives(program, options, tmp_path):
+    run(program, tmp_path, *options)
 
 
 EXECUTE = """
