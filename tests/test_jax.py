@@ -13,7 +13,7 @@ import pytest
 from conftest import eventually, printed_by, require
 from helpers import Echo, Faulty
 
-from minloader import BatchSampler, Loader, collate, pad_collate
+from minloader import BatchSampler, Loader, collate
 from minloader._inspect import inspect
 
 jax = require("jax")
@@ -213,25 +213,6 @@ def test_what_jax_refuses_is_raised_in_its_place():
         next(batches)
     assert next(batches).tolist() == [1]
     assert list(batches) == []
-
-
-@pytest.mark.slow
-def test_padded_batches_of_changing_shape():
-    lengths = [3, 9, 2, 14, 5, 6]
-    sampler = BatchSampler(6, 2)
-    with Loader(
-        Ragged(lengths), sampler, collate_fn=pad_collate(multiple_of=4), num_workers=2
-    ) as loader:
-        found = [(batch.values.shape, batch.lengths.tolist()) for batch in to_device(loader)]
-    assert found == [((2, 12), [3, 9]), ((2, 16), [2, 14]), ((2, 8), [5, 6])]
-
-
-class Ragged:
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __getitem__(self, index: int) -> Any:
-        return np.ones(self.lengths[index], np.float32)
 
 
 def test_workers_do_not_import_jax():

@@ -8,7 +8,7 @@ import random
 import wave
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +250,13 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("delivered", [0, 1, 7, -1])
 @pytest.mark.parametrize(
-    ("before", "then"),
-    [("inline", "threads"), ("threads", "inline"), ("threads", "threads")],
+    ("delivered", "before", "then"),
+    [
+        *((k, *ways) for k in (0, 1, 7, -1) for ways in permutations(["inline", "threads"])),
+        *((k, "threads", "threads") for k in (0, 1, 7, -1)),
+        *((7, *ways) for ways in permutations(["inline", "processes"])),
+    ],
 )
 def test_round_trip_with_workers(manifest: Path, delivered: int, before: str, then: str) -> None:
     """What was read ahead for the workers does not count, and they may be others then."""
@@ -267,11 +270,6 @@ def test_round_trip_with_workers(manifest: Path, delivered: int, before: str, th
     rest = resumed(state, make_sampler(manifest), **WORKERS[then])
     assert next(rest) == this[delivered:]
     assert next(rest) == after
-
-
-@pytest.mark.parametrize(("before", "then"), [("processes", "inline"), ("inline", "processes")])
-def test_round_trip_with_processes(manifest: Path, before: str, then: str) -> None:
-    test_round_trip_with_workers(manifest, 7, before, then)
 
 
 def test_asking_for_the_length_disturbs_nothing(manifest: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -122,25 +124,30 @@ def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
     assert "after" not in caplog.text
 
 
+@contextmanager
+def handled(handle: Callable[[logging.LogRecord], Any], to: logging.Logger) -> Iterator[None]:
+    """Has a function called with each record of a logger."""
+    handler = logging.Handler()
+    handler.emit = handle  # type: ignore[method-assign]
+    to.addHandler(handler)
+    try:
+        yield
+    finally:
+        to.removeHandler(handler)
+
+
 def test_a_handler_may_close_the_loader(caplog):
     """It runs in the thread that hands on what workers log, which closing waits for."""
     closed = threading.Event()
 
-    class Closing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            loader.close()
-            closed.set()
+    def close(record: logging.LogRecord) -> None:
+        loader.close()
+        closed.set()
 
-    handler = Closing()
-    logger.addHandler(handler)
-    try:
-        with caplog.at_level(logging.INFO, logger.name):
-            loader = Loader(Talkative(), [], num_workers=1)
+    with handled(close, logger), caplog.at_level(logging.INFO, logger.name):
+        with Loader(Talkative(), [], num_workers=1) as loader:
             loader.start()
             assert closed.wait(60)
-    finally:
-        logger.removeHandler(handler)
-        loader.close()
     assert "could not be shown" not in caplog.text
 
 
@@ -238,40 +245,29 @@ def test_nothing_is_lost_when_the_program_ends():
     assert (done.stdout, done.returncode) == ("9000 line 2999 of 2\n", 0), done.stderr
 
 
-def test_a_handler_that_raises_harms_nobody(caplog):
-    class Refusing(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            raise RuntimeError("not this one")
+def test_a_filter_that_raises_harms_nobody(caplog, monkeypatch):
+    def refuse(record: logging.LogRecord) -> bool:
+        raise RuntimeError("not this one")
 
-    refusing = Refusing()
-    logger.addFilter(refusing)
-    try:
-        items = [("error", "oh")] * 3
-        with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
-            assert len(list(loader)) == 3
-    finally:
-        logger.removeFilter(refusing)
+    monkeypatch.setattr(logger, "filters", [refuse])
+    items = [("error", "oh")] * 3
+    with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
+        assert len(list(loader)) == 3
     assert "what a worker logged could not be shown" in caplog.text
 
 
 def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
     """Also the entry that says so: it gets to the same handler."""
-
     names: list[str] = []
 
-    class Refusing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            names.append(record.name)
-            raise RuntimeError("not this one")
+    def refuse(record: logging.LogRecord) -> None:
+        names.append(record.name)
+        raise RuntimeError("not this one")
 
-    refusing = Refusing()
-    logging.getLogger().addHandler(refusing)
-    try:
-        items = [("error", "oh")] * 3
+    items = [("error", "oh")] * 3
+    with handled(refuse, logging.getLogger()):
         with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
             assert len(list(loader)) == 3
-    finally:
-        logging.getLogger().removeHandler(refusing)
     assert names.count(logger.name) == 3
     assert "RuntimeError: not this one" in capfd.readouterr().err
 
@@ -359,19 +355,16 @@ class Aside:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_logger_that_does_not_propagate(method):
+def test_a_logger_that_does_not_propagate(method, monkeypatch):
     """In a fork it is one there, too, without its handlers: they are the parent's."""
     records: list[str] = []
-    handler, aside = logging.Handler(), logging.getLogger("tests.aside")
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    aside.propagate = False
-    aside.addHandler(handler)
-    try:
-        with Loader(Aside(), range(1), num_workers=1, mp_context=method) as loader:
-            list(loader)
-            assert eventually(lambda: records)
-    finally:
-        aside.propagate = True
-        aside.removeHandler(handler)
+    aside = logging.getLogger("tests.aside")
+    monkeypatch.setattr(aside, "propagate", False)
+    with (
+        handled(lambda record: records.append(record.getMessage()), aside),
+        Loader(Aside(), range(1), num_workers=1, mp_context=method) as loader,
+    ):
+        list(loader)
+        assert eventually(lambda: records)
     assert len(records) == 1
     assert records != [f"from {os.getpid()}"]

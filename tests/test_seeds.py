@@ -17,6 +17,7 @@ from conftest import variants
 
 from minloader import Loader
 from minloader._worker import seeds
+from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.seeds import batch_seed
 
 WAYS = {
@@ -131,6 +132,34 @@ def test_a_fork_draws_numbers_of_its_own():
         numbers = list(loader)
     assert len(set(numbers)) == 4
     assert not {*numbers} & {random.Random(batch_seed(0, 0, n, 0)).random() for n in range(4)}
+
+
+def test_a_failed_import_is_not_an_import(tmp_path, monkeypatch):
+    """A module whose generators are to be seeded may come at the next attempt."""
+    path = tmp_path / "comes_late.py"
+    path.write_text("raise ImportError('not yet')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.meta_path)
+    seen: list[types.ModuleType] = []
+    for _ in range(2):  # once is enough
+        when_imported("comes_late", seen.append)
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("comes_late")
+    assert seen == []
+    path.write_text("ready = 'at last, and in a file of another size'\n")
+    importlib.invalidate_caches()
+    assert [importlib.import_module("comes_late")] == seen
+    assert hasattr(seen[0], "ready")  # after its code was run
+    forget("comes_late", seen.append)
+    assert sys.meta_path == before
+    del sys.modules["comes_late"]
+
+
+def test_batches_made_here_leave_the_import_path_as_it_was():
+    before = list(sys.meta_path)
+    with Loader(abs, range(3), num_workers=0) as loader:
+        assert list(loader) == [0, 1, 2]
+    assert sys.meta_path == before
 
 
 def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
