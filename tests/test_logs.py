@@ -144,10 +144,13 @@ def test_a_handler_may_close_the_loader(caplog):
         loader.close()
         closed.set()
 
-    with handled(close, logger), caplog.at_level(logging.INFO, logger.name):
-        with Loader(Talkative(), [], num_workers=1) as loader:
-            loader.start()
-            assert closed.wait(60)
+    with (
+        handled(close, logger),
+        caplog.at_level(logging.INFO, logger.name),
+        Loader(Talkative(), [], num_workers=1) as loader,
+    ):
+        loader.start()
+        assert closed.wait(60)
     assert "could not be shown" not in caplog.text
 
 
@@ -265,9 +268,11 @@ def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
         raise RuntimeError("not this one")
 
     items = [("error", "oh")] * 3
-    with handled(refuse, logging.getLogger()):
-        with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
-            assert len(list(loader)) == 3
+    with (
+        handled(refuse, logging.getLogger()),
+        Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader,
+    ):
+        assert len(list(loader)) == 3
     assert names.count(logger.name) == 3
     assert "RuntimeError: not this one" in capfd.readouterr().err
 
