@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -84,12 +82,6 @@ def wait_for_release(path: Path) -> None:
 def register_exit(folder: str) -> int:
     atexit.register(Path(folder, "left").touch)
     return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
-
-
-def leave_child_and_die(item: int) -> None:
-    child = subprocess.Popen(["sleep", "600"])
-    Path(tempfile.gettempdir(), f"child-{item}").write_text(str(child.pid))
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Large(Squares):

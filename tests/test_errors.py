@@ -92,10 +92,6 @@ def test_an_error_that_refuses_attributes_is_raised_here():
 # --- batches that cannot be pickled ----------------------------------------------------------
 
 
-def test_unpicklable_items_can_be_skipped(across):
-    assert list(across(str, [1, threading.Lock(), 3], on_error="skip")) == ["1", "3"]
-
-
 def test_unpicklable_items_are_the_error_of_their_batch(across):
     batches = iter(across(str, [1, threading.Lock(), 3]))
     assert next(batches) == "1"
@@ -103,6 +99,7 @@ def test_unpicklable_items_are_the_error_of_their_batch(across):
         next(batches)
     assert "when it was sent to a worker" in caught.value.__notes__[0]
     assert next(batches) == "3"
+    assert list(across(str, [1, threading.Lock(), 3], on_error="skip")) == ["1", "3"]
 
 
 # --- the dataset itself ----------------------------------------------------------------------
@@ -200,16 +197,6 @@ def test_a_batch_that_always_kills_its_worker(num_workers, retries):
         assert "killed by signal 9 (SIGKILL): the machine may be out of memory" in str(error)
         assert not alive(error.pid)
         assert (loader.stats.retries, loader.stats.replaced) == (retries, retries + 1)
-
-
-def test_workers_killed_between_epochs_are_replaced():
-    with Loader(Squares(6), num_workers=2) as loader:
-        assert len(list(loader)) == 6
-        victims = [process.pid for process in workers(loader)]
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: inspect(loader).is_broken)
-        assert list(loader) == [i * i for i in range(6)]
 
 
 def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():

@@ -10,10 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from children import (
     RELEASE,
     Big,
     Large,
-    leave_child_and_die,
     register_exit,
     run_loader,
     run_pool,
@@ -457,36 +454,6 @@ def test_no_file_is_left_where_files_need_names(tmp_path, number):
     assert list(temporary.iterdir()) == []
 
 
-def test_garbage_collection_ends_the_workers():
-    loader = Loader(Squares(1000, delay=0.01), num_workers=2)
-    for batch in loader:
-        if batch == 9:
-            break
-    pids = [process.pid for process in workers(loader)]
-    assert all(map(alive, pids))
-    del loader
-    gc.collect()
-    assert eventually(lambda: not any(map(alive, pids)))
-
-
-def test_a_handled_error_does_not_keep_the_loader():
-    """Nothing waits for the cycle collector: the error's traceback has no way back to itself."""
-    gc.disable()
-    try:
-        loader = Loader(int, ["1", "x", "3"], num_workers=1)
-        batches = iter(loader)
-        next(batches)
-        (process,) = workers(loader)
-        with suppress(ValueError):
-            next(batches)
-        assert next(batches) == 3
-        pid = process.pid
-        del loader, batches, process
-        assert eventually(lambda: not alive(pid))
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_close_from_another_thread_while_next_waits(executor, tmp_path):
     """The wait ends, with the reason, and no new workers are started for what is left."""
@@ -519,16 +486,6 @@ def test_a_worker_leaves_in_good_order(tmp_path):
         (child,) = loader
     assert (tmp_path / "left").exists()
     assert eventually(lambda: not alive(child))
-
-
-def test_what_a_killed_worker_started_is_killed():
-    path = Path(tempfile.gettempdir(), f"child-{os.getpid()}")
-    with Loader(leave_child_and_die, [os.getpid()], num_workers=1) as loader:
-        with pytest.raises(minloader.WorkerDied):
-            next(iter(loader))
-        child = int(path.read_text())
-        path.unlink()
-        assert eventually(lambda: not alive(child))
 
 
 def used(loader: Loader) -> list[Any]:
