@@ -355,6 +355,13 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         assert left() == {}, psutil.Process().children(recursive=True)
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "threads": {"num_workers": 2, "executor": "thread"},
+    "processes": {"num_workers": 2},
+}
+"""Where batches are made, as options of a loader, without an executor of the user's."""
+
 EXECUTORS = {
     "inline": {"num_workers": 0},
     "thread": {"executor": "thread", "num_workers": 3},

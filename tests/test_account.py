@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import SLOW, eventually, making, plain, require
+from conftest import SLOW, WAYS, eventually, making, plain, require
 from helpers import SAMPLERS, Deadly, Echo, Guarded, Numbers, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
@@ -38,9 +38,7 @@ from minloader._worker import seeds
 
 N = 9
 EPOCHS = 3
-HERE: dict[str, Any] = {"num_workers": 0}
-THREADS: dict[str, Any] = {"num_workers": 2, "executor": "thread"}
-PROCESSES: dict[str, Any] = {"num_workers": 2}
+HERE, THREADS, PROCESSES = WAYS.values()
 
 
 @pytest.fixture(params=["inline", "thread", pytest.param("process-2", marks=pytest.mark.slow)])
@@ -245,7 +243,7 @@ def test_a_sampler_may_reuse_its_list(make):
         assert list(other) == expected[k:]
 
 
-@pytest.mark.parametrize("way", ["here", "threads"])
+@pytest.mark.parametrize("way", ["inline", "threads"])
 def test_a_state_that_another_thread_takes_leaves_out_nothing(way):
     """Batches are taken at any instruction of ``state_dict``: it counts some of them, or none."""
     states: list[tuple[int, Any]] = []
@@ -405,9 +403,6 @@ def test_the_batch_being_made_here_is_not_lost():
         assert through_interrupts(iter(loader)) == (list(range(300)), 5)
 
 
-WAYS: dict[str, Any] = {"here": HERE, "threads": THREADS, "processes": PROCESSES}
-
-
 PLACES = 600
 """Interrupts in a test. A batch of a task that has come passes 10 places of ours, a task 300."""
 
@@ -445,7 +440,7 @@ INTERRUPTED: dict[str, tuple[Any, Any, Callable[[Loader], Any], int, Any]] = {
 """Dataset, sampler, how it is begun, how far apart interrupts are, and what must come."""
 
 
-@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", INTERRUPTED)
 def test_an_interrupt_anywhere_loses_nothing(case, way):
     dataset, sampler, begin, most, expected = INTERRUPTED[case]
@@ -453,7 +448,7 @@ def test_an_interrupt_anywhere_loses_nothing(case, way):
         given = taken_through(begin(loader), some_steps(1, PLACES, most))
         assert given == list(itertools.islice(expected(), len(given)))
         # What was being sent when an interrupt came may be under way: then a shard is read again.
-        assert loader.stats.reread == 0 or way != "here"
+        assert loader.stats.reread == 0 or way != "inline"
 
 
 def test_an_interrupt_anywhere_loses_nothing_out_of_order():
@@ -467,7 +462,7 @@ def test_an_interrupt_anywhere_loses_nothing_out_of_order():
     assert len(set(given)) == len(given)
 
 
-@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
     with (
         Loader(Echo(), itertools.count(), **WAYS[way]) as loader,
@@ -512,7 +507,7 @@ def test_an_interrupt_while_lost_tasks_are_sent_again_loses_nothing(data, tmp_pa
     assert given == list(range(len(given)))
 
 
-@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
     """A ``KeyboardInterrupt`` in ``iter(loader)`` leaves the epoch to the next call."""
     with Loader(Echo(), Told(4), **WAYS[way]) as loader:
@@ -552,7 +547,7 @@ def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed(
     assert step > 100
 
 
-@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_anywhere_in_close_leaves_nothing(way):
     """Once it is called again; or else when the loader is let go of."""
     step, reached = 0, True
@@ -619,7 +614,7 @@ def test_an_epoch_of_which_all_was_left_out_on_purpose_is_no_error(make):
 
 
 @pytest.mark.parametrize("where", ["sampler", "dataset", "iter"])
-@pytest.mark.parametrize("way", ["here", "threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where):
     """At once, without the garbage collector: its workers and its memory too."""
 

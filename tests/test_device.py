@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, in_a_fork, printed_by, variants
+from conftest import WAYS, eventually, in_a_fork, printed_by, variants
 from helpers import (
     Echo,
     Faulty,
@@ -30,16 +30,10 @@ from helpers import (
 from minloader import BatchSampler, Loader, prefetch
 from minloader._inspect import inspect
 
-PLACES: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "thread": {"num_workers": 2, "executor": "thread"},
-    "process": {"num_workers": 2},
-}
 
-
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=WAYS)
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return PLACES[request.param]
+    return WAYS[request.param]
 
 
 def same(batch: Any) -> Any:
@@ -313,11 +307,11 @@ def test_a_slow_loader_is_left_alone(tmp_path):
     assert eventually(lambda: not threads())
 
 
-@pytest.mark.parametrize("name", ["thread", "process"])
+@pytest.mark.parametrize("name", ["threads", "processes"])
 def test_closing_the_loader_in_the_middle(name):
     """From the consumer's thread, at any moment of the other."""
     for rounds in range(5):
-        loader = Loader(Squares(10**6), **PLACES[name])
+        loader = Loader(Squares(10**6), **WAYS[name])
         batches = prefetch(loader, same, 3)
         for _ in range(rounds):
             next(batches)
@@ -366,10 +360,10 @@ print(next(batches))
 
 
 @variants("name", SCRIPTS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", WAYS)
 def test_a_script_ends(place, name):
     """Whatever the thread is doing then; without a word on stderr."""
-    options = {"executor": "process"} | PLACES[place]
+    options = {"executor": "process"} | WAYS[place]
     if place == "inline" and name == "in a slow batch":
         options["num_workers"] = 0
     script = f"""

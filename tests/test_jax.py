@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import eventually, printed_by, require
+from conftest import WAYS, eventually, printed_by, require
 from helpers import Echo, Faulty
 
 from minloader import BatchSampler, Loader, collate
@@ -33,18 +33,11 @@ class Pair(NamedTuple):
     second: Any
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "thread": {"num_workers": 2, "executor": "thread"},
-    "process": {"num_workers": 2},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", WAYS)
 def test_batches_arrive_in_order(name):
     sampler = BatchSampler(20, 4)
-    with Loader(Images(), sampler, collate_fn=collate, **OPTIONS[name]) as loader:
+    with Loader(Images(), sampler, collate_fn=collate, **WAYS[name]) as loader:
         found = list(to_device(loader))
     assert len(found) == 5
     for n, batch in enumerate(found):

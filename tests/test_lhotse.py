@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import printed_by, require
+from conftest import WAYS, printed_by, require
 from helpers import Echo
 
 from minloader import Loader
@@ -243,13 +243,6 @@ def test_round_trip_at_every_batch(
         assert next(rest) == after, delivered
 
 
-WORKERS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "threads": {"num_workers": 3, "executor": "thread"},
-    "processes": {"num_workers": 2},
-}
-
-
 @pytest.mark.parametrize(
     ("delivered", "before", "then"),
     [
@@ -262,12 +255,12 @@ def test_round_trip_with_workers(manifest: Path, delivered: int, before: str, th
     """What was read ahead for the workers does not count, and they may be others then."""
     this, after = (ids(plain(make_sampler(manifest), epoch)) for epoch in (1, 2))
     delivered %= len(this)
-    with Loader(Echo(), make_sampler(manifest), **WORKERS[before]) as loader:
+    with Loader(Echo(), make_sampler(manifest), **WAYS[before]) as loader:
         loader.set_epoch(1)
         batches = iter(loader)
         assert ids(islice(batches, delivered)) == this[:delivered]
         state = save(loader)
-    rest = resumed(state, make_sampler(manifest), **WORKERS[then])
+    rest = resumed(state, make_sampler(manifest), **WAYS[then])
     assert next(rest) == this[delivered:]
     assert next(rest) == after
 

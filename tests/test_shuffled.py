@@ -10,6 +10,7 @@ from typing import Any
 import idioms
 import numpy as np
 import pytest
+from conftest import WAYS, variants
 from idioms import Counting, OwnIterator, Resuming
 
 from minloader import Loader, shuffled
@@ -112,14 +113,7 @@ def test_going_on_reads_no_more_than_the_buffer_again(k):
     assert PlacedReading.read <= 40 - k + 8
 
 
-WAYS: list[dict[str, Any]] = [
-    {"num_workers": 0},
-    {"num_workers": 2, "executor": "thread"},
-    pytest.param({"num_workers": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@variants("options", WAYS.values(), quick=2)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_loaders_go_on_at_every_batch(kind, options):
     """Of two epochs, whatever way the stream has its state in."""
@@ -138,7 +132,7 @@ def test_loaders_go_on_at_every_batch(kind, options):
             assert [batch.tolist() for _, batch in other.epochs(until=2)] == batches[k:], k
 
 
-@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+@pytest.mark.parametrize("options", list(WAYS.values())[:2])
 def test_errors_lose_nothing(options):
     stream = shuffled(Numbers(30, frozenset({0, 4, 5, 17, 29})), 8)
     with Loader(stream, on_error="skip", **options) as loader:
