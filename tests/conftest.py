@@ -196,6 +196,19 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda array: array.tolist()))
 
 
+def outcomes(batches: Iterator[Any], most: int = 1 << 60) -> list[Any]:
+    """The batches that come, so many at most, and errors in the place of others."""
+    found: list[Any] = []
+    while len(found) < most:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            break
+        except Exception as error:
+            found.append(error)
+    return found
+
+
 def lists(batches: Iterable[Any]) -> list[Any]:
     """Batches that are arrays, as lists."""
     return [batch.tolist() for batch in batches]

@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
-from conftest import EXECUTORS
+from conftest import EXECUTORS, outcomes
 from helpers import (
     AllNoise,
     Bomb,
@@ -79,18 +79,6 @@ def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
     for lane in epoch.account.lanes:
         lane._chunk = size
     return epoch
-
-
-def outcomes(epoch: Any) -> list[Any]:
-    """All batches and errors of an epoch."""
-    found: list[Any] = []
-    while True:
-        try:
-            found.append(next(epoch))
-        except StopIteration:
-            return found
-        except BaseException as error:
-            found.append(error)
 
 
 # --- it happens by itself, where it is worth it ------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WAYS, eventually, in_a_fork, printed_by, variants
+from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
 from helpers import (
     Echo,
     Faulty,
@@ -135,23 +135,11 @@ def test_wrong_arguments():
 # --- errors
 
 
-def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """Batches, and the names of the errors between them."""
-    found: list[Any] = []
-    while True:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            return found
-        except Exception as error:
-            found.append(type(error).__name__)
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_error_in_the_dataset_comes_in_its_place(options, depth):
     faults = {2: ValueError, 3: KeyError, 9: ValueError}
     with Loader(Faulty(10, faults), **options) as loader:
-        found = outcomes(prefetch(loader, same, depth))
+        found = names(prefetch(loader, same, depth))
     assert found == [0, 1, "ValueError", "KeyError", 16, 25, 36, 49, 64, "ValueError"]
 
 
@@ -164,6 +152,12 @@ def test_the_error_is_the_original_one():
     assert "batch 1 of epoch 0" in info.value.__notes__[0]
     assert info.traceback[-1].name == "__getitem__"
     batches.close()
+
+
+def names(batches: Iterator[Any]) -> list[Any]:
+    """Batches, and the names of the errors between them."""
+    found = outcomes(batches)
+    return [type(each).__name__ if isinstance(each, Exception) else each for each in found]
 
 
 def one_and_then_an_error() -> Iterator[int]:
@@ -180,7 +174,7 @@ def one_and_then_an_error() -> Iterator[int]:
     ],
 )
 def test_an_error_in_fn_or_in_a_generator_comes_in_its_place(batches, fn, expected):
-    assert outcomes(prefetch(batches, fn)) == expected
+    assert names(prefetch(batches, fn)) == expected
 
 
 def test_system_exit_in_fn_is_the_consumers():
@@ -316,7 +310,7 @@ def test_closing_the_loader_in_the_middle(name):
         for _ in range(rounds):
             next(batches)
         loader.close()
-        found = outcomes(islice(batches, 4))  # what was ready comes first
+        found = names(islice(batches, 4))  # what was ready comes first
         assert found[-1] == "RuntimeError"
         batches.close()
         assert eventually(lambda: not threads())

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, lacking, printed_by, require
+from conftest import eventually, lacking, outcomes, printed_by, require
 from helpers import Echo
 
 from minloader import Loader, get_worker_info
@@ -76,22 +76,14 @@ def test_what_an_executor_loses_comes_again_or_as_an_error_in_its_place(dataset,
     with Company(poison=40, lost=37) as executor:
         options: dict[str, Any] = {"executor": executor, "num_workers": 4, "in_order": in_order}
         with Loader(dataset, range(100), **options) as loader:
-            batches = iter(loader)
-            got, errors = [], []
-            while (batch := next_or_error(batches)) is not None:
-                (errors if isinstance(batch, Exception) else got).append(batch)
+            found = outcomes(iter(loader))
+            errors = [each for each in found if isinstance(each, ArithmeticError)]
+            got = [each for each in found if each not in errors]
             lost = [int(error.__notes__[0].split("item ")[1].split(",")[0]) for error in errors]
             assert 40 in lost
             assert sorted(got + lost) == list(range(100))
             assert all("in the parent, in the executor" in error.__notes__[0] for error in errors)
         assert loader.stats.retries > 0
-
-
-def next_or_error(batches: Any) -> Any:
-    try:
-        return next(batches, None)
-    except ArithmeticError as error:
-        return error
 
 
 class Forgetful(ThreadPoolExecutor):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
@@ -51,7 +52,7 @@ def simulate(
     out; seconds for each batch, give or take. The worker of task ``dies`` dies with it."""
     rng = random.Random(0)
     now, events, took = 0.0, [], dict.fromkeys(("wait", "own", "draw", *STAGES), 0.0)
-    free = [now + 0.15 + 0.01 * worker for worker in range(workers)]
+    free = [0.15 + 0.01 * worker for worker in range(workers)]
     pending: deque[float] = deque()
 
     def add(track: str, name: str, start: float, seconds: float, **args: Any) -> float:
@@ -62,21 +63,17 @@ def simulate(
 
     def work(first: int, now: float) -> float:
         worker = min(range(workers), key=free.__getitem__)
-        track, begin, again = f"worker {worker}", max(free[worker], now), False
+        track, begin = f"worker {worker}", max(free[worker], now)
         if first == dies * chunk:
             dead = begin + stages[0] * chunk / 2
-            cause = "killed by SIGKILL (<out of memory> & co)"
-            add(track, "died", dead, 0.0, cause=cause)
-            begin, again = dead + 0.06, True
-        if again:
+            add(track, "died", dead, 0.0, cause="killed by SIGKILL (<out of memory> & co)")
+            begin = dead + 0.06
             add(track, "again", begin, 0.0, batch=first, count=chunk)
         end = begin
         for name, seconds in zip(STAGES, stages, strict=True):
             end = add(track, name, end, seconds * chunk * rng.uniform(0.7, 1.4))
-        end += 0.0002
-        add(track, "task", begin, end - begin, batch=first, count=chunk, epoch=0)
-        free[worker] = end
-        return end
+        free[worker] = end + 0.0002
+        return add(track, "task", begin, free[worker] - begin, batch=first, count=chunk, epoch=0)
 
     drawn = 0
     for _ in range(batches // chunk):
@@ -88,25 +85,23 @@ def simulate(
         now = max(now, pending.popleft()) + 2e-5
         add("consumer", "wait", begin, now - begin)
         for more in range(chunk):
-            if more:
-                now = add("consumer", "wait", now, 1e-5)
+            now = add("consumer", "wait", now, 1e-5) if more else now
             spent = own * rng.uniform(0.8, 1.2)
             took["own"] += spent
             now += spent
     wall = took["wait"] + took["own"]
-    idle = workers * wall - sum(took[stage] for stage in STAGES)
-    working = {stage: took[stage] for stage in STAGES} | {"idle": idle}
-    bars = [
-        {"label": "consumer", "seconds": {"wait": took["wait"], "own": took["own"]}, "remark": ""},
-        {
-            "label": "sampler",
-            "seconds": {"draw": took["draw"], "idle": wall - took["draw"]},
-            "remark": "",
-        },
-        {"label": "workers", "seconds": working, "remark": f"{workers} processes"},
-    ]
+    working = {stage: took[stage] for stage in STAGES}
+    working["idle"] = workers * wall - sum(working.values())
     rng.shuffle(events)
-    return events, bars
+    return events, [
+        bar("consumer", wait=took["wait"], own=took["own"]),
+        bar("sampler", draw=took["draw"], idle=wall - took["draw"]),
+        bar("workers", f"{workers} processes", **working),
+    ]
+
+
+def bar(label: str, remark: str = "", **seconds: float) -> dict[str, Any]:
+    return {"label": label, "seconds": seconds, "remark": remark}
 
 
 ROWS = [
@@ -379,18 +374,11 @@ def dump(url: str, folder: Path, *, dark: bool) -> str:
 
 
 class Frame(NamedTuple):
-    """A page to show in a browser.
-
-    Attributes:
-        name: what the page, at this width, is called.
-        text: the page.
-        width: pixels.
-        scripts: whether its scripts run.
-    """
+    """A page to show in a browser: its name, at this width, its text, and whether scripts run."""
 
     name: str
     text: str
-    width: int = 1400
+    width: int = 1400  # pixels
     scripts: bool = True
 
 
@@ -457,8 +445,7 @@ CASES = {
         event("worker 0", "died", 1.0, 0.0),
     ),
     "deaths": bare(*(event("worker 0", "died", n, 0.0) for n in range(100))),
-    "durations": bare()
-    | {"bars": [{"label": "", "seconds": {"own": s}, "remark": ""} for s in SPANS]},
+    "durations": bare() | {"bars": [bar("", own=s) for s in SPANS]},
 }
 
 
@@ -682,43 +669,64 @@ class Slow:
         return item
 
 
+def looks(
+    pages: dict[str, str], measure: str, folder: Path, scripts: bool = True
+) -> Iterator[tuple[str, bool, Any]]:
+    """What is measured of pages, narrow and wide, light and dark; what is right of all is so."""
+    frames = [
+        Frame(f"{name} {width}", text, width, scripts)
+        for name, text in pages.items()
+        for width in (1400, 400)
+    ]
+    for dark in (False, True):
+        (folder / str(dark)).mkdir()
+        found = in_frames(frames, RULER + measure, folder / str(dark), dark=dark)
+        assert len(found) == len(frames)
+        for key, is_so in found.items():
+            assert "error" not in is_so, (key, is_so)
+            what = (key, dark, is_so)
+            assert is_so["overflow"] <= 0, what
+            assert is_so["overlaps"] == [], what
+            assert min(is_so["contrasts"].values()) >= 4.5, what
+            yield key, dark, is_so
+
+
 def test_pages_look_right_in_a_browser(tmp_path):
     pages = {name: render(run_data(name)) for name in RUNS}
     with Loader(Slow(), range(80), num_workers=2) as loader:
         assert len(list(loader)) == 80
         loader.stats.to_html(tmp_path / "real.html")
     pages["real"] = (tmp_path / "real.html").read_text(encoding="utf-8")
-    frames = [
-        Frame(f"{name} {width}", text, width)
-        for name, text in pages.items()
-        for width in (1400, 400)
-    ]
     backgrounds: dict[bool, set[str]] = {}
-    for dark in (False, True):
-        folder = tmp_path / str(dark)
-        folder.mkdir()
-        found = in_frames(frames, RULER + MEASURE, folder, dark=dark)
-        assert len(found) == len(frames)
-        for key, is_so in found.items():
-            assert "error" not in is_so, (key, is_so)
-            what = (key, dark, is_so)
-            assert is_so["overflow"] <= 0, what
-            assert is_so["verdict_bottom"] < 300, what
-            assert is_so["bottleneck_bottom"] < is_so["height"], what
-            assert min(is_so["contrasts"].values()) >= 4.5, what
-            assert is_so["overlaps"] == is_so["clipped"] == is_so["outside"] == [], what
-            assert is_so["seen"] >= 10, what
-            assert is_so["untitled"] == 0, what
-            assert max(map(abs, is_so["bars"])) <= 1, what
-            assert is_so["solid"] in {is_so["edge"], ""}, what
-            assert is_so["empty"] <= 4, what
-            assert -60 < is_so["last"] < 5, what  # scrolled to the end
-            assert is_so["buttons"] > 0, what
-            assert abs(is_so["whole"]) <= 4, what
-            assert 3.5 < is_so["larger"] < 4.5, what
-            assert is_so["overlaps_whole"] == is_so["overlaps_larger"] == [], what
-            backgrounds.setdefault(dark, set()).add(is_so["background"])
+    for what in looks(pages, MEASURE, tmp_path):
+        _, dark, is_so = what
+        assert is_so["verdict_bottom"] < 300, what
+        assert is_so["bottleneck_bottom"] < is_so["height"], what
+        assert is_so["clipped"] == is_so["outside"] == [], what
+        assert is_so["seen"] >= 10, what
+        assert is_so["untitled"] == 0, what
+        assert max(map(abs, is_so["bars"])) <= 1, what
+        assert is_so["solid"] in {is_so["edge"], ""}, what
+        assert is_so["empty"] <= 4, what
+        assert -60 < is_so["last"] < 5, what  # scrolled to the end
+        assert is_so["buttons"] > 0, what
+        assert abs(is_so["whole"]) <= 4, what
+        assert 3.5 < is_so["larger"] < 4.5, what
+        assert is_so["overlaps_whole"] == is_so["overlaps_larger"] == [], what
+        backgrounds.setdefault(dark, set()).add(is_so["background"])
     assert backgrounds == {False: {"rgb(255, 255, 255)"}, True: {"rgb(21, 23, 27)"}}
+
+
+def test_without_scripts_the_verdict_and_the_table_are_there(tmp_path):
+    data = {name: run_data(name) for name in RUNS}
+    pages = {name: render(data[name]) for name in RUNS}
+    for what in looks(pages, MEASURE_FRAGMENT, tmp_path, scripts=False):
+        key, _, is_so = what
+        shown = data[key.split()[0]]
+        assert is_so["hidden"], what
+        assert is_so["said"][1] == shown["verdict"], what
+        cells = [text for row in shown["rows"] for text in row if text]
+        assert is_so["said"][2:] == cells, what
 
 
 def use(name: str, actions: str, folder: Path, address: str = "") -> str:
@@ -763,25 +771,3 @@ def test_the_wheel_zooms_where_the_pointer_is(tmp_path):
       else setTimeout(check, 20);
     })();"""
     assert "<title>larger</title>" in use("eight", turn, tmp_path)
-
-
-def test_without_scripts_the_verdict_and_the_table_are_there(tmp_path):
-    data = {name: run_data(name) for name in RUNS}
-    frames = [
-        Frame(f"{name} {width}", render(data[name]), width, scripts=False)
-        for name in RUNS
-        for width in (1400, 400)
-    ]
-    for dark in (False, True):
-        folder = tmp_path / str(dark)
-        folder.mkdir()
-        for key, is_so in in_frames(frames, RULER + MEASURE_FRAGMENT, folder, dark=dark).items():
-            what = (key, dark, is_so)
-            shown = data[key.split()[0]]
-            assert is_so["hidden"], what
-            assert is_so["overflow"] <= 0, what
-            assert is_so["overlaps"] == [], what
-            assert min(is_so["contrasts"].values()) >= 4.5, what
-            assert is_so["said"][1] == shown["verdict"], what
-            cells = [text for row in shown["rows"] for text in row if text]
-            assert is_so["said"][2:] == cells, what

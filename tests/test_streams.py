@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, lists, plain, require, variants, workers
+from conftest import eventually, lists, outcomes, plain, require, variants, workers
 from helpers import (
     BrokenStream,
     Deadly,
@@ -318,17 +318,11 @@ def test_an_error_in_transform_costs_a_batch(make):
 def test_an_error_in_the_stream_ends_a_generator(make, caplog):
     """As it does without a loader; but it is said."""
     loader = make(Scripted(12, {5: ("raises",)}), batch_size=2, num_workers=1)
-    got: list[Any] = []
-    batches = iter(loader)
     with caplog.at_level(logging.WARNING, "minloader"):
-        while True:
-            try:
-                got.append(next(batches).tolist())
-            except StopIteration:
-                break
-            except ValueError as error:
-                got += [str(error), error.__notes__[0].split(", ")[-1]]
-    assert got == [[0, 1], [2, 3], "5 is bad", "when the stream was read"]
+        *given, error = outcomes(iter(loader))
+    assert lists(given) == [[0, 1], [2, 3]]
+    assert str(error) == "5 is bad"
+    assert error.__notes__[0].endswith(", when the stream was read")
     assert "shard 0 of the stream ended with the error in its batch 2" in caplog.text
 
 
@@ -390,17 +384,9 @@ def test_a_transform_that_always_kills_costs_one_batch():
     deadly = Deadly({13}, None)
     expected = [batch for batch in in_turns(40, 2, 3) if 13 not in batch]
     with Loader(Numbers(40), batch_size=3, transform=deadly, num_workers=2) as loader:
-        got, lost = [], []
-        batches = iter(loader)
-        while True:
-            try:
-                got.append(next(batches).tolist())
-            except StopIteration:
-                break
-            except WorkerDied as error:
-                lost.append(error)
-        assert got == expected
-        (error,) = lost
+        found = outcomes(iter(loader))
+        (error,) = (each for each in found if isinstance(each, WorkerDied))
+        assert lists(each for each in found if each is not error) == expected
         assert (error.ordinal, error.item) == (5, (1, 2))
 
 
@@ -447,18 +433,13 @@ def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
     """The stream is shorter when another worker reads it."""
     stream = Scripted(40, {21: ("dies", str(tmp_path))}, shrinks=str(tmp_path / "did-21"))
     with Loader(stream, num_workers=1, retries=2) as loader:
-        got, errors = [], []
-        batches = iter(loader)
-        for _ in range(60):
-            try:
-                got.append(next(batches))
-            except StopIteration:
-                break
-            except RuntimeError as error:
-                errors.append(str(error))
+        found = outcomes(iter(loader), 60)
+        errors = [each for each in found if isinstance(each, RuntimeError)]
+        got = [each for each in found if each not in errors]
         assert 10 < len(got) <= 21
         assert got == list(range(len(got)))
-        assert all("ended after 10 batches when shard 0 was read again" in text for text in errors)
+        text = "ended after 10 batches when shard 0 was read again"
+        assert all(text in str(error) for error in errors)
         assert errors
 
 
