@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from itertools import count, islice
 from typing import Any
@@ -28,11 +26,8 @@ from kinds import Reusing
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
 from minloader._inspect import inspect
-from minloader._memory.pickling import BatchPacker, pack
-from minloader._pools.base import InlinePool, PoolSettings
-from minloader._worker import run as worker
-from minloader._worker.messages import Job, Task, WorkerInfo
-from minloader._worker.run import CHUNK_SECONDS, Worker
+from minloader._worker.messages import Task
+from minloader._worker.run import CHUNK_SECONDS
 
 N = 60
 CHUNK = 8
@@ -271,20 +266,6 @@ def test_a_worker_that_is_of_no_use_says_so_for_each_batch(chunks, dataset, init
 # --- slow batches, slow samplers ---------------------------------------------------------------
 
 
-def test_a_worker_cuts_a_slow_chunk_short(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    maker = Worker(
-        Job(LateSlow(3, 4, 3 * CHUNK_SECONDS), None, None, None),
-        WorkerInfo(0, 1, os.getpid(), 0),
-        packer=BatchPacker(),
-    )
-    task = Task(0, 0, [pack(n, down=True) for n in range(CHUNK)], packed=True)
-    made = len(maker.run(task).outcomes)
-    assert 1 <= made <= 4
-    monkeypatch.setattr(worker, "CHUNK_SECONDS", 60)
-    assert len(maker.run(task).outcomes) == CHUNK
-
-
 @away
 def test_a_slow_batch_in_a_chunk_changes_no_order(chunks):
     for slow in (range(20, 21), range(20, 24), range(50, N)):
@@ -318,17 +299,3 @@ def test_a_slow_sampler_is_not_read_ahead_for_a_chunk(make):
     record(loader, sent)
     assert list(epoch_of(loader)) == [n * n for n in range(20)]
     assert len(sent) == 20
-
-
-def interrupt(item: int) -> int:
-    if item == 1:
-        raise KeyboardInterrupt
-    return item
-
-
-def test_ctrl_c_in_a_task_of_several_is_not_swallowed():
-    """As it may come in the calling process, when there are no workers any more."""
-    pool = InlinePool(PoolSettings(0, 0, 0, 0), None, Job(interrupt, None, None, None))
-    with pytest.raises(KeyboardInterrupt):
-        pool.submit(Task(0, 0, [0, 1, 2]))
-    assert pool.submit(Task(0, 0, [2])).result().outcomes == [2]
