@@ -4,9 +4,9 @@ A thread kills worker processes: idle ones, busy ones, some that are just starti
 shared memory, or answering; one at a time or two at once; while epochs run, are left and begin
 anew, and while loaders are closed. Every batch must be what ``num_workers=0`` makes of it, and at
 the end nothing may be left. The delays and victims are drawn from the seed; what the scheduler
-makes of them is not. More of it, at will::
+makes of them is not. More of it in each case, at will::
 
-    CHAOS="1000 kills, 20000 batches, seed 7" pytest --timeout=0 -m slow tests/test_chaos.py
+    CHAOS="150 kills, 3000 batches, seed 7" pytest --timeout=0 -m slow tests/test_chaos.py
 """
 
 from __future__ import annotations

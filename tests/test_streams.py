@@ -43,6 +43,11 @@ foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"],
 STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
 
 
+def one(make: Any) -> int:
+    """The number of workers that is one shard."""
+    return int(make.name != "inline")
+
+
 def in_turns(n: int, shards: int, size: int, last: str = "keep") -> list[list[int]]:
     """What a loader over Numbers(n) should give."""
     parts = [list(range(shard, n, shards)) for shard in range(shards)]
@@ -300,7 +305,7 @@ def test_who_has_begun_with_a_shard_keeps_it():
 
 @own
 def test_an_error_in_transform_costs_a_batch(make):
-    loader = make(Numbers(12), batch_size=2, transform=Refuses(4), num_workers=1)
+    loader = make(Numbers(12), batch_size=2, transform=Refuses(4), num_workers=one(make))
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="4 is bad") as caught:
@@ -317,7 +322,7 @@ def test_an_error_in_transform_costs_a_batch(make):
 @own
 def test_an_error_in_the_stream_ends_a_generator(make, caplog):
     """As it does without a loader; but it is said."""
-    loader = make(Scripted(12, {5: ("raises",)}), batch_size=2, num_workers=1)
+    loader = make(Scripted(12, {5: ("raises",)}), batch_size=2, num_workers=one(make))
     with caplog.at_level(logging.WARNING, "minloader"):
         *given, error = outcomes(iter(loader))
     assert lists(given) == [[0, 1], [2, 3]]
@@ -328,7 +333,7 @@ def test_an_error_in_the_stream_ends_a_generator(make, caplog):
 
 @own
 def test_an_iterator_that_can_goes_on_after_an_error(make):
-    loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=1, on_error="skip")
+    loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=one(make), on_error="skip")
     assert lists(loader) == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
 
 
