@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+from helpers import Numbers as Steady
 
 from minloader import SKIP, get_worker_info
 
@@ -184,31 +186,10 @@ class _FailingItems:
 # --- streams -------------------------------------------------------------------------------------
 
 
-def same(value: int) -> int:
-    return value
-
-
 def shard_of(values: range) -> range:
     info = get_worker_info()
     assert info is not None
     return values[info.id :: info.num_workers]
-
-
-class Steady:
-    """The numbers of its shard, always the same.
-
-    Args:
-        n: how many there are in all shards.
-        on_sample: called with each when it is read.
-    """
-
-    def __init__(self, n: int, on_sample: Callable[[int], Any] = same) -> None:
-        self.n = n
-        self.on_sample = on_sample
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in shard_of(range(self.n)):
-            yield self.on_sample(number)
 
 
 class OwnOrder(Steady):
