@@ -191,6 +191,12 @@ def in_a_fork(function: Callable[[], Any]) -> str:
     return answer
 
 
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What functions return that are called in threads at the same time."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [future.result() for future in [threads.submit(each) for each in functions]]
+
+
 def plain(value: Any) -> Any:
     """States or batches as they look after JSON."""
     return json.loads(json.dumps(value, default=lambda array: array.tolist()))
@@ -344,6 +350,15 @@ def foreign_processes() -> Iterator[ProcessPoolExecutor]:
         for future in [pool.submit(int), pool.submit(int)]:  # so that both are started
             future.result()
         yield pool
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The garbage collector comes when it is called, and else not."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -615,7 +615,7 @@ def test_an_epoch_of_which_all_was_left_out_on_purpose_is_no_error(make):
 
 @pytest.mark.parametrize("where", ["sampler", "dataset", "iter"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where):
+def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where, no_collector):
     """At once, without the garbage collector: its workers and its memory too."""
 
     class Refusing:
@@ -633,12 +633,7 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where):
             return weakref.ref(loader)
         raise AssertionError("nothing failed")
 
-    gc.collect()
-    gc.disable()
-    try:
-        assert run()() is None
-    finally:
-        gc.enable()
+    assert run()() is None
 
 
 # --- prefetch -------------------------------------------------------------------------------------

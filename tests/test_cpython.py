@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 import pytest
 import trouble
-from conftest import dead_at_once, eventually, printed_by, python
+from conftest import dead_at_once, eventually, in_threads, printed_by, python
 from helpers import Squares
 
 import minloader
@@ -352,16 +352,13 @@ def test_4_two_threads_look_at_a_dead_child(method):
     for _ in range(20):
         worker = get_context(method).Process(target=os.abort)
         cpython.start_worker(worker)
-        codes: list[int | None] = []
-        threads = [
-            threading.Thread(target=lambda: (worker.join(), codes.append(worker.exitcode)))  # noqa: B023
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert codes == [-signal.SIGABRT] * 4
+
+        def look(worker: Any = worker) -> int | None:
+            worker.join()
+            code: int | None = worker.exitcode
+            return code
+
+        assert in_threads(*[look] * 4) == [-signal.SIGABRT] * 4
     if method == "forkserver":
         multiprocessing.forkserver._forkserver._stop()
 

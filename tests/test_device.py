@@ -182,24 +182,20 @@ def test_system_exit_in_fn_is_the_consumers():
         next(batches)
 
 
-def test_an_error_holds_nothing_for_ever():
+def test_an_error_holds_nothing_for_ever(no_collector):
     """Neither the batch it came from nor the iterator, once the error is gone; without a search
     for cycles."""
-    gc.disable()
-    try:
-        array = np.zeros(3)
-        watch = weakref.ref(array)
-        batches = prefetch(iter([array]), lambda batch: batch[7])
-        del array
-        with pytest.raises(IndexError):
-            next(batches)
-        assert list(batches) == []
-        seen = weakref.ref(batches)
-        del batches
-        assert eventually(lambda: watch() is None)
-        assert seen() is None
-    finally:
-        gc.enable()
+    array = np.zeros(3)
+    watch = weakref.ref(array)
+    batches = prefetch(iter([array]), lambda batch: batch[7])
+    del array
+    with pytest.raises(IndexError):
+        next(batches)
+    assert list(batches) == []
+    seen = weakref.ref(batches)
+    del batches
+    assert eventually(lambda: watch() is None)
+    assert seen() is None
 
 
 # --- the end
@@ -426,7 +422,7 @@ def test_a_fork_is_told():
 # --- memory
 
 
-def test_the_idle_thread_keeps_no_batch():
+def test_the_idle_thread_keeps_no_batch(no_collector):
     class Batch:
         pass
 
@@ -437,15 +433,11 @@ def test_the_idle_thread_keeps_no_batch():
         made.append(weakref.ref(batch))
         return batch
 
-    gc.disable()
-    try:
-        batches = prefetch(map(make, range(3)), lambda batch: None)
-        next(batches)
-        assert eventually(lambda: made[0]() is None)
-        assert list(batches) == [None, None]
-        assert eventually(lambda: [ref() for ref in made] == [None] * 3)
-    finally:
-        gc.enable()
+    batches = prefetch(map(make, range(3)), lambda batch: None)
+    next(batches)
+    assert eventually(lambda: made[0]() is None)
+    assert list(batches) == [None, None]
+    assert eventually(lambda: [ref() for ref in made] == [None] * 3)
 
 
 def test_slots_are_free_again():

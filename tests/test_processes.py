@@ -35,6 +35,7 @@ from conftest import (
     belongings,
     eventually,
     in_a_fork,
+    in_threads,
     printed_by,
     python,
     variants,
@@ -150,7 +151,7 @@ class Pickled:
 
 
 @variants("thread", ["manager", "feeder"])
-def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thread):
+def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thread, no_collector):
     """The garbage collector comes in any thread, also in the executor's own: another one closes."""
     gate, dropped, collected = tmp_path / "gate", threading.Event(), threading.Event()
     threads = []
@@ -161,25 +162,21 @@ def test_a_loader_is_collected_in_a_thread_that_serves_its_workers(tmp_path, thr
         threads.extend(thread.name for thread in threading.enumerate())
         collected.set()
 
-    gc.disable()
-    try:
-        loader = Loader(Squares(), range(1000), num_workers=2)
-        batches = iter(loader)
-        next(batches)
-        pids = [worker.pid for worker in inspect(loader).workers]
-        if thread == "manager":
-            item = Gate(str(gate)).__getitem__
-            inspect(loader).executors[-1].submit(item, 0).add_done_callback(collect)
-        else:
-            inspect(loader).executors[-1].submit(print, Pickled(collect))
-        cycle: list[Any] = [loader, batches]
-        cycle.append(cycle)
-        del loader, batches, cycle
-        dropped.set()
-        gate.touch()
-        assert collected.wait(60)
-    finally:
-        gc.enable()
+    loader = Loader(Squares(), range(1000), num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    pids = [worker.pid for worker in inspect(loader).workers]
+    if thread == "manager":
+        item = Gate(str(gate)).__getitem__
+        inspect(loader).executors[-1].submit(item, 0).add_done_callback(collect)
+    else:
+        inspect(loader).executors[-1].submit(print, Pickled(collect))
+    cycle: list[Any] = [loader, batches]
+    cycle.append(cycle)
+    del loader, batches, cycle
+    dropped.set()
+    gate.touch()
+    assert collected.wait(60)
     assert "minloader-close" in threads  # it waits for workers, so that it cannot have ended
     assert eventually(lambda: not any(map(alive, pids)))
 
@@ -514,18 +511,12 @@ def test_a_fork_of_the_parent_has_workers_of_its_own_and_leaves_ours_alone():
 
 def test_loaders_in_threads():
     """Several loaders start and end workers at the same time."""
-    results: dict[int, list[int]] = {}
 
-    def use(key: int) -> None:
+    def use() -> list[int]:
         with Loader(Squares(10), num_workers=1) as loader:
-            results[key] = list(loader)
+            return list(loader)
 
-    threads = [threading.Thread(target=use, args=(key,)) for key in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {key: [i * i for i in range(10)] for key in range(4)}
+    assert in_threads(*[use] * 4) == [[i * i for i in range(10)]] * 4
 
 
 def test_other_processes_still_get_their_main_module(tmp_path):

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from conftest import printed_by
+from conftest import in_threads, printed_by
 from helpers import Numbers
 from interrupts import at_each_step
 
@@ -227,12 +227,6 @@ class Pair:
             return item, before, random.random(), np.random.random(), info.rng.random()
 
         return draw
-
-
-def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return that are called in threads at the same time."""
-    with ThreadPoolExecutor(len(functions)) as threads:
-        return [future.result() for future in [threads.submit(each) for each in functions]]
 
 
 def test_two_loaders_make_batches_here_in_two_threads():
