@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import curves
-import many_workers
 import peers
 import real_work
 from harness import (
@@ -42,17 +41,16 @@ from harness import (
     rate,
     run,
     same,
-    second_epoch,
     steady,
     table,
+    timed,
 )
 from peers import Case
 
 COSTS = {"20 µs": 2e-5, "50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms": 1e-3, "3 ms": 3e-3}
 DISTRIBUTIONS = ["numpy", "torch", "torchdata", "SeqTools", "grain", "joblib", "mpire"]
-DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "lhotse", "pillow"]
+DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "pillow"]
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
-MODULES: list[Any] = [many_workers, real_work]  # with cases of their own: make_figures(quick)
 
 
 # --- measuring, in the child
@@ -107,6 +105,28 @@ def two_first_batches(figure: Figure, line: Line) -> Values:
     return found
 
 
+def many_workers(figure: Figure, line: Line) -> Values:
+    """The share of the ideal rate, and what it takes to get there."""
+    case = figure.case_of(line)
+    importlib.import_module(line.needs.lower())  # a program has done so long before
+    seen: set[int] = set()
+    begin = time.perf_counter()
+    batches = iter(line.adapter(case))
+    for index in count():
+        worker, found = next(batches)
+        assert found == index
+        seen.add(worker)
+        if len(seen) == case.workers:
+            break
+    start = time.perf_counter() - begin
+    drain(islice(batches, 2 * case.prefetch * case.workers))  # made while the last one started
+    figure = replace(figure, batches=case.workers * figure.batches, work=peers.WAIT / case.workers)
+    return timed(figure, batches) | {
+        "start": start,
+        "memory": sum(memory_of_workers()) / case.workers,
+    }
+
+
 def efficiency(figure: Figure, line: Line, measured: float) -> Values:
     """The time of the work / (the time that a batch takes * workers), for each cost of a batch.
 
@@ -144,17 +164,20 @@ def small_curves(results: dict[str, list[Values]]) -> str:
 # --- what is measured
 
 
-def skewed_lines() -> list[Line]:
-    """In order with deep prefetch, and out of order."""
-    first, second = "minloader, prefetch_factor=16", "minloader, in_order=False"
-    deep, loose, ours, torch = ("prefetch", 16), ("in_order", False), peers.ours, peers.torch_numpy
+def waiting_lines(quick: bool) -> list[Line]:
+    """Each is compared with ours of the same start and number of workers."""
+    ours, torch = ("minloader", peers.ours), ("torch", peers.torch_numpy)
+    ways = [(*ours, "spawn"), (*torch, "spawn"), (*ours, "fork"), (*torch, "fork")]
     return [
-        Line(first, ours, "minloader", (deep,), first),
-        Line("torch numpy, prefetch_factor=16", torch, "torch", (FORK, deep), first),
-        Line(second, ours, "minloader", (loose,), second, "any order"),
-        Line("minloader, defaults", ours, "minloader", (), second),
-        Line("torch numpy, defaults", torch, "torch", (FORK,), second),
-        Line("torch numpy, in_order=False", torch, "torch", (FORK, loose), second, "any order"),
+        Line(
+            f"{name}, {start}, {workers} workers",
+            *(adapter, name, (("start", start), ("workers", workers))),
+            f"minloader, {start}, {workers} workers",
+        )
+        for workers in ((4,) if quick else (4, 16, 64))
+        for name, adapter, start in ways
+        # Torch takes minutes to spawn 64.
+        if start == "fork" or workers == 4 or (name == "minloader" and workers == 64)
     ]
 
 
@@ -187,7 +210,6 @@ OTHERS = [
         "webdataset MultiLoader, fork",
         *(peers.webdataset, "webdataset", (FORK,), "minloader", "any order"),
     ),
-    Line("bare executor", peers.bare_executor),
 ]
 LIMIT = Line("limit: memory copy, one thread", peers.memory_copy, expect="nothing")
 STEADY = [OURS, *TORCH, *OTHERS]
@@ -198,7 +220,6 @@ FIRST = [
     Line("minloader, fork", peers.ours, "minloader", (FORK,)),
     TORCH[1],
     TORCH[1]._replace(label="torch numpy, spawn", options=(SPAWN,)),
-    Line("torch, dataset of a tensor, spawn", peers.torch_table, "torch"),
     *(
         line._replace(label=line.label.replace("fork", "spawn"), options=(SPAWN,))
         for line in OTHERS
@@ -226,7 +247,7 @@ MEMORY = [
 
 def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
     size, image = (16, (3, 64, 64)) if quick else (256, (3, 224, 224))
-    tiny, large, skewed, warm, workers = (300, 12, 48, 3, 2) if quick else (100_000, 100, 200, 6, 4)
+    tiny, large, warm, workers = (300, 12, 3, 2) if quick else (100_000, 100, 6, 4)
     beyond = 100_000 if quick else 1000  # the end must not come in sight
     batch = size * math.prod(image)
     title = "The dataset holds an array of {} MB, a batch is a row of it; {} workers; their memory "
@@ -261,13 +282,6 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
                 peers.Rows(2 * workers, 40 * workers, 20 * workers, megabytes), None, 8000, workers
             ),
         ),
-        "skew": Figure(
-            f"Every 16th of {skewed} batches takes 50 ms, the others 1 ms; 2 workers "
-            "(dealt out in turn, as torch does in order, all slow ones fall to the same worker)",
-            *(second_epoch, [Metric("value", "seconds", ".2f", -1), CPU], skewed_lines()),
-            lambda: Case(peers.Skew(skewed)),
-            *(skewed, 0, skewed),
-        ),
         "import": Figure(
             "Workers that import torch: the first batch of the program's first loader, and of "
             "another one after it",
@@ -278,6 +292,19 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
             ],
             importing_lines(more),
             lambda: Case(peers.tensors()),
+        ),
+        "many": Figure(
+            f"A batch waits {peers.WAIT * 1000:.0f} ms; ideal is one batch per worker in that time",
+            many_workers,
+            [
+                Metric("value", "share of the ideal rate", ".2f", 1),
+                Metric("cpu", "CPU, ms per batch", ".3g", -1),
+                Metric("start", "all have delivered, s", ".2f", -1),
+                Metric("memory", "memory per worker, MB", ".1f", -1),
+            ],
+            waiting_lines(quick),
+            lambda: Case(peers.Waiting(1_000_000)),
+            batches=5 if quick else 50,  # of each worker
         ),
         "small": Figure(
             "Efficiency, %: the time of the work / (the time that a batch takes * workers), for "
@@ -326,8 +353,7 @@ def main() -> None:
     runs = options.runs or (1 if options.quick else 5)
     megabytes = options.megabytes or (4 if options.quick else 100)
     figures = make_figures(options.quick, megabytes, options.more)
-    for module in MODULES:
-        figures |= module.make_figures(options.quick)
+    figures |= real_work.make_figures(options.quick)
     if options.child is not None:
         figure = figures[options.only]
         found = figure.measure(figure, figure.lines[options.child])

@@ -90,14 +90,6 @@ def steady(figure: Figure, line: Line) -> Values:
     return timed(figure, batches)
 
 
-def second_epoch(figure: Figure, line: Line) -> Values:
-    """A whole epoch, after another."""
-    case = figure.case_of(line)
-    loader = line.adapter(case)
-    drain(map(checker(line, case.whole()), loader))
-    return timed(figure, iter(loader))
-
-
 def timed(figure: Figure, batches: Iterator[Any]) -> Values:
     """The value, and the milliseconds of CPU a batch."""
     seconds, cpu = rate(batches, figure.batches, STEADY_SECONDS)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
 from operator import getitem
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+
+WAIT = 0.02
+"""Seconds that a batch of :class:`Waiting` waits."""
 
 
 class Tiny:
@@ -36,12 +36,12 @@ class Tiny:
     expected = __getitem__  # that batch, without the time it takes
 
 
-class Skew(Tiny):
-    """Every 16th batch takes 50 ms, the others 1 ms."""
+class Waiting(Tiny):
+    """A batch waits, as for a disk or a network, and says who made it."""
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.001 if index % 16 else 0.05)
-        return super().__getitem__(index)
+        time.sleep(WAIT)
+        return os.getpid(), index
 
 
 class Work(Tiny):
@@ -172,7 +172,6 @@ class Case:
     workers: int = 2
     start: str = "spawn"
     prefetch: int = 2  # per worker
-    in_order: bool = True
 
     @property
     def ahead(self) -> int:
@@ -193,7 +192,6 @@ def ours(case: Case) -> Iterable[Any]:
         batch_size=case.batch_size,
         num_workers=case.workers,
         prefetch_factor=case.prefetch,
-        in_order=case.in_order,
         mp_context=case.start,
     )
 
@@ -220,14 +218,6 @@ def torch_numpy(case: Case) -> Iterable[Any]:
     return _torch(case, case.dataset, np.stack if case.batch_size else as_is)
 
 
-def torch_table(case: Case) -> Iterable[Any]:
-    # The array of Rows is a tensor, which torch shares among workers.
-    from torch import from_numpy
-
-    case.dataset.array = from_numpy(case.dataset.array)
-    return _torch(case, case.dataset, as_is)
-
-
 def as_is(batch: Any) -> Any:
     return batch
 
@@ -244,7 +234,6 @@ def _torch(case: Case, dataset: Any, collate_fn: Any, loader_class: Any = None) 
         sampler=range(len(dataset)),
         num_workers=case.workers,
         prefetch_factor=case.ahead,
-        in_order=case.in_order,
         collate_fn=collate_fn,
         persistent_workers=True,
         multiprocessing_context=case.start,
@@ -316,19 +305,6 @@ def webdataset(case: Case) -> Iterable[Any]:
             loader.kill()  # or else the program would not end
 
 
-def bare_executor(case: Case) -> Iterable[Any]:
-    # The design that minloader grew from: futures of an executor, first in, first out.
-    dataset, context = case.whole(), multiprocessing.get_context(case.start)
-    indices = iter(range(len(dataset)))
-    with ProcessPoolExecutor(case.workers, context, keep, (dataset,)) as pool:
-        ahead = islice(indices, case.ahead * case.workers)
-        pending = deque(pool.submit(fetch, index) for index in ahead)
-        while pending:
-            wait([pending[0]])
-            pending.extend(pool.submit(fetch, index) for index in islice(indices, 1))
-            yield pending.popleft().result()
-
-
 def in_process(case: Case) -> Iterable[Any]:
     # No workers: a loop.
     return map(case.whole().__getitem__, range(len(case.whole())))
@@ -341,17 +317,3 @@ def memory_copy(case: Case) -> Iterable[Any]:
     while True:
         np.copyto(target, source)
         yield target
-
-
-_dataset: Any = None
-
-
-def keep(dataset: Any) -> None:
-    """Initializer of the bare executor."""
-    global _dataset
-    _dataset = dataset
-
-
-def fetch(index: int) -> Any:
-    """Task of the bare executor."""
-    return _dataset[index]

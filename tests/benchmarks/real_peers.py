@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
-from peers import Case, Tiny, as_is, bare_executor
+from peers import Case, Tiny, as_is
 
 # --- one large array after another
 
@@ -38,17 +35,6 @@ class Payloads(Tiny):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
-
-
-@dataclass
-class Passes:
-    """Passes over the batches of an iterator that goes on and on."""
-
-    batches: Iterator[Any]
-    size: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.batches, self.size)
 
 
 def spdl_queue(case: Case, arena: Any = None) -> Iterable[Any]:
@@ -75,35 +61,9 @@ def spdl_pool(case: Case) -> Iterable[Any]:
     return spdl_queue(case, SharedMemorySegmentPool(case.large, 3 + 2))
 
 
-def bare_passes(case: Case) -> Iterable[Any]:
-    # One executor for all passes.
-    endless = replace(case, dataset=Payloads(10**9, case.large))
-    return Passes(iter(bare_executor(endless)), len(case.dataset))
-
-
-# --- a list of strings
-
-
 def batched(dataset: Any, size: int) -> Iterator[range]:
     indices = range(len(dataset))
     return (indices[begin : begin + size] for begin in range(0, len(dataset), size))
-
-
-class Strings:
-    """A sample is the length of a string."""
-
-    def __init__(self, values: Sequence[str]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> int:
-        return len(self.values[index])
-
-    def __iter__(self) -> Iterator[Any]:
-        """Batches, for a peer that wants an iterable."""
-        return (np.stack([self[i] for i in batch]) for batch in batched(self, 256))
 
 
 def spdl_loader(case: Case, collate_fn: Any = np.stack) -> Iterable[Any]:
@@ -229,134 +189,3 @@ def decoded_by_spdl(case: Case) -> Case:
 def spdl_threads_io(case: Case) -> Iterable[Any]:
     # The same, with its own decoder, which needs FFmpeg's libraries.
     return spdl_threads(decoded_by_spdl(case))
-
-
-def our_threads_io(case: Case) -> Iterable[Any]:
-    # The same, with SPDL's decoder.
-    return our_threads(decoded_by_spdl(case))
-
-
-# --- texts
-
-TOKEN = re.compile(rb"[A-Za-z]+|[0-9]|\n[ \t]*|[^\sA-Za-z0-9]")
-LONGEST = 16_384  # bytes of a file that are read
-BUDGET = 65_536  # tokens in a batch, with padding
-BUCKETS = 16
-
-
-class Texts:
-    """A sample is the tokens of one file, and its number."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = paths
-        self.lengths: Any = None  # to be counted
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        with open(self.paths[index], "rb") as file:
-            tokens = TOKEN.findall(file.read(LONGEST))
-        return np.fromiter((crc32(token) & 32767 for token in tokens), np.int32), index
-
-
-@dataclass
-class Cut:
-    """What lhotse's sampler looks at."""
-
-    number: int
-    num_tokens: int
-
-
-class Cuts:
-    """The batch of a list of those."""
-
-    def __init__(self, texts: Texts) -> None:
-        self.texts = texts
-
-    def __getitem__(self, cuts: Iterable[Cut]) -> Any:
-        return padded_tensors([self.texts[cut.number] for cut in cuts])
-
-
-class Numbers:
-    """What lhotse's sampler chose, as lists of indices."""
-
-    def __init__(self, sampler: Iterable[Iterable[Cut]]) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([cut.number for cut in cuts] for cuts in self.sampler)
-
-
-def padded_tensors(samples: Sequence[Any]) -> Any:
-    """Tensors, which torch sends in shared memory."""
-    from torch.utils.data import default_convert
-
-    from minloader import pad_collate
-
-    return default_convert(pad_collate()(samples))
-
-
-def our_sampler(texts: Texts) -> Any:
-    from minloader import DynamicBatchSampler
-
-    return DynamicBatchSampler(texts.lengths, max_padded=BUDGET, buckets=BUCKETS, shuffle=True)
-
-
-def lhotse_sampler(texts: Texts) -> Any:
-    # The constraint that it has for texts, and the same number of buckets.
-    from lhotse.dataset import DynamicBucketingSampler
-    from lhotse.dataset.sampling.base import TokenConstraint
-
-    cuts = [Cut(number, length) for number, length in enumerate(texts.lengths.tolist())]
-    constraint = TokenConstraint(max_tokens=BUDGET)
-    return DynamicBucketingSampler(cuts, constraint=constraint, num_buckets=BUCKETS, shuffle=True)
-
-
-def _our_texts(case: Case, sampler: Iterable[list[int]]) -> Iterable[Any]:
-    from minloader import Loader, pad_collate
-
-    return Loader(
-        case.dataset,
-        sampler,
-        num_workers=case.workers,
-        prefetch_factor=case.prefetch,
-        collate_fn=pad_collate(),
-        mp_context=case.start,
-    )
-
-
-def our_texts(case: Case) -> Iterable[Any]:
-    # Its own sampler and collate.
-    return _our_texts(case, our_sampler(case.dataset))
-
-
-def our_texts_lhotse(case: Case) -> Iterable[Any]:
-    # lhotse's sampler; workers are sent indices.
-    return _our_texts(case, Numbers(lhotse_sampler(case.dataset)))
-
-
-def _torch_texts(case: Case, dataset: Any, **options: Any) -> Iterable[Any]:
-    from torch.utils.data import DataLoader
-
-    loader: Iterable[Any] = DataLoader(
-        dataset,
-        num_workers=case.workers,
-        prefetch_factor=case.prefetch,
-        persistent_workers=True,
-        multiprocessing_context=case.start,
-        **options,
-    )
-    return loader
-
-
-def torch_texts(case: Case) -> Iterable[Any]:
-    # The same batches as ours; persistent workers.
-    sampler = our_sampler(case.dataset)
-    return _torch_texts(case, case.dataset, batch_sampler=sampler, collate_fn=padded_tensors)
-
-
-def torch_texts_lhotse(case: Case) -> Iterable[Any]:
-    # As lhotse has it: its sampler chooses cuts, of which the dataset makes a batch; the same.
-    sampler = lhotse_sampler(case.dataset)
-    return _torch_texts(case, Cuts(case.dataset), sampler=sampler, batch_size=None)

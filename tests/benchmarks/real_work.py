@@ -1,4 +1,4 @@
-"""SPDL's own benchmarks of transport and start-up, and real work: photos and texts.
+"""SPDL's own benchmark of transport, and real work: photos.
 
 figures.py has these cases among its own.
 """
@@ -6,9 +6,7 @@ figures.py has these cases among its own.
 from __future__ import annotations
 
 import importlib
-import math
 import os
-import sysconfig
 import time
 from contextlib import suppress
 from ctypes import CDLL
@@ -21,12 +19,11 @@ from typing import Any
 import numpy as np
 import peers
 import real_peers
-from harness import Figure, Line, Metric, Values, memory_of_workers, workers_of
+from harness import Figure, Line, Metric, Values, workers_of
 from peers import Case
-from real_peers import BUDGET, Payloads, Photos, Strings, Texts
+from real_peers import Payloads, Photos
 
 import minloader
-from minloader import SharedList, pad_collate
 
 if "BENCHMARK_FILES" not in os.environ:  # children find what is in there
     _folder = TemporaryDirectory(prefix="benchmark")  # removed at exit
@@ -96,26 +93,6 @@ def passes(figure: Figure, line: Line) -> Values:
     }
 
 
-def starts(figure: Figure, line: Line) -> Values:
-    """The first batch with a list of 16 MiB, and with one of 128 MiB."""
-    import_peers(line)
-    found: Values = {}
-    for key, size in (("value", figure.batches), ("again", 8 * figure.batches)):
-        strings = (f"/train/{index:057}" for index in range(size))
-        begin = time.perf_counter()
-        values = SharedList(strings) if line.label == SHARED else list(strings)
-        found["made"] = time.perf_counter() - begin
-        case = Case(Strings(values), 256, workers=1)
-        begin = time.perf_counter()
-        batches = iter(line.adapter(case))
-        batch = next(batches)
-        found[key] = time.perf_counter() - begin
-        found["memory"] = sum(memory_of_workers())
-        check([batch], [np.full(256, 64)])
-        del batches, batch
-    return found
-
-
 def decodes(figure: Figure, line: Line) -> Values:
     """The first batch, then those that come once the workers are warm."""
     import_peers(line)
@@ -137,37 +114,6 @@ def decodes(figure: Figure, line: Line) -> Values:
     return {**found, "value": count / seconds, "cpu": cpu / count * 1e3}
 
 
-def reads(figure: Figure, line: Line) -> Values:
-    """The first batch, and the rest of the epoch."""
-    import_peers(line)
-    case = figure.case_of(line)
-    begin = time.perf_counter()
-    batches = iter(line.adapter(case))
-    batch = next(batches)
-    found: Values = {"first": time.perf_counter() - begin}
-    check(batch[0], pad_collate()([case.dataset[number][0] for number in batch[1]]))
-    first = noted(batch)
-    del batch
-    cpu, begin = cpu_of_all(), time.perf_counter()
-    rest = list(map(noted, batches))
-    seconds, cpu = time.perf_counter() - begin, cpu_of_all() - cpu
-    sizes, tokens, numbers = zip(first, *rest, strict=True)
-    check([np.sort(np.concatenate(numbers))], [np.arange(len(case.dataset))])
-    return {
-        **found,
-        "value": sum(tokens[1:]) / seconds / 1e6,
-        "cpu": cpu / sum(tokens[1:]) * 1e6,
-        "padding": 100 * (1 - sum(tokens) / sum(sizes)),
-        "largest": max(sizes) / BUDGET,
-    }
-
-
-def noted(batch: Any) -> tuple[int, int, Any]:
-    """The tokens of a batch, with padding and without, and the numbers of its samples."""
-    (ids, lengths), numbers = batch
-    return math.prod(ids.shape), int(lengths.sum()), np.array(numbers)
-
-
 # --- what is measured
 
 
@@ -178,18 +124,6 @@ def photos(size: int, count: int) -> Photos:
         folder.mkdir()
         real_peers.make_photos(folder, count)
     return Photos(size, sorted(map(str, folder.iterdir())))
-
-
-def texts(most: int | None) -> Texts:
-    """Files of the standard library, twice; the first child counts their tokens."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
-    dataset = Texts(sorted(map(str, paths))[:most] * 2)
-    counted = FILES / "lengths.npy"
-    if not counted.exists():
-        np.save(counted, [len(dataset[index][0]) for index in range(len(dataset))])
-    dataset.lengths = np.load(counted)
-    return dataset
 
 
 def needing(name: str, found: bool, *lines: Line) -> list[Line]:
@@ -206,16 +140,14 @@ def has_ffmpeg() -> bool:
 
 
 OURS = Line("minloader", peers.ours, "minloader")
-SHARED, SPDL_LOADER = "minloader, SharedList", "SPDL get_pytorch_dataloader"
+SPDL_LOADER = "SPDL get_pytorch_dataloader"
 CPU = Metric("cpu", "CPU of all, ms per image", ".2f", -1)
 FIRST = Metric("first", "first batch, s", ".2f", -1)
 
 
 def make_figures(quick: bool) -> dict[str, Figure]:
     """Cases by name."""
-    large, strings, warm, images, files = (
-        (1 << 20, 1 << 12, 2, 4, 50) if quick else (1 << 25, 1 << 18, 6, 24, None)
-    )
+    large, warm, images = (1 << 20, 2, 4) if quick else (1 << 25, 6, 24)
     return {
         "arena": Figure(
             f"16 arrays of {large >> 20} MiB from a worker to the main process, spawned; CPU time "
@@ -232,31 +164,9 @@ def make_figures(quick: bool) -> dict[str, Figure]:
                 Line("SPDL, ring buffer", real_peers.spdl_ring, "spdl"),
                 Line("SPDL, without an arena", real_peers.spdl_queue, "spdl"),
                 Line("torch tensors", peers.torch_tensors, "torch"),
-                Line("bare executor", real_peers.bare_passes),
             ],
             lambda: Case(Payloads(16, large), None, large, workers=1),
             *(16, 16, large / 1e9),
-        ),
-        "startup": Figure(
-            f"The first batch of a list of {64 * strings / 2**20:.3g} MiB of strings of 64 "
-            "characters, and of 8 times that; 1 worker, spawned; its memory (PSS), and the time "
-            "to make the list, are those of the larger",
-            starts,
-            [
-                Metric("value", "first batch, s", ".2f", -1),
-                Metric("again", "8 times that, s", ".2f", -1),
-                Metric("memory", "memory, MB", ".0f", -1),
-                Metric("made", "list made, s", ".2f"),
-            ],
-            [
-                OURS,
-                Line(SHARED, peers.ours, "minloader"),
-                Line("torch numpy", peers.torch_numpy, "torch"),
-                Line(SPDL_LOADER, real_peers.spdl_loader, "spdl"),
-                Line("SPDL iterate_in_subprocess", real_peers.spdl_queue, "spdl"),
-            ],
-            lambda: Case(None),
-            strings,
         ),
         "jpeg": Figure(
             "JPEG photos of 500 x 375, decoded by Pillow, cut to 224 x 224 and flipped at random, "
@@ -275,29 +185,9 @@ def make_figures(quick: bool) -> dict[str, Figure]:
                     "ffmpeg",
                     has_ffmpeg(),
                     Line("SPDL pipeline, threads, spdl.io", real_peers.spdl_threads_io, "spdl"),
-                    Line("minloader, threads, spdl.io", real_peers.our_threads_io, "spdl"),
                 ),
             ),
             lambda: Case(photos(32 * (warm + images + 12), 10 if quick else 300), 32),
             *(images, warm),
-        ),
-        "text": Figure(
-            f"Tokens of the standard library, in batches of {BUDGET:,} with padding, 16 buckets; "
-            "2 workers",
-            reads,
-            [
-                Metric("value", "million tokens/s", ".2f", 1),
-                Metric("cpu", "CPU of all, s per million", ".3f", -1),
-                FIRST,
-                Metric("padding", "padding, %", ".1f"),
-                Metric("largest", "largest / budget", ".2f"),
-            ],
-            [
-                Line("minloader", real_peers.our_texts, "minloader"),
-                Line("minloader, lhotse's sampler", real_peers.our_texts_lhotse, "lhotse"),
-                Line("torch, minloader's sampler", real_peers.torch_texts, "torch", (FORK,)),
-                Line("torch, lhotse's sampler", real_peers.torch_texts_lhotse, "lhotse", (FORK,)),
-            ],
-            lambda: Case(texts(files)),
         ),
     }
