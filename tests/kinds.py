@@ -193,12 +193,16 @@ def shard_of(values: range) -> range:
 
 
 class OwnOrder(Steady):
-    """The order is its own, and another one whenever it is read; as webdataset shuffles."""
+    """The order is its own, and another one whenever it is read; as webdataset shuffles.
+
+    Where two orders have the same sample in one place, they are the same: a loader that looks at
+    one batch can tell.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         numbers = list(shard_of(range(self.n)))
-        random.Random(time.time_ns()).shuffle(numbers)
-        for number in numbers:
+        first = random.Random(time.time_ns()).randrange(len(numbers) or 1)
+        for number in numbers[first:] + numbers[:first]:
             yield self.on_sample(number)
 
 

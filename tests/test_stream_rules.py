@@ -129,9 +129,9 @@ def resumed_states(make: Callable[[], Any], **options: Any) -> Iterator[tuple[An
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_reads_otherwise_again_is_refused(workers):
     """A resumed run gives the rest of the same stream, or an error."""
-    options: dict[str, Any] = {"batch_size": 4, "executor": "thread"}
-    for state, _ in resumed_states(lambda: OwnOrder(200), num_workers=2, **options):
-        with Loader(OwnOrder(200), num_workers=workers, **options) as loader:
+    options: dict[str, Any] = {"batch_size": 40, "executor": "thread"}
+    for state, _ in resumed_states(lambda: OwnOrder(2_000), num_workers=2, **options):
+        with Loader(OwnOrder(2_000), num_workers=workers, **options) as loader:
             loader.load_state_dict(state)
             with pytest.raises(Exception, match=r"stream|dataset"):
                 list(loader)
