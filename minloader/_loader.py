@@ -75,7 +75,6 @@ from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
-from minloader._sampling.collate import collate
 from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
@@ -220,6 +219,8 @@ class Loader(Generic[B]):
         self._told = Told(self.sampler)
         collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
+            from minloader._sampling.collate import collate  # which needs numpy
+
             collates = collate
         job = Job(
             *(dataset, transform, collates, worker_init_fn, worker_memory_limit),

@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from minloader._checks import check_int, refuse_none
 from minloader._memory.slot_writer import empty
 from minloader._sampling.walk import DEEPER, plain, walk
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Padded(NamedTuple):
@@ -78,19 +77,13 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, (list, tuple)):
-            raise TypeError(
-                "pad_collate was called with samples, but takes what to pad with; write "
-                "collate_fn=pad_collate(), with parentheses"
-            )
+        refuse_samples("pad_collate", self.value)
         check_int("multiple_of", self.multiple_of, 1)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         return join(samples, self._pad)
 
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
-        import numpy as np
-
         dtype = common_dtype("pad_collate", arrays, path, self.value)
         lengths = np.array([len(array) for array in arrays], dtype=np.int64)
         longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
@@ -99,6 +92,15 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
         for row, array in zip(values, arrays, strict=True):
             row[: len(array)] = array
         return Padded(values, lengths)
+
+
+def refuse_samples(name: str, value: Any) -> None:
+    """Refuse to make a ``collate_fn`` of samples, which are for the ``collate_fn`` to take."""
+    if isinstance(value, list | tuple):
+        raise TypeError(
+            f"{name} was called with samples, but returns the function that takes them; write "
+            f"collate_fn={name}(), with parentheses"
+        )
 
 
 def common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -> np.dtype[Any]:
@@ -113,8 +115,6 @@ def common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -
     Raises:
         ValueError: they differ in more than their first axis, or cannot hold ``value``.
     """
-    import numpy as np
-
     if len({array.shape[1:] for array in arrays}) > 1:
         raise ValueError(
             f"{name}: {path} has shapes {_shapes(arrays)}, which differ in more than their first "
@@ -131,8 +131,6 @@ def common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -
 
 def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
     """Whether an array of this type can hold the value, exactly or as nearly as floats can."""
-    import numpy as np
-
     try:
         kept = np.full((), value, dtype)
     except (OverflowError, TypeError, ValueError):
@@ -143,8 +141,6 @@ def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
 
 def numbers_as_array(sample: Any) -> Any:
     """Return the array of a list of numbers, which is a sequence to pad; all else as it is."""
-    import numpy as np
-
     if isinstance(sample, list) and all(isinstance(value, Number) for value in sample):
         return np.asarray(sample) if sample else np.empty(0, dtype=np.int64)
     return sample
@@ -165,8 +161,6 @@ def join(
 
 def _joined(join: Any, has_sequences: bool, samples: Sequence[Any], path: str) -> Any:
     """The policy of all three functions: returns the array of a part of the samples."""
-    import numpy as np
-
     if has_sequences:
         samples = [numbers_as_array(sample) for sample in samples]
     if not len(samples):
@@ -218,8 +212,6 @@ def _shapes(arrays: list[NDArray[Any]]) -> str:
 
 
 def _stack(arrays: list[NDArray[Any]], path: str) -> NDArray[Any]:
-    import numpy as np
-
     if len({array.shape for array in arrays}) > 1:
         raise ValueError(
             f"collate: {path} has shapes {_shapes(arrays)}, which cannot be stacked; use "

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from minloader._checks import check_int
 from minloader._memory.slot_writer import empty
-from minloader._sampling.collate import common_dtype, join
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from minloader._sampling.collate import common_dtype, join, refuse_samples
 
 
 class Packed(NamedTuple):
@@ -73,11 +72,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
     value: Any = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.capacity, (list, tuple)):
-            raise TypeError(
-                "pack_collate was called with samples, but takes the capacity of a row; write "
-                "collate_fn=pack_collate(), with parentheses"
-            )
+        refuse_samples("pack_collate", self.capacity)
         if self.capacity is not None:
             check_int("capacity", self.capacity, 1)
         if self.rows is not None:
@@ -105,8 +100,6 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
 
     def _lay_out(self, lengths: Sequence[int], path: str) -> _Layout:
         """Return where sequences of these lengths lie."""
-        import numpy as np
-
         capacity = sum(lengths) if self.capacity is None else self.capacity
         rows = self.rows or 1
         if max(lengths) > capacity:

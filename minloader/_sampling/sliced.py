@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import check_samples, shown
+from minloader._checks import check_dataset, check_samples, shown
 from minloader._sampling.collate import numbers_as_array
 from minloader._sampling.walk import DEEPER, plain, walk
 
@@ -31,12 +31,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     dataset: Any
 
     def __post_init__(self) -> None:
-        kind = type(self.dataset)
-        is_indexed = hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__")
-        if not (is_indexed or callable(self.dataset)):
-            raise TypeError(
-                f"dataset must have __getitem__, or be callable, got {shown(self.dataset)}"
-            )
+        check_dataset(self.dataset)
 
     def __getitem__(self, item: tuple[Any, int, int]) -> Any:
         dataset, index = self.dataset, _index(item)
