@@ -70,6 +70,14 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return an argument that must be one of several words."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
+    return str(value)
+
+
 def check_callable(name: str, value: Any) -> None:
     """Refuse what is neither a function nor None."""
     if value is not None and not callable(value):

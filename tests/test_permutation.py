@@ -42,7 +42,8 @@ def test_ten_billion_take_no_memory():
         return BatchSampler(HUGE, 32, shuffle=True, rank=3, world_size=8)
 
     def at(steps: int) -> dict[str, Any]:
-        return {"source": [steps * 256, None, False], "batches": steps, "between": False}
+        numbers = {"batches": steps, "begun": steps}
+        return {"source": [steps * 256, None, False], "between": False, **numbers}
 
     tracemalloc.start()
     try:

@@ -82,7 +82,7 @@ def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
         ("dynamic", {"max_batch": 0}, ValueError, "max_batch must be at least 1"),
         ("dynamic", {"max_batch": 1.5}, TypeError, "max_batch must be an int"),
         ("dynamic", {"buckets": 0}, ValueError, "buckets must be at least 1"),
-        ("dynamic", {"cost": 2}, TypeError, "cost must be a callable or None, got 2"),
+        ("dynamic", {"cost": 2}, TypeError, "cost must be callable or None, got 2"),
         ("dynamic", {"long": "split"}, ValueError, "long must be 'refuse' or 'drop', got 'split'"),
         ("packed", {"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ("packed", {"capacity": 4.0}, TypeError, r"capacity must be an int, got 4\.0"),

@@ -173,7 +173,7 @@ def _deal_anew(state: State, sampler: Sampler) -> None:
             "(in_order=False), which are others in each rank; end the epoch with as many ranks as "
             "it had, or take a state from between epochs"
         )
-    sampler._load(known, state["batches"])
+    sampler._load(known, state["epoch"], state["batches"] - state["sampler"]["at"])
     state["sampler"] = {"at": state["batches"], "state": sampler.state_dict()}
     state["check"] = None  # what comes next is another batch now
 

@@ -22,21 +22,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from minloader._checks import check_int, shown
+from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import BEGINNING, Source
-
-if TYPE_CHECKING:
-    import numpy as np
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
 state gets another entry."""
 
 Place = dict[str, Any]
-"""Where in an epoch a run stands, in plain values that nobody changes."""
+"""Where in an epoch a run stands, in plain values that nobody changes:
+
+- between: whether no epoch has begun, so that any may begin there;
+- batches: number of batches that each rank was given in the epoch, or the one that has ended;
+- source: where the source stands; begun: number of batches that were given until then;
+- legs: who was given batches since then, of other world sizes one after another: the values that
+  decided how steps were dealt out, and until which number of batches;
+- left: items that are read and still to be given;
+- errors, dropped: of the window (``windows.py``), how many errors were raised; of those before it,
+  how many samples were dropped.
+"""
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
@@ -91,7 +98,7 @@ class Run(Iterator[Any]):
     """
 
     def __init__(self, sampler: Any, epoch: int, place: Place) -> None:
-        self.sampler, self.epoch = sampler, epoch
+        self.sampler, self.epoch, self._place = sampler, epoch, place
         self.batches: int = place["batches"]
         self.touched = self.ended = False
 
@@ -128,14 +135,16 @@ class Run(Iterator[Any]):
 class Sampler:
     """The seed, epoch, rank and state of a sampler."""
 
-    # Attributes that decide the order; and those of them that may be others in another world size.
+    # Attributes that decide the order; and those that decide how steps are dealt out to ranks,
+    # which may be others in another world size.
     _arguments: tuple[str, ...] = ()
     _dealt_by: tuple[str, ...] = ("world_size",)
     _begin: type[Run]  # the batches of an epoch, from a place on
     sampler: Any = None  # what this one reads its items from
     _source: Source | None = None  # the same, or lazy lengths
 
-    def __init__(self, seed: int, rank: int, world_size: int) -> None:
+    def __init__(self, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+        self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, 0)
         self.world_size = check_int("world_size", world_size, 1)
         self.rank = check_int("rank", rank, 0)
@@ -144,9 +153,8 @@ class Sampler:
         self.epoch = 0
         self._dropped = 0  # samples of the last epoch that was iterated to its end
         self._run: Run | None = None  # made last
-        # Where it began; or the next begins, if a state was loaded: an epoch, whether any other may
-        # begin there too, and a place.
-        self._known: tuple[int, bool, Place] | None = None
+        # An epoch, and where it began; or the next begins, if a state was loaded.
+        self._known: tuple[int, Place] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -166,16 +174,16 @@ class Sampler:
         known = self._known if self._run is None else None  # a state was loaded
         if known is None or known[0] != epoch:  # what was put back might begin anew
             self._source.set_epoch(epoch)
-            if known is not None and not known[1]:
+            if known is not None and not known[1]["between"]:
                 self._source.stands = None
 
     def __iter__(self) -> Iterator[Any]:
-        between, place = self._position()
-        if self._run is not None and not between:
+        place = self._position()
+        if self._run is not None and not place["between"]:
             place = self._beginning()
-        if between:
+        if place["between"]:
             place = place | {"batches": 0}
-        self._known = self.epoch, between, place
+        self._known = self.epoch, place
         self._run = self._begin(self, self.epoch, place)
         return self._run
 
@@ -199,9 +207,9 @@ class Sampler:
             return self._dropped
 
     def _counts(self) -> tuple[int, int]:
-        between, place = self._position()
+        place = self._position()
         foreseen = self._foreseen(place)
-        has_ended = between and place["batches"]
+        has_ended = place["between"] and place["batches"]
         return (place["batches"], self._dropped) if has_ended else foreseen
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,8 +220,7 @@ class Sampler:
         The dict has all that decides the order, so that ``load_state_dict`` can refuse a state that
         does not fit. Every rank has the same one.
         """
-        between, place = self._position()
-        return {**self._identity(), "epoch": self.epoch, "between": between, **place}
+        return {**self._identity(), "epoch": self.epoch, **self._position()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator continue from a state. Later ones begin anew.
@@ -227,41 +234,32 @@ class Sampler:
             TypeError, ValueError: that is no state, or that of a sampler with another order. This
                 sampler then stays as it was.
         """
+        self._load(state)
+
+    def _load(self, state: dict[str, Any], epoch: int = 0, more: int = 0) -> None:
+        """Load a state; of another world size, one from which batches were delivered since.
+
+        Args:
+            state: as for ``load_state_dict``.
+            epoch: the one that these batches are of.
+            more: how many each rank was given.
+        """
         former, state = self._check(state), copy.deepcopy(state)
-        epoch, place = state["epoch"], {name: state[name] for name in self._beginning()}
+        place = {name: state[name] for name in self._beginning()}
+        if place["between"] and more:  # they are of an epoch that begins there
+            place |= {"between": False, "batches": 0}
+        else:
+            epoch = state["epoch"]
+        if former and not place["between"]:
+            until, legs = place["batches"] + more, place["legs"]
+            if until > (legs[-1][-1] if legs else place["begun"]):
+                place |= {"batches": until, "legs": [*legs, [*former.values(), until]]}
         try:
-            if former and not state["between"]:
-                place = self._dealt_anew(place, former)
             self._restore(epoch, place)
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {shown(state)}") from error
         self.epoch, self._run = epoch, None
-        self._known = epoch, state["between"], place
-
-    def _load(self, state: dict[str, Any], delivered: int) -> None:
-        """Continue from a state of another world size, from which batches were delivered since.
-
-        Args:
-            state: as for ``load_state_dict``.
-            delivered: number of batches of the epoch that each rank was given.
-        """
-        former = self._check(state)
-        if former and delivered > state["batches"]:
-            other = copy.copy(self)
-            vars(other).update(former, rank=0)
-            other.load_state_dict(state)
-            batches, last = iter(other), ""
-            while other._run is not None and other._run.batches < delivered:
-                try:
-                    next(batches)
-                except StopIteration:
-                    break
-                except Exception as error:  # it was raised when the batch was asked for first
-                    if repr(error) == last:
-                        raise
-                    last = repr(error)
-            state = other.state_dict()
-        self.load_state_dict(state)
+        self._known = epoch, place
 
     # --- what kinds of samplers have of their own
 
@@ -275,7 +273,8 @@ class Sampler:
 
     def _beginning(self) -> Place:
         """Return where an epoch begins if none before has left anything for it."""
-        return {"batches": 0, "source": BEGINNING}
+        numbers = {"batches": 0, "begun": 0, "errors": 0, "dropped": 0}
+        return {"between": True, **numbers, "legs": [], "left": [], "source": BEGINNING}
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
@@ -283,22 +282,23 @@ class Sampler:
         if self._source is not None:
             self._source.restore(epoch, place["source"])
 
-    def _dealt_anew(self, place: Place, former: dict[str, Any]) -> Place:
-        """Return a place of a run that was dealt out by other arguments, as one of this sampler."""
-        return place
+    def _legs(self, place: Place) -> list[list[Any]]:
+        """Return the legs before a place, this world's too."""
+        own = [getattr(self, name) for name in self._dealt_by]
+        return [*place["legs"], [*own, place["batches"]]]
 
     # --- states
 
-    def _position(self) -> tuple[bool, Place]:
-        """Return where the present epoch stands, and whether any epoch may begin there."""
+    def _position(self) -> Place:
+        """Return where the present epoch stands."""
         run, known = self._run, self._known
         if run is not None and run.touched:
-            known = run.epoch, run.ended, run.place()
+            known = run.epoch, run.place()
         if known is not None and known[0] == self.epoch:
-            return known[1:]
-        if known is not None and known[1]:
-            return True, known[2] | {"batches": 0}
-        return True, self._beginning()
+            return known[1]
+        if known is not None and known[1]["between"]:
+            return known[1] | {"batches": 0}
+        return self._beginning()
 
     def _identity(self) -> dict[str, Any]:
         """Return all that decides the order of an epoch, as far as it is known."""
@@ -317,7 +317,7 @@ class Sampler:
             raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
         identity = self._identity()
         is_other = state.get("world_size") != self.world_size
-        for name in (*identity, "epoch", "between", *self._beginning()):
+        for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
                 raise ValueError(
                     f"the state has no {name!r}, so it is not from this kind of sampler"
@@ -328,8 +328,12 @@ class Sampler:
                     f"{name} is {value!r}, but the state is of {name} {state[name]!r}; make the "
                     "sampler with the arguments it had then, or start anew without the state"
                 )
-        for name, least in ("world_size", 1), ("epoch", 0), ("batches", 0):
-            check_int(name, state[name], least)
+        check_int("world_size", state["world_size"], 1)
+        for name in "epoch", "batches", "begun", "errors", "dropped":
+            check_int(name, state[name], 0)
+        width = len(self._dealt_by) + 1
+        if any(len(leg) != width or type(leg[-1]) is not int for leg in state["legs"]):
+            raise ValueError(f"legs must be parts of an epoch, got {shown(state['legs'])}")
         if type(state["between"]) is not bool:
             raise ValueError(f"between must be a bool, got {shown(state['between'])}")
         former = {name: state[name] for name in self._dealt_by} if is_other else {}
@@ -342,8 +346,3 @@ class Sampler:
         """Return what an epoch, or a part of it, is shuffled by: the numbers say which."""
         depth = sum(1 for _ in with_inner(self))  # another one than a sampler of the kind below
         return derive("order", type(self).__name__, depth, self.seed, *case)
-
-    def _rng(self, *case: int) -> np.random.Generator:
-        import numpy as np
-
-        return np.random.default_rng(self._derive(*case))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from minloader._checks import check_bool, check_int, shown
+from minloader._checks import check_choice, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.source import Source, plain, unplain
 
@@ -20,28 +20,44 @@ class StepRun(Run):
 
     def __init__(self, sampler: StepSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
+        self._legs = sampler._legs(place)  # to be passed over
+        self._begun = place["begun"]
         self._left: list[Any] = list(map(unplain, place["left"]))  # comes before what is read
         self._reading = sampler._read(epoch, place["source"])
 
     def place(self) -> Place:
-        left = [plain(item) for item in self._left]
-        place = self._reading.over() if self.ended else self._reading.place()
-        return {"batches": self.batches, "left": left, "source": place}
+        place: Place = self.sampler._beginning() | {"left": list(map(plain, self._left))}
+        if self.ended:
+            return place | {"batches": self.batches, "source": self._reading.over()}
+        numbers = {"batches": self.batches, "begun": self._begun, "legs": self._legs[:-1]}
+        return place | numbers | {"between": False, "source": self._reading.place()}
 
     def _next(self) -> Any:
-        sampler, left = self.sampler, self._left
+        sampler = self.sampler
         rank, ranks, size = sampler.rank, sampler.world_size, sampler.batch_size
-        whole = sampler._step
-        if len(left) < whole:
-            self._reading.take(left, whole - len(left))
-        if len(left) < (ranks if sampler.last_batch == "keep" else whole):
-            if sampler.last_batch != "rollover":
-                self._left = []
-            self._end(len(left) - len(self._left))
-        step, self._left = left[:whole], left[whole:]
+        while self._legs:
+            *by, until = self._legs[0]
+            if self._begun < until:
+                self._step(*by)
+            else:
+                del self._legs[0]
+        step = self._step(ranks, size)
         if size is None:
             return step[rank]
         return step[len(step) * rank // ranks : len(step) * (rank + 1) // ranks]
+
+    def _step(self, ranks: int, size: int | None) -> list[Any]:
+        """Return the items that all ranks take at once, or end."""
+        whole, last_batch = ranks * (size or 1), self.sampler.last_batch
+        if len(self._left) < whole:
+            self._reading.take(self._left, whole - len(self._left))
+        if len(self._left) < (ranks if last_batch == "keep" else whole):
+            dropped = 0 if last_batch == "rollover" else len(self._left)
+            del self._left[len(self._left) - dropped :]
+            self._end(dropped)
+        step, self._left = self._left[:whole], self._left[whole:]
+        self._begun += 1
+        return step
 
 
 class StepSampler(Sampler):
@@ -51,25 +67,19 @@ class StepSampler(Sampler):
     _begin: type[StepRun] = StepRun
     last_batch = "keep"
 
-    def __init__(self, batch_size: int | None, seed: int, rank: int, world_size: int) -> None:
-        super().__init__(seed, rank, world_size)
+    def __init__(self, batch_size: int | None, shuffle: bool, *ranks: int) -> None:
+        super().__init__(shuffle, *ranks)
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
 
-    @property
-    def _step(self) -> int:
-        """How many items all ranks take at once."""
-        return self.world_size * (self.batch_size or 1)
-
     def _foreseen(self, place: Place) -> tuple[int, int]:
-        items = len(place["left"]) + max(0, self._ahead(place["source"]))
-        batches, rest = divmod(items, self._step)
-        batches += place["batches"]
+        items, batches = len(place["left"]) + self._ahead(place["source"]), place["begun"]
+        for ranks, size, until in self._legs(place):
+            items -= (until - batches) * ranks * (size or 1)
+            batches = until
+        more, rest = divmod(max(0, items), self.world_size * (self.batch_size or 1))
         if self.last_batch == "keep" and rest >= self.world_size:
-            return batches + 1, 0
-        return batches, 0 if self.last_batch == "rollover" else rest
-
-    def _beginning(self) -> Place:
-        return {"left": [], **super()._beginning()}
+            return batches + more + 1, 0
+        return batches + more, 0 if self.last_batch == "rollover" else rest
 
     def _read(self, epoch: int, place: Any) -> Any:
         """Begin to read items from a place on."""
@@ -101,8 +111,7 @@ class BatchSampler(StepSampler):
         n_or_sampler: number of samples, or an iterable of indices. With ranks, the iterable must
             give the same indices in each of them: each reads all indices and takes its own.
         batch_size: number of indices in a batch. None: single indices in place of lists.
-        shuffle: whether each epoch has another order. An inner sampler that is no sequence is then
-            read to its end first.
+        shuffle: whether each epoch has another order, of a number of samples or of a sequence.
         last_batch: what to do with an incomplete last batch, or step: "keep" it, "discard" it, or
             "rollover", which lets the next epoch begin with it.
         seed: non-negative int. The order depends on it and on the epoch.
@@ -126,22 +135,22 @@ class BatchSampler(StepSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(batch_size, seed, rank, world_size)
+        super().__init__(batch_size, shuffle, seed, rank, world_size)
         self._source: Source = Source("n_or_sampler", n_or_sampler)
         self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
         self.n = None if self._source.values is None else len(self._source)
-        if last_batch not in ("keep", "discard", "rollover"):
-            raise ValueError(
-                f"last_batch must be 'keep', 'discard' or 'rollover', got {shown(last_batch)}"
-            )
+        self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
         if batch_size is None and last_batch != "keep":
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
-        self.shuffle = check_bool("shuffle", shuffle)
-        self.last_batch = last_batch
+        if self.shuffle and self.n is None:
+            raise TypeError(
+                f"shuffle=True needs a number of samples or a sequence, got {shown(n_or_sampler)}; "
+                "shuffle in that sampler, or give list(sampler)"
+            )
 
     def _read(self, epoch: int, place: Sequence[Any]) -> Any:
         return self._source.read(epoch, place, self._derive(epoch) if self.shuffle else None)
 
     def _ahead(self, place: Sequence[Any]) -> int:
         n = len(self._source) if self.n is None else self.n
-        return n - int(place[0])
+        return max(0, n - int(place[0]))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from numbers import Real
 from typing import Any
 
 from minloader._checks import shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import BEGINNING, Source, next_epoch
+from minloader._sampling.source import Source, next_epoch
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -78,7 +79,7 @@ class Part(Source):
         self.size = None if hasattr(part, "__iter__") else len(self)
         self._seed = (seed, number) if shuffle and self.size is not None else None
 
-    def begin(self, epoch: int, place: Sequence[Any]) -> Any:
+    def read_pass(self, epoch: int, place: Sequence[Any]) -> Any:
         """Begin to read a pass from a place on."""
         return self.read(epoch, place, self._seed and derive("part", *self._seed, epoch))
 
@@ -95,18 +96,25 @@ class _Passes:
         self._number, self.ended, self._place = known
         self._reading: Any = None
 
-    def take(self) -> list[Any]:
-        """Return the next item, in a list, or an empty one if there are no more."""
+    def take(self, again: bool) -> list[Any]:
+        """Return the next item, in a list, or an empty one if there are no more.
+
+        Args:
+            again: whether the part is then begun anew, in another order.
+        """
         if self._reading is None:
-            self._reading = self.part.begin(self._epoch + self._number * PASS, self._place)
+            self._reading = self.part.read_pass(self._epoch + self._number * PASS, self._place)
         items: list[Any] = []
         self._reading.take(items, 1)
-        return items
-
-    def begin_anew(self) -> None:
-        """Have the next item be the first of another pass, in another order."""
-        _, _, self._place = self.over()
-        self._number, self._reading = self._number + 1, None
+        if items or not again:
+            return items
+        if not self._reading.read:
+            raise ValueError(
+                f"{self.part.name} has no items, so it cannot be begun anew; give it the weight 0, "
+                "or leave it out"
+            )
+        self._number, self._place, self._reading = self._number + 1, self._reading.over(), None
+        return self.take(again)
 
     def place(self) -> list[Any]:
         """Return what another run goes on from."""
@@ -115,9 +123,7 @@ class _Passes:
 
     def over(self) -> list[Any]:
         """Return what another epoch goes on from."""
-        if self._reading is None:
-            return [0, False, next_epoch(self._place)]
-        return [0, False, self._reading.over() if self._reading.ended else BEGINNING]
+        return [0, False, next_epoch(self.place()[2])]
 
 
 class Draws:
@@ -146,12 +152,9 @@ class Draws:
         self._parts = [_Passes(part, epoch, place) for part, place in pairs]
         self._stop = stop
         self._length_of = length_of
-        self._step: int = known["step"]
-        self._weights: Sequence[float] = known["weights"]
+        self._step, self._weights = 0, list[float]()
         self._due: list[int] = list(known["due"])
         self._longest: int = known["longest"]
-        if self._weights:
-            self._divide()
 
     @staticmethod
     def beginning(parts: list[Any]) -> dict[str, Any]:
@@ -176,7 +179,7 @@ class Draws:
         """Take the weights of a step."""
         self._step = step
         if weights != self._weights:
-            self._weights = weights
+            self._weights = list(weights)
             self._divide()
 
     def take(self, into: list[Any], most: int) -> None:
@@ -186,15 +189,7 @@ class Draws:
             number = self._choose()
             part = self._parts[number]
             try:
-                items = part.take()
-                if not items and self._stop == "never":
-                    part.begin_anew()
-                    if not (items := part.take()):
-                        raise ValueError(
-                            f"{part.part.name} has no items, so it cannot be begun anew; give it "
-                            "the weight 0, or leave it out"
-                        )
-                draws = [(number, item) for item in items]
+                draws = [(number, item) for item in part.take(self._stop == "never")]
                 lengths = [self._length(draw) for draw in draws]
             except Exception:  # it had its turn
                 self._give(number, self._longest)
@@ -243,11 +238,8 @@ class Draws:
         ended = [part.ended for part in self._parts]
         over = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
-        weights = [0.0 if over or out else weight for weight, out in pairs]
-        largest = max(weights)
-        self._shares = [0] * len(weights)
-        if largest:
-            ratios = [weight / largest for weight in weights]  # whose sum cannot be infinite
-            total = sum(ratios)
-            self._shares = [int(ratio / total * UNIT) for ratio in ratios]
-            self._shares[ratios.index(1)] += UNIT - sum(self._shares)
+        weights = [Fraction(0 if over or out else weight) for weight, out in pairs]
+        total = sum(weights)
+        self._shares = [int(weight * UNIT / total) if total else 0 for weight in weights]
+        if total:  # what was rounded off
+            self._shares[weights.index(max(weights))] += UNIT - sum(self._shares)

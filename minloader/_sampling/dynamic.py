@@ -2,10 +2,8 @@
 
 A window (``windows.py``) is planned in this order:
 
-1. Samples, shuffled or in order, fill one batch for each bucket at a time (``_fill``). With one
-   rank and one bucket this is all.
-2. With ranks, whole batches of like cost make a step (``_match``): ``world_size`` batches, one for
-   each rank.
+1. Samples, shuffled or in order, fill one batch for each bucket at a time (``_filled``).
+2. Whole batches of like cost make a step (``_match``): ``world_size`` batches, one for each rank.
 3. The samples of batches without a match, and of incomplete ones, are dealt out anew (``_deal``).
 
 Every rank plans all steps from the same seed and takes its own batch of each.
@@ -14,21 +12,17 @@ Every rank plans all steps from the same seed and takes its own batch of each.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from minloader._checks import check_int, shown
+import numpy as np
+from numpy.typing import NDArray
+
+from minloader._checks import check_callable, check_int
 from minloader._sampling.source import LookUp
-from minloader._sampling.windows import WindowSampler
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from minloader._sampling.windows import Plan
+from minloader._sampling.windows import Plan, WindowSampler
 
 SPREAD = 0.05
 """How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
@@ -118,37 +112,14 @@ class DynamicBatchSampler(WindowSampler):
         self.max_padded = None if max_padded is None else float(max_padded)
         self.max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
         self.buckets = check_int("buckets", buckets, 1)
-        if cost is not None and not callable(cost):
-            raise TypeError(f"cost must be a callable or None, got {shown(cost)}")
+        check_callable("cost", cost)
         self.cost = cost
         limit = name, float(budget)
-        super().__init__(lengths, sampler, limit, long, shuffle, (seed, rank, world_size))
-
-    def _price(self, lengths: NDArray[Any]) -> NDArray[Any]:
-        """Return the cost of each length. ``cost`` gets Python numbers: any callable will do."""
-        import numpy as np
-
-        if self.cost is None:
-            if lengths.dtype.kind == "f":  # wide enough: small types would overflow
-                return lengths.astype(np.float64)
-            return lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
-        distinct, where = np.unique(lengths, return_inverse=True)
-        costs = [self.cost(length) for length in distinct.tolist()]
-        for length, value in zip(distinct, costs, strict=True):
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < math.inf:
-                raise ValueError(
-                    f"cost must give a finite number of at least 0, but for the length {length} "
-                    f"it gave {shown(value)}"
-                )
-        return np.array(costs, np.float64)[where]
+        super().__init__(lengths, sampler, limit, long, shuffle, seed, rank, world_size)
 
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
-        import numpy as np
-
-        ranks, most = by["world_size"], by["max_batch"]
-        padded = by["max_padded"] is not None
-        budget = by["max_padded"] if padded else by["max_total"]
+        ranks, padded = by["world_size"], by["max_padded"] is not None
+        limits = by["max_padded"] if padded else by["max_total"], padded, by["max_batch"]
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
         if self.shuffle:
             rng.shuffle(numbers)
@@ -157,78 +128,58 @@ class DynamicBatchSampler(WindowSampler):
             edges = np.quantile(costs, np.linspace(0, 1, self.buckets + 1)[1:-1])
             bucket = np.searchsorted(edges, costs).astype(np.min_scalar_type(self.buckets))
             numbers = numbers[np.argsort(bucket[numbers], kind="stable")]
-            counts = np.bincount(bucket, minlength=self.buckets)
-            borders = [0, *np.cumsum(counts).tolist()]
-        stops: list[int] = []
-        sizes: list[float] = []
-        last: list[int] = []  # batch of each bucket, which may be incomplete
+            borders = [0, *np.cumsum(np.bincount(bucket, minlength=self.buckets)).tolist()]
+        ends, sizes = [0], [0.0]  # of batches, behind an empty one
         steps: list[list[int]] = []
+        odd: list[int] = []
         others: list[int] = []
         for start, stop in pairwise(borders):
-            first = len(stops)
-            _fill(costs, numbers, start, stop, (budget, padded, most), stops, sizes)
-            batches = range(first, len(stops))
-            if ranks > 1:  # within a bucket first, where the batches have a like shape as well
-                others += _match(batches, sizes, ranks, steps)
-            else:
-                steps += [[batch] for batch in batches[: None if self.buckets == 1 else -1]]
-                last += [] if self.buckets == 1 else batches[-1:]
-        odd = _match(others, sizes, ranks, steps) if ranks > 1 else last
-        starts = np.array([0, *stops[:-1]], np.int64)[: len(stops)]
-        ends = np.array(stops, np.int64)
-        spans = [numbers[starts[batch] : ends[batch]] for batch in odd]
+            first = len(ends)
+            for end, size in _filled(costs[numbers[start:stop]], *limits):
+                ends.append(start + end)
+                sizes.append(size)
+            odd += range(first, len(ends))[-1:]  # it may be incomplete
+            # Within a bucket first, where the batches have a like shape as well.
+            others += _match(range(first, len(ends) - 1), sizes, ranks, steps)
+        odd += _match(others, sizes, ranks, steps)
+        spans = [numbers[ends[batch - 1] : ends[batch]] for batch in odd]
         rest = np.sort(np.concatenate([numbers[:0], *spans]))
-        dealt = _deal(rest, costs[rest], ranks, (budget, padded, most), rng)
-        chosen = np.array(steps, np.int64).reshape(-1)
+        dealt = _deal(rest, costs[rest], ranks, limits, rng)
+        bounds, chosen = np.array(ends, np.int64), np.array(steps, np.int64).reshape(-1)
         added = np.cumsum([len(numbers), *map(len, dealt)])
-        starts = np.concatenate([starts[chosen], added[:-1]])
-        ends = np.concatenate([ends[chosen], added[1:]])
+        starts = np.concatenate([bounds[chosen - 1], added[:-1]])
+        stops = np.concatenate([bounds[chosen], added[1:]])
         numbers = np.concatenate([numbers, *dealt])
         count = len(starts) // ranks
         if self.shuffle:
             order = rng.permutation(count)
         else:
-            firsts = [numbers[a:b].min() for a, b in zip(starts, ends, strict=True)]
+            firsts = [numbers[a:b].min() for a, b in zip(starts, stops, strict=True)]
             order = np.argsort(np.array(firsts, np.int64).reshape(count, ranks).min(axis=1))
         places = (order[:, None] * ranks + np.arange(ranks)).reshape(-1)
-        return numbers, starts[places], ends[places]
+        return numbers, starts[places], stops[places]
 
 
-_Budget = tuple[float, bool, int | None]
-"""How much a batch may cost, whether that is padded, and how many samples it may have."""
-
-
-def _fill(
-    costs: NDArray[Any],
-    numbers: NDArray[Any],
-    start: int,
-    stop: int,
-    limits: _Budget,
-    stops: list[int],
-    sizes: list[float],
-) -> None:
-    """Fill batches with samples as they come; note where each ends, and what it costs."""
-    budget, padded, most = limits
+def _filled(
+    costs: NDArray[Any], budget: float, padded: bool, most: int | None
+) -> Iterator[tuple[int, float]]:
+    """Fill batches with samples as they come; yield where each ends, and what it costs."""
     count, size = 0, 0.0
-    limit = most or stop + 1
-    for first in range(start, stop, CHUNK):
-        chunk = costs[numbers[first : min(first + CHUNK, stop)]].tolist()
-        for place, cost in enumerate(chunk, first):
-            if padded:
-                grown = cost if cost > size else size
-                fits = grown * (count + 1) <= budget
-            else:
-                grown = size + cost
-                fits = grown <= budget
-            if count and (not fits or count == limit):
-                stops.append(place)
-                sizes.append(size * count if padded else size)
-                count, grown = 0, cost
-            size = grown
-            count += 1
+    chunks = (costs[at : at + CHUNK].tolist() for at in range(0, len(costs), CHUNK))
+    for place, cost in enumerate(chain.from_iterable(chunks)):
+        if padded:
+            grown = cost if cost > size else size
+            full = grown * (count + 1) > budget
+        else:
+            grown = size + cost
+            full = grown > budget
+        if count and (full or count == most):
+            yield place, size * count if padded else size
+            count, grown = 0, cost
+        size = grown
+        count += 1
     if count:
-        stops.append(stop)
-        sizes.append(size * count if padded else size)
+        yield len(costs), size * count if padded else size
 
 
 def _match(
@@ -249,11 +200,7 @@ def _match(
 
 
 def _deal(
-    numbers: NDArray[Any],
-    costs: NDArray[Any],
-    ranks: int,
-    limits: _Budget,
-    rng: np.random.Generator,
+    numbers: NDArray[Any], costs: NDArray[Any], ranks: int, limits: Any, rng: np.random.Generator
 ) -> list[NDArray[Any]]:
     """Deal samples out, the costliest first, each to the rank whose batch costs least so far.
 
@@ -263,14 +210,12 @@ def _deal(
         numbers: of the samples to deal.
         costs: what they cost.
         ranks: number of ranks.
-        limits: of a batch.
+        limits: the budget of a batch, whether that is padded, and its largest number of samples.
         rng: what to draw from. If fewer samples than ranks are left over, chance says which.
 
     Returns:
         The batches, step after step.
     """
-    import numpy as np
-
     budget, padded, most = limits
     order = np.argsort(-costs.astype(np.float64), kind="stable")
     values = costs[order].tolist()
@@ -296,4 +241,4 @@ def _deal(
     if steps and at < len(values):
         some = rng.choice(np.arange(first, at), len(values) - at, replace=False)
         order[some], order[at:] = order[at:], order[some]
-    return [numbers[order[hand]] for step in steps for hand in step]
+    return [numbers[np.sort(order[hand])] for step in steps for hand in step]

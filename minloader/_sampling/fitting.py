@@ -6,11 +6,10 @@ A piece *costs* some of a row: at least 1, at most the capacity of the row.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 UNITS = 16_384
 """Rows have at most so many units of room. Of a larger capacity a unit is several entries, and a
@@ -20,8 +19,6 @@ It is the number of different costs that takes time."""
 
 def cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the sample of each piece, shape ``(n,)``, and its start and stop, shape ``(n, 2)``."""
-    import numpy as np
-
     stops = lengths.astype(np.int64)
     counts = np.maximum(1, -(-stops // capacity))
     samples = np.repeat(np.arange(len(stops)), counts)
@@ -43,8 +40,6 @@ def best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
     Returns:
         Number of the row of each piece, from 0, of shape ``(n,)``.
     """
-    import numpy as np
-
     if capacity > UNITS:
         unit = -(-capacity // UNITS)
         costs, capacity = -(-costs.astype(np.int64) // unit), capacity // unit
@@ -104,8 +99,6 @@ def arranged(
             for that. If there are too few pieces, some rows are dropped, by chance.
         each: number of rows in the batch of a rank.
     """
-    import numpy as np
-
     by_row = np.argsort(rows, kind="stable")
     starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
     while (short := -len(starts) % ranks) and len(starts) < len(rows):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from minloader._checks import check_bool, shown
+from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.draws import Draws, Part, Weights, check_weights
@@ -17,10 +17,9 @@ from minloader._sampling.source import BEGINNING, LookUp, check_has_state, look_
 
 
 class _Run(StepRun):
-    def _next(self) -> Any:
-        weights = self.sampler._weights_at(self.epoch, self.batches)
-        self._reading.weigh(self.batches, weights)
-        return super()._next()
+    def _step(self, ranks: int, size: int | None) -> list[Any]:
+        self._reading.weigh(self._begun, self.sampler._weights_at(self.epoch, self._begun))
+        return super()._step(ranks, size)
 
 
 class MixtureSampler(StepSampler):
@@ -84,10 +83,9 @@ class MixtureSampler(StepSampler):
         world_size: int = 1,
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, rank, world_size)
+        super().__init__(batch_size, shuffle, seed, rank, world_size)
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
-        self.shuffle = check_bool("shuffle", shuffle)
         self._parts = [Part(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
@@ -95,9 +93,7 @@ class MixtureSampler(StepSampler):
         self.weights = weights
         if not callable(weights):
             self.weights = check_weights("weights", weights, len(self._parts))
-        if stop not in ("first", "last", "never"):
-            raise ValueError(f"stop must be 'first', 'last' or 'never', got {shown(stop)}")
-        self.stop = stop
+        self.stop = check_choice("stop", stop, ("first", "last", "never"))
         self.by_length = lengths is not None
         self._length_of = None if lengths is None else look_up(lengths)
 

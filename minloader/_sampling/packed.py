@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from minloader._checks import check_int
-from minloader._sampling.fitting import arranged, best_fit, cut
+from minloader._sampling.fitting import arranged, best_fit
 from minloader._sampling.pack_collate import pack_collate
 from minloader._sampling.source import LookUp
-from minloader._sampling.windows import WindowSampler
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from minloader._sampling.windows import Plan
+from minloader._sampling.windows import Plan, WindowSampler
 
 
 class PackedBatchSampler(WindowSampler):
@@ -100,7 +97,7 @@ class PackedBatchSampler(WindowSampler):
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
         limit = "capacity", self.capacity
-        super().__init__(lengths, sampler, limit, long, shuffle, (seed, rank, world_size))
+        super().__init__(lengths, sampler, limit, long, shuffle, seed, rank, world_size)
 
     def collate(self, value: Any = 0) -> pack_collate:
         """Return the ``collate_fn`` that lays the batches of this sampler out in its rows.
@@ -110,20 +107,7 @@ class PackedBatchSampler(WindowSampler):
         """
         return pack_collate(self.capacity, self.rows, value)
 
-    def _price(self, lengths: NDArray[Any]) -> NDArray[Any]:
-        import numpy as np
-
-        return lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
-
-    def _cut(self, costs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        import numpy as np
-
-        samples, spans = cut(costs, self.capacity)
-        return np.maximum(1, spans[:, 1] - spans[:, 0]), samples, spans
-
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
-        import numpy as np
-
         order = np.arange(len(costs))
         if self.shuffle:
             rng.shuffle(order)

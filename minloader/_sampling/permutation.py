@@ -19,10 +19,10 @@ not for secrets.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 ROUNDS = 6
 """How often the positions are mixed. Each time takes about 3 ns for each index. Of 1,024 indices or
@@ -46,8 +46,6 @@ class Permutation:
     """
 
     def __init__(self, n: int, seed: int) -> None:
-        import numpy as np
-
         rng = np.random.default_rng(seed)
 
         self._n = n
@@ -64,8 +62,6 @@ class Permutation:
         return self._n
 
     def __getitem__(self, positions: slice) -> NDArray[Any]:
-        import numpy as np
-
         if self._small is not None:
             return self._small[positions]
         indices = self._mixed(np.arange(*positions.indices(self._n), dtype=np.uint64))
@@ -78,8 +74,6 @@ class Permutation:
 
     def _mixed(self, cells: NDArray[Any]) -> NDArray[Any]:
         """Permute cells of the table. Each is an unsigned integer of 64 bits, and wraps around."""
-        import numpy as np
-
         rows, columns = self._rows, self._columns
         row: NDArray[Any] = cells // columns
         column = cells - row * columns

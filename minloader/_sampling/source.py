@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from contextlib import suppress
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 from minloader._checks import check_int, is_stateful, shown
-from minloader._sampling.permutation import Permutation
 from minloader._sampling.seeding import Piece
 
 CHUNK = 16_384
@@ -78,19 +78,19 @@ def is_sequence(items: Any) -> bool:
 def plain(item: Any) -> Any:
     """Return an item as JSON keeps it: numpy's numbers and tuples it does not."""
     if isinstance(item, tuple | list):
-        parts = [plain(each) for each in item]
-        return parts if isinstance(item, list) else {type(item).__name__: parts}
+        parts = list(map(plain, item))
+        name = "Piece" if isinstance(item, Piece) else "tuple"
+        return parts if isinstance(item, list) else {name: parts}
     return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
 
 
 def unplain(item: Any) -> Any:
     """Undo :func:`plain`."""
     if isinstance(item, list):
-        return [unplain(each) for each in item]
-    if isinstance(item, dict) and len(item) == 1:
-        ((kind, parts),) = item.items()
-        values = tuple(unplain(each) for each in parts)
-        return Piece(*values) if kind == "Piece" else values
+        return list(map(unplain, item))
+    for name, kind in ("tuple", tuple), ("Piece", Piece._make):
+        if isinstance(item, dict) and item.keys() == {name}:
+            return kind(map(unplain, item[name]))
     return item
 
 
@@ -172,18 +172,16 @@ class Source:
         self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
         self.stands, self.was_put = state, True
 
-    def read(self, epoch: int, place: Sequence[Any], seed: int | None = None) -> Reading | Indexed:
+    def read(self, epoch: int, place: Sequence[Any], seed: int | None = None) -> Reading:
         """Begin to read an epoch from a place on.
 
         Args:
             epoch: its number.
             place: where to begin.
-            seed: what decides the order of the items; None: they come as they are.
+            seed: what decides the order of a sequence; None: it comes as it is.
         """
         if self.values is not None:
-            return Indexed(self.values, seed, place)
-        if seed is not None:  # of all items
-            return Indexed(self.read(epoch, [0, *place[1:]]), seed, place)
+            return Reading(self, place, seed)
         self.restore(epoch, place)
         if place[2] and place[0]:  # it has ended, and is to be told of another epoch only
             return Reading(self, place)
@@ -197,10 +195,27 @@ class Source:
         self.stands = None
         return Reading(self, place)
 
+    def begin(self, at: int, seed: int | None) -> Iterator[Any]:
+        """Return an iterator: over a sequence from an item on, over an iterable anew."""
+        if self.values is None:
+            return iter(self.iterable)
+        n = len(self.values)
+        places: Iterator[int] = iter(range(at, n))
+        if seed is not None:
+            from minloader._sampling.permutation import Permutation  # which needs numpy
+
+            order = Permutation(n, seed)
+            starts = range(at, n, CHUNK)
+            places = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
+        is_count = isinstance(self.values, range) and self.values == range(n)
+        return places if is_count else map(self.values.__getitem__, places)
+
     def state(self) -> Any:
         """Return the state of the iterable, if it has one."""
+        if self.values is not None or not is_stateful(self.items):
+            return None
         try:
-            return copy.deepcopy(self.items.state_dict()) if is_stateful(self.items) else None
+            return copy.deepcopy(self.items.state_dict())
         except NotImplementedError:  # inherited, but not meant
             return None
 
@@ -211,47 +226,57 @@ class Reading:
     Args:
         source: what is read.
         place: where it begins.
+        seed: what decides the order of a sequence; None: it comes as it is.
 
     Attributes:
         read: number of items that were asked for.
         ended: whether there are no more.
     """
 
-    def __init__(self, source: Source, place: Sequence[Any]) -> None:
-        self._source = source
+    def __init__(self, source: Source, place: Sequence[Any], seed: int | None = None) -> None:
+        self._source, self._seed = source, seed
         self._at_end = place[2]  # of the epoch before
         # Until it has given an item: a generator tells the truth about its place from then on.
         self._known: Sequence[Any] | None = place
         self.read: int = place[0]
         self.ended = bool(place[2] and self.read)
-        self._pass_by = 0 if place[1] is not None or self.ended else self.read
-        self._items = iter(()) if self.ended else iter(source.iterable)
+        has_place = source.values is not None or place[1] is not None or self.ended
+        self._pass_by = 0 if has_place else self.read
+        self._items: Any = iter(()) if self.ended else source.begin(self.read, seed)
 
     def take(self, into: list[Any], most: int) -> None:
         """Add the next items to a list, fewer where the epoch ends.
 
         What an item raises is raised here, once: the items before it are in the list.
         """
-        self._go_on()
-        before = len(into)
+        source, before = self._source, len(into)
+        while self._pass_by:
+            self._pass_by -= 1
+            with suppress(Exception):  # it was raised when the item was asked for first
+                next(self._items)
         try:
+            if self._items is None:  # begun again behind what was taken
+                self._items = source.begin(self.read, self._seed)
             into.extend(taken_from(self._items, most))
-        except Exception:
-            self.read, self._known = self.read + 1, None
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.read, self._known = self.read + 1, None
+            if source.values is not None:
+                self._items = None
             raise
         finally:
             taken = len(into) - before
             self.read += taken
             if taken:
-                self._known, self._at_end, self._source.was_put = None, False, False
+                self._known, self._at_end, source.was_put = None, False, False
         if taken < most and not self.ended:
-            if self._at_end and self._source.was_put:
+            if self._at_end and source.was_put:
                 # Some say once more that the epoch is over whose state they were put to.
-                self._at_end, self._items = False, iter(self._source.iterable)
+                self._at_end, self._items = False, source.begin(0, None)
                 self.take(into, most)
                 return
             self.ended = True
-            state = self._source.stands = self._source.state()
+            state = source.stands = source.state()
             self._known = [self.read, state, True]
 
     def place(self) -> Sequence[Any]:
@@ -261,75 +286,3 @@ class Reading:
     def over(self) -> Sequence[Any]:
         """Return where another epoch begins, after this one has ended."""
         return next_epoch(self.place())
-
-    def _go_on(self) -> None:
-        """Pass by the items that were asked for before, whatever they raised then."""
-        while self._pass_by:
-            try:
-                for _ in taken_from(self._items, self._pass_by):
-                    self._pass_by -= 1
-                self._pass_by = 0
-            except Exception:
-                self._pass_by -= 1
-
-
-class Indexed:
-    """The items of a sequence, in their order or in one that is computed.
-
-    Args:
-        values: the sequence; or a reading, of which all items are read first.
-        seed: what decides the order; None: that of the sequence.
-        place: where to begin.
-
-    Attributes:
-        read: number of items that were asked for.
-        ended: whether there are no more.
-    """
-
-    def __init__(self, values: Any, seed: int | None, place: Sequence[Any]) -> None:
-        self._reading = values if isinstance(values, Reading) else None
-        self._values: Any = [] if self._reading else values
-        self._seed = seed
-        self._start = place if self._reading is None else self._reading.place()
-        self.read: int = place[0]
-        self._items: Iterator[Any] | None = None
-        self.ended = False
-
-    def take(self, into: list[Any], most: int) -> None:
-        """Add the next items to a list, as :meth:`Reading.take` does."""
-        while self._reading is not None and not self._reading.ended:
-            try:
-                self._reading.take(self._values, CHUNK)
-            except Exception:
-                if not self.read:  # else it was raised when that was first read
-                    raise
-        before = len(into)
-        try:
-            if self._items is None:
-                self._items = self._in_order()
-            into.extend(islice(self._items, most))
-        except BaseException as error:
-            self._items = None  # begun again behind what was taken
-            self.read += isinstance(error, Exception)
-            raise
-        finally:
-            self.read += len(into) - before
-        self.ended = len(into) - before < most
-
-    def place(self) -> Sequence[Any]:
-        """Return where this stands."""
-        return [self.read, *self._start[1:]]
-
-    def over(self) -> Sequence[Any]:
-        """Return where another epoch begins, after this one has ended."""
-        return BEGINNING if self._reading is None else self._reading.over()
-
-    def _in_order(self) -> Iterator[Any]:
-        values, n = self._values, len(self._values)
-        places: Iterator[int] = iter(range(self.read, n))
-        if self._seed is not None:
-            order = Permutation(n, self._seed)
-            starts = range(self.read, n, CHUNK)
-            places = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
-        is_count = isinstance(values, range) and values == range(n)
-        return places if is_count else map(values.__getitem__, places)

@@ -9,30 +9,32 @@ An array of lengths is one window. Lazy lengths, and the items of an inner sampl
 by window. Nothing is carried over from one to the next. So a place is that of the source where the
 window begins, and a run that goes on reads no more than one window again.
 
-If the world size changes in a window, the steps that were given are planned again as they were
-then, and what they have left is planned as if it were all.
+A *leg* is what is given in one world size. If that changes in a window, the legs before are planned
+again as they were then, and what they have left is planned as if it were all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import starmap
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from minloader._checks import check_bool, check_int, check_iterable, shown
+import numpy as np
+from numpy.typing import NDArray
+
+from minloader._checks import check_choice, check_iterable, shown
 from minloader._sampling.base import Place, Run, Sampler
+from minloader._sampling.fitting import cut
 from minloader._sampling.seeding import Piece
 from minloader._sampling.source import Source, look_up, plain
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-    """Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
-    batches of its ranks in their order."""
+Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+"""Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
+batches of its ranks in their order."""
 
 WINDOW = 10_000
 """Number of lazy lengths, or of an inner sampler's items, that are read ahead to be planned. More
@@ -70,6 +72,24 @@ class Window:
         return list(starmap(Piece, spans))
 
 
+class Dealt(NamedTuple):
+    """What a leg of an epoch gives of a window.
+
+    Attributes:
+        plan: its batches.
+        begun: number of batches that each rank was given before them.
+        end: the same after them.
+        dropped: number of samples of the window that no rank gets.
+        legs: that leg and later ones, if the leg goes on in the next window.
+    """
+
+    plan: Plan
+    begun: int
+    end: int
+    dropped: int
+    legs: list[Any]
+
+
 class WindowSampler(Sampler):
     """A sampler that plans by lengths, and may plan the items of an inner sampler by theirs.
 
@@ -79,32 +99,22 @@ class WindowSampler(Sampler):
         sampler: the inner sampler.
         limit: the most that a sample may cost, and what messages call that.
         long: what to do with a sample that costs more: "refuse", "drop", and perhaps "split".
-        shuffle: whether each epoch has another order.
-        ranks: seed, rank and world size.
+        ranks: whether to shuffle, seed, rank and world size.
     """
 
     _kind: tuple[str, type, str] = "uif", Real, "number"  # what lengths may be: dtypes, type, words
     _ways: tuple[str, ...] = "refuse", "drop"
+    cost: Callable[[Any], float] | None = None
 
     def __init__(
-        self,
-        lengths: Any,
-        sampler: Iterable[Any] | None,
-        limit: tuple[str, float],
-        long: str,
-        shuffle: bool,
-        ranks: tuple[int, int, int],
+        self, lengths: Any, sampler: Any, limit: tuple[str, float], long: str, *ranks: Any
     ) -> None:
         super().__init__(*ranks)
-        if long not in self._ways:
-            *others, last = map(repr, self._ways)
-            raise ValueError(f"long must be {', '.join(others)} or {last}, got {shown(long)}")
-        self.long = long
-        self.shuffle = check_bool("shuffle", shuffle)
+        self.long = check_choice("long", long, self._ways)
         self._limit_name, self._limit = limit
         self._length_of: Callable[[Any], Any] | None = None
         self._all: Window | None = None  # None: they are not known beforehand
-        self._plans: tuple[Any, Plan, int] | None = None
+        self._dealt: tuple[Any, Dealt] | None = None  # of all, the last time
         self.lengths: str | None = None  # what tells them from others
         self.n: int | None = None
         if sampler is not None:
@@ -121,27 +131,23 @@ class WindowSampler(Sampler):
             raise TypeError(f"lengths must be an iterable of numbers, got {shown(lengths)}")
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
-            costs = self._costs(lengths)
-            self.lengths = _fingerprint(costs)
-            self._all = self._window(costs, None)
+            self._all, errors = self._window(lengths, None)
+            for error in errors:
+                raise error
+            digest = blake2b(self._all.costs.data, digest_size=16)
+            if self._all.samples is not None:
+                digest.update(self._all.samples.data)
+            self.lengths = digest.hexdigest()
         else:
             self._source = Source("lengths", lengths)
 
     def _foreseen(self, place: Place) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        (_, starts, _), dropped = self._planned(self._all, self.epoch, place)
-        return _begun(place) + len(starts) // self.world_size, dropped
+        dealt = self._deal(self._all, self.epoch, place)
+        return dealt.end, dealt.dropped
 
     # --- what samplers of this kind must have
-
-    def _price(self, lengths: NDArray[Any]) -> NDArray[Any]:
-        """Return what samples cost, at least 0, for their lengths, which are at least 0."""
-        raise NotImplementedError
-
-    def _cut(self, costs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return costs, samples and spans of the pieces of samples."""
-        raise NotImplementedError
 
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         """Return the batches of entries.
@@ -155,159 +161,108 @@ class WindowSampler(Sampler):
 
     # --- windows
 
-    def _costs(self, lengths: Any, names: Any = None) -> NDArray[Any]:
-        """Return what samples cost, 0 for those to drop.
+    def _window(self, lengths: Any, names: Sequence[Any] | None) -> tuple[Window, list[Exception]]:
+        """Return the window of some samples, and the errors of those that it leaves out.
 
         Args:
-            lengths: of the samples.
+            lengths: of the samples; for a length may stand the error of looking it up.
             names: what the samples are called; None: by their numbers.
-
-        Raises:
-            TypeError, ValueError: a length is impossible. Only the first is named.
         """
-        import numpy as np
-
         dtypes, kind, word = self._kind
         each = lengths if hasattr(lengths, "__array__") else list(lengths)
-        names = range(len(each)) if names is None else names
+        called = range(len(each)) if names is None else names
+        errors: dict[int, Exception] = {}
         try:
             values = np.asarray(each)
         except ValueError:  # some are sequences
             values = np.empty((0, 0))
         if values.ndim != 1 or (values.size and values.dtype.kind not in dtypes):
             numbers = [plain(one) for one in each]
-            for name, one in zip(names, numbers, strict=True):
-                if not isinstance(one, kind) or isinstance(one, bool):
-                    raise TypeError(
-                        f"lengths must be one {word} for each sample, got {shown(one)} for "
-                        f"{shown(name)}"
+            for n, one in enumerate(numbers):
+                if isinstance(one, Exception):
+                    errors[n] = one
+                elif not isinstance(one, kind) or isinstance(one, bool):
+                    name = shown(called[n])
+                    errors[n] = TypeError(
+                        f"lengths must be one {word} for each sample, got {shown(one)} for {name}"
                     )
-            # Numbers of mixed types; none is too large for numpy then.
-            values = np.array([max(-1, min(one, 2**62)) for one in numbers])
+                # Numbers of mixed types; none is too large for numpy then.
+                numbers[n] = 0 if n in errors else max(-1, min(one, 2**62))
+            values = np.array(numbers)
         wrong = ~(values >= 0)  # NaN is wrong too
-        costs = self._price(np.where(wrong, 0, values) if wrong.any() else values)
+        failed: dict[int, Exception] = {}
+        costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
+        errors |= {n: failed[n] for n in failed if not wrong[n]}
+        wrong[list(errors)] = True
         too_long = costs > self._limit
+        dropped = int(np.count_nonzero(too_long & ~wrong)) if self.long == "drop" else 0
         if self.long == "refuse":
             wrong |= too_long
-        if wrong.any():
-            at = int(wrong.argmax())
+        for at in np.flatnonzero(wrong)[:WINDOW].tolist():
             price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
-            raise ValueError(
-                f"lengths[{names[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
+            error = ValueError(
+                f"lengths[{called[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
                 f"most {self._limit_name}={self._limit:g}; raise {self._limit_name}, leave that "
                 "sample out, or give another value of long"
             )
-        nothing = costs == 0
-        if nothing.any() and self.long != "split":  # or batches would grow without end
-            costs = np.where(nothing, min(1, self._limit), costs)
-        if self.long == "drop" and too_long.any():
-            costs = np.where(too_long, 0, costs)
-        return costs
-
-    def _window(self, costs: NDArray[Any], names: Sequence[Any] | None) -> Window:
-        """Return the window of samples that have these costs."""
-        import numpy as np
-
-        dropped = len(costs) - int(np.count_nonzero(costs))
+            errors.setdefault(at, error)
+        samples = spans = None
+        if wrong.any() or dropped:
+            samples = np.flatnonzero(~(wrong | too_long) if self.long == "drop" else ~wrong)
+            costs = costs[samples]
         if self.long == "split":
-            costs, samples, spans = self._cut(costs)
-            return Window(costs, samples, spans, names, 0)
-        kept = np.flatnonzero(costs) if dropped else None
-        return Window(costs if kept is None else costs[kept], kept, None, names, dropped)
+            pieces, spans = cut(costs, int(self._limit))
+            samples = pieces if samples is None else samples[pieces]
+            costs = np.maximum(1, spans[:, 1] - spans[:, 0])
+        elif not costs.all():  # what costs nothing would let batches grow without end
+            costs = np.where(costs == 0, min(1, self._limit), costs)
+        return Window(costs, samples, spans, names, dropped), [errors[at] for at in sorted(errors)]
 
-    def _read_window(self, found: list[Any], numbers: list[int]) -> tuple[Window, list[Exception]]:
-        """Return the window of what was read, and the errors of what is left out of it.
+    def _price(self, lengths: NDArray[Any], errors: dict[int, Exception]) -> NDArray[Any]:
+        """Return what samples cost, at least 0, for their lengths, which are at least 0.
 
         Args:
-            found: the items of an inner sampler, or lengths.
-            numbers: where in the source they are.
+            lengths: of the samples.
+            errors: gets those of samples that have no cost, by the number of the sample.
         """
-        errors: list[Exception] = []
-        if self._length_of is None:
-            pairs = list(zip(numbers, found, strict=True))
-        else:
-            pairs = []
-            for item in found:
-                try:
-                    pairs.append((item, self._length_of(item)))
-                except Exception as error:
-                    errors.append(error)
-        names, lengths = [name for name, _ in pairs], [length for _, length in pairs]
-        try:
-            return self._window(self._costs(lengths, names), names), errors
-        except Exception:  # one after another, then
-            costs: list[Any] = []
-            names = []
-            for name, length in pairs:
-                try:
-                    costs += self._costs([length], [name]).tolist()
-                    names.append(name)
-                except Exception as error:
-                    errors.append(error)
-        import numpy as np
+        if self.cost is None:  # in a type that is wide enough: small ones would overflow
+            small = np.min_scalar_type(lengths.max(initial=0))
+            return lengths.astype(np.float64 if lengths.dtype.kind == "f" else small)
+        distinct, where = np.unique(lengths, return_inverse=True)
+        costs = np.zeros(len(distinct))
+        for number, length in enumerate(
+            distinct.tolist()
+        ):  # Python's numbers: any callable will do
+            try:
+                costs[number] = _checked(length, self.cost(length))
+            except Exception as error:
+                errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
+        return costs[where]
 
-        return self._window(np.array(costs), names), errors
-
-    def _planned(self, window: Window, epoch: int, place: Place) -> tuple[Plan, int]:
-        """Return the batches that the present ranks have of a window, and how many are dropped."""
-        import numpy as np
-
-        key = epoch if self.shuffle or self.world_size > 1 else 0, place["dealt"]
-        if window is self._all and self._plans is not None and self._plans[0] == key:
-            return self._plans[1:]
-        n, begun = len(window.costs), 0
+    def _deal(self, window: Window, epoch: int, place: Place) -> Dealt:
+        """Return the batches of a window after those of the legs before."""
+        key = epoch if self.shuffle or self.world_size > 1 else 0, place["legs"]
+        if window is self._all and self._dealt is not None and self._dealt[0] == key:
+            return self._dealt[1]
+        n, begun = len(window.costs), place["begun"]
         left = np.arange(n, dtype=np.min_scalar_type(-n - 1))
-        own = [*(getattr(self, name) for name in self._dealt_by), None]
-        for part, (*values, until) in enumerate([*place["dealt"], own]):
+        legs = self._legs(place)
+        for part, (*values, until) in enumerate(legs):
             by = dict(zip(self._dealt_by, values, strict=True))
-            rng = self._rng(epoch, place["window_at"]["batches"], part)
+            rng = np.random.default_rng(self._derive(epoch, place["begun"], part))
             numbers, starts, stops = self._plan(window.costs[left], rng, by)
-            numbers = left[numbers]
-            if until is not None:
-                count = (until - begun) * by["world_size"]
-                given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
-                left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
-                begun = until
+            numbers, end = left[numbers], begun + len(starts) // by["world_size"]
+            if part == len(legs) - 1 or end < until:
+                break
+            count = (until - begun) * by["world_size"]
+            given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
+            left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
+            begun = until
         dropped = window.dropped + len(left) - int((stops - starts).sum())
+        dealt = Dealt((numbers, starts, stops), begun, end, dropped, legs[part:-1])
         if window is self._all:
-            self._plans = key, (numbers, starts, stops), dropped
-        return (numbers, starts, stops), dropped
-
-    # --- epochs and states
-
-    def _beginning(self) -> Place:
-        window = {"batches": 0, "dropped": 0, "errors": 0}
-        return super()._beginning() | {"dealt": [], "window_at": window}
-
-    def _restore(self, epoch: int, place: Place) -> None:
-        for name in "batches", "dropped", "errors":
-            check_int(name, place["window_at"][name], 0)
-        width = len(self._dealt_by) + 1
-        if any(len(part) != width or type(part[-1]) is not int for part in place["dealt"]):
-            raise ValueError(f"dealt must be parts of an epoch, got {shown(place['dealt'])}")
-        super()._restore(epoch, place)
-
-    def _dealt_anew(self, place: Place, former: dict[str, Any]) -> Place:
-        given = place["batches"] - place["window_at"]["batches"]
-        if given > (place["dealt"][-1][-1] if place["dealt"] else 0):
-            place = place | {"dealt": [*place["dealt"], [*former.values(), given]]}
-        return place
-
-
-def _begun(place: Place) -> int:
-    """Return how many batches there were before the present part of the epoch."""
-    window: int = place["window_at"]["batches"]
-    return window + (place["dealt"][-1][-1] if place["dealt"] else 0)
-
-
-def _fingerprint(costs: NDArray[Any]) -> str:
-    """Return what tells these costs from others."""
-    from hashlib import blake2b
-
-    digest = blake2b(digest_size=16)
-    for start in range(0, len(costs), 1 << 16):
-        digest.update(costs[start : start + (1 << 16)].astype("<f8").tobytes())
-    return digest.hexdigest()
+            self._dealt = key, dealt
+        return dealt
 
 
 class _Batches(Run):
@@ -315,70 +270,85 @@ class _Batches(Run):
 
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
-        self._place = place  # of the window, or of a part of it
         source = sampler._source
         self._reading: Any = None if source is None else source.read(epoch, place["source"])
         self._window = sampler._all
-        self._plan: Any = None
+        self._dealt: Dealt | None = None
         self._found: list[Any] = []  # what was read of the window, until that is whole
-        self._numbers: list[int] = []
+        self._numbers: list[int] = []  # where in the source that is
         self._failed: list[Exception] = []  # errors that are still to be raised
-        self._errors: int = place["window_at"]["errors"]  # of the window, that were raised
+        self._errors: int = place["errors"]  # of the window, that were raised
         self._forgiven = self._errors  # by an earlier run
 
     def place(self) -> Place:
-        window = self._place["window_at"] | {"errors": self._errors}
-        return self._place | {"batches": self.batches, "window_at": window}
+        numbers = {"batches": self.batches, "errors": self._errors}
+        return self._place | numbers | {"between": self.ended}
 
     def _next(self) -> list[Any]:
-        sampler = self.sampler
         while True:
-            if self._window is None:
-                self._read()
             if self._failed:
-                self._errors += 1
-                raise self._failed.pop(0)
-            if self._window is not None:
-                if self._plan is None:
-                    plan = sampler._planned(self._window, self.epoch, self._place)
-                    self._plan, self._dropped = plan
-                numbers, starts, stops = self._plan
-                step = self.batches - _begun(self._place)
-                at = step * sampler.world_size + sampler.rank
-                if at < len(starts):
+                error = self._failed.pop(0)
+                if not self._forgiven:
+                    self._errors += 1
+                    raise error
+                self._forgiven -= 1
+            elif self._window is None:
+                self._read()
+            else:
+                if self._dealt is None:
+                    self._dealt = self.sampler._deal(self._window, self.epoch, self._place)
+                (numbers, starts, stops), begun, end, dropped, legs = self._dealt
+                if not legs and self.batches < end:
+                    at = (self.batches - begun) * self.sampler.world_size + self.sampler.rank
                     return self._window.items(numbers[starts[at] : stops[at]])
-                self._turn()
+                self._turn(end, dropped, legs)
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
-        reading, found = self._reading, self._found
-        first, before, errors = reading.read, len(found), []
+        sampler, reading, found = self.sampler, self._reading, self._found
+        first, before = reading.read, len(found)
         try:
             reading.take(found, WINDOW - before)
         except Exception as error:
-            errors.append(error)
+            self._failed.append(error)
         finally:
             self._numbers += range(first, first + len(found) - before)
         if reading.ended or len(found) >= WINDOW:
-            self._window, more = self.sampler._read_window(found, self._numbers)
+            names, lengths = self._numbers, found
+            if sampler._length_of is not None:
+                names, lengths = found, [_looked_up(sampler._length_of, item) for item in found]
+            self._window, errors = sampler._window(lengths, names)
+            self._failed += errors
             self._found, self._numbers = [], []
-            errors += more
-        known, self._forgiven = self._forgiven, max(0, self._forgiven - len(errors))
-        del errors[:known]
-        self._failed = errors
 
-    def _turn(self) -> None:
+    def _turn(self, end: int, dropped: int, legs: list[Any]) -> None:
         """Begin another window, behind the one that was given; or end."""
-        dropped = self._place["window_at"]["dropped"] + self._dropped
+        dropped += self._place["dropped"]
         reading, place = self._reading, self.sampler._beginning()
         self._errors = self._forgiven = 0
-        self._plan = None
         if reading is None or reading.ended:
             self._place = place if reading is None else place | {"source": reading.over()}
             self._end(dropped)
-        self._window = None
-        place["window_at"] |= {"batches": self.batches, "dropped": dropped}
-        self._place = place | {"source": reading.place()}
+        self._window = self._dealt = None
+        numbers = {"begun": end, "dropped": dropped, "legs": legs}
+        self._place = place | numbers | {"source": reading.place()}
 
 
 WindowSampler._begin = _Batches
+
+
+def _checked(length: float, value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ValueError(
+            f"cost must give a finite number of at least 0, but for the length {length} it gave "
+            f"{shown(value)}"
+        )
+    return float(value)
+
+
+def _looked_up(length_of: Callable[[Any], Any], item: Any) -> Any:
+    try:
+        return length_of(item)
+    except Exception as error:
+        return error

@@ -54,8 +54,8 @@ def first_stored(n: int) -> Any:
 def resume(n: int) -> Any:
     sampler = computed(n)
     steps = len(sampler) // 2
-    place = {"batches": steps, "source": [steps * BATCH_SIZE, None, False], "between": False}
-    sampler.load_state_dict(sampler.state_dict() | place)
+    place = {"batches": steps, "begun": steps, "source": [steps * BATCH_SIZE, None, False]}
+    sampler.load_state_dict(sampler.state_dict() | {"between": False} | place)
     return next(iter(sampler))
 
 
