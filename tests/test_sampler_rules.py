@@ -9,6 +9,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -397,6 +398,7 @@ def run_through(kind: str, worlds: Any, draw: Callable[[int], int], *, older: bo
     """
     got: Counter[Any] = Counter()
     state: Any = None
+    foreseen: list[int] = []
 
     def ranks(world_size: int) -> list[Any]:
         samplers = [KINDS[kind](rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -405,8 +407,14 @@ def run_through(kind: str, worlds: Any, draw: Callable[[int], int], *, older: bo
         return samplers
 
     for place, world_size in enumerate(worlds):
-        whole = [list(sampler) for sampler in ranks(world_size)]
+        fresh = ranks(world_size)
+        before = 0 if state is None else state[0]["batches"] + state[2]
+        with suppress(TypeError):  # it is not known beforehand
+            foreseen.append(len(fresh[0]))
+        whole = [list(sampler) for sampler in fresh]
         count = len(whole[0])
+        assert foreseen in ([], [before + count])
+        foreseen.clear()
         steps = count if place == len(worlds) - 1 else draw(count)
         noted = draw(steps) if older else steps
         samplers = ranks(world_size)
@@ -436,7 +444,7 @@ def test_other_world_sizes(kind, worlds, data):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_other_world_sizes_with_a_state_that_is_older(kind):
     rng = random.Random(kind)
-    for worlds in ([2, 3], [3, 1, 2]):
+    for worlds in ([2, 3], [3, 1, 2], [1, 2, 1, 3]):
         run_through(kind, worlds, lambda most: rng.randint(0, most), older=True)
 
 

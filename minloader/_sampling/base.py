@@ -302,14 +302,9 @@ class Sampler:
 
     def _identity(self) -> dict[str, Any]:
         """Return all that decides the order of an epoch, as far as it is known."""
-        arguments = {name: getattr(self, name) for name in self._arguments}
-        return {
-            "sampler": type(self).__name__,
-            "version": VERSION,
-            "world_size": self.world_size,
-            "seed": self.seed,
-            **arguments,
-        }
+        names = "world_size", "seed", *self._arguments
+        arguments = {name: getattr(self, name) for name in names}
+        return {"sampler": type(self).__name__, "version": VERSION, **arguments}
 
     def _check(self, state: Any) -> dict[str, Any]:
         """Refuse what is no state of such a sampler; return what another world was dealt out by."""
