@@ -81,7 +81,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
                 raise ValueError(f"rows={self.rows} needs a capacity; give one, or drop rows")
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        layouts: dict[tuple[int, ...], _Layout] = {}
+        layouts: dict[tuple[int, ...], Any] = {}
 
         def pack(arrays: list[NDArray[Any]], path: str) -> Packed:
             dtype = common_dtype("pack_collate", arrays, path, self.value)
@@ -94,12 +94,22 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
                 )
             if lengths not in layouts:
                 layouts[lengths] = self._lay_out(lengths, path)
-            return layouts[lengths].pack(arrays, dtype, self.value)
+            spans, *layout = layouts[lengths]
+            values = empty((*layout[0].shape, *arrays[0].shape[1:]), dtype)
+            flat = values.reshape(layout[0].size, *arrays[0].shape[1:])
+            following = iter(arrays)
+            for start, stop, number in spans:
+                flat[start:stop] = next(following) if number else self.value
+            return Packed(values, *layout)
 
         return join(samples, pack)
 
-    def _lay_out(self, lengths: Sequence[int], path: str) -> _Layout:
-        """Return where sequences of these lengths lie."""
+    def _lay_out(self, lengths: Sequence[int], path: str) -> tuple[Any, ...]:
+        """Return where sequences of these lengths lie.
+
+        That is start and stop of each segment, and its number in its row, 0 for padding; then what
+        :class:`Packed` has beside the values.
+        """
         capacity = sum(lengths) if self.capacity is None else self.capacity
         rows = self.rows or 1
         if max(lengths) > capacity:
@@ -133,27 +143,4 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
             positions[start:stop] = np.arange(stop - start) if number else 0
         shape = (at,) if self.rows is None else (rows, capacity)
         cu_seqlens = np.array([0, *(stop for _, stop, _ in spans)], np.int32)
-        return _Layout(spans, segment_ids.reshape(shape), positions.reshape(shape), cu_seqlens)
-
-
-class _Layout(NamedTuple):
-    """Where sequences lie in the rows of a batch.
-
-    Attributes:
-        spans: start and stop of each segment, and its number in its row; 0 for padding.
-        segment_ids, positions, cu_seqlens: as in :class:`Packed`.
-    """
-
-    spans: list[tuple[int, int, int]]
-    segment_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    cu_seqlens: NDArray[np.int32]
-
-    def pack(self, sequences: list[NDArray[Any]], dtype: np.dtype[Any], value: Any) -> Packed:
-        rest = sequences[0].shape[1:]
-        values = empty((*self.segment_ids.shape, *rest), dtype)
-        flat = values.reshape(self.segment_ids.size, *rest)
-        following = iter(sequences)
-        for start, stop, number in self.spans:
-            flat[start:stop] = next(following) if number else value
-        return Packed(values, *self[1:])
+        return spans, segment_ids.reshape(shape), positions.reshape(shape), cu_seqlens
