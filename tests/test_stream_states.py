@@ -137,6 +137,20 @@ def test_an_epoch_that_is_left_early(make):
     assert [[value % 100 for value in batch] for batch in loader] == first
 
 
+@own
+@every_idiom
+def test_a_state_from_before_the_first_batch(make, stream):
+    """It leads back to the beginning, whatever was read since, also where that had no state."""
+    loader = make(stream(), batch_size=2)
+    state, shards = plain(loader.state_dict()), max(1, loader.num_workers)
+    for taken in (shards + 1, None, 3):
+        list(islice(loader, taken))
+        loader.load_state_dict(state)
+        assert lists(loader) == epoch(0, shards)
+        assert lists(loader) == epoch(1, shards)
+        loader.load_state_dict(state)
+
+
 # --- when it is asked for, and put back
 
 

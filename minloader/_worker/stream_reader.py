@@ -21,6 +21,7 @@ import copy
 import logging
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
 from types import GeneratorType
@@ -243,6 +244,7 @@ class ShardReaders:
     _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
     _beginning: bytes | None = None  # state that the job's own object had before it was read
+    _original: Any = None  # that object as it was then, if it had no state and is the user's
 
     def find(
         self, shard: Shard, epoch: int, pid: int, prepare: Callable[[WorkerInfo], None]
@@ -286,7 +288,7 @@ class ShardReaders:
         if before is not None and before.is_whole and not is_read_once(before.info.dataset):
             del self._readers[follows, shard.id]
             return before.info, False
-        dataset, is_prepared = self._copy(shard)
+        dataset, is_prepared = self._copy(shard, start)
         info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
         info.rank = self.maker.job.rank
         if not is_prepared:
@@ -299,9 +301,11 @@ class ShardReaders:
         dataset = self.maker.job.dataset
         return any(each.info.dataset is dataset and not each.ended for each in readers)
 
-    def _copy(self, shard: Shard) -> tuple[Any, bool]:
+    def _copy(self, shard: Shard, start: Start) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset, is_taken = self.maker.job.dataset, self._is_taken
+        if start.state is None and self._original is not None:
+            return copy.deepcopy(self._original), False
         if not is_taken:
             self._note_beginning(dataset)
         if self.reload is not None and is_taken:
@@ -331,6 +335,9 @@ class ShardReaders:
                 self._beginning = pack({"dataset": dataset.state_dict()}, down=False)
             except Exception as error:  # many have none before their first sample
                 logger.debug("the stream has no state before it is read: %r", error)
+                if self.is_inline:
+                    with suppress(Exception):  # what cannot be copied cannot be begun anew either
+                        self._original = copy.deepcopy(dataset)
 
 
 def recognized(samples: list[Any]) -> int:
