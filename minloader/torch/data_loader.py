@@ -65,7 +65,7 @@ LONG_LOOK = 0.3
 # What not every version of torch has from 2.2 on, or may have later; torch's loader may get more
 # type parameters.
 _TorchLoader: Any = TorchLoader
-_TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", object)
+_TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", Iterator)
 _NAMES = ("IterDataPipe", "MapDataPipe")
 _PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if name in vars(torch.utils.data))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
