@@ -46,6 +46,7 @@ def assert_nothing_left(folder: Path) -> None:
         ("accelerate", "recipe", 1, {}),
         ("accelerate", "recipe", 2, {}),
         ("transformers", "recipe", 1, {}),
+        ("transformers", "recipe", 2, {}),
         ("dcp", "minloader", 1, {}),
         ("dcp", "minloader", 2, {}),
     ],
@@ -90,8 +91,14 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     assert_nothing_left(tmp_path)
 
 
-def test_accelerate_is_asked_to_keep_the_loaders(tmp_path: Path) -> None:
-    need("accelerate")
-    program = str(Path(programs.__file__).with_name("opt_in.py"))
-    codes = programs.wait(programs.start(program, ranks=1, folder=tmp_path), 60)
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("accelerate", "opt_in"), pytest.param("lightning", "parity", marks=pytest.mark.slow)],
+)
+def test_a_program_of(package: str, name: str, tmp_path: Path) -> None:
+    """Accelerate is asked to keep our loaders; Lightning's checkpoints are alike after a resume."""
+    need(package)
+    program = str(Path(programs.__file__).with_name(f"{name}.py"))
+    command = programs.start(program, str(tmp_path), ranks=1, folder=tmp_path)
+    codes = programs.wait(command, 300)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()

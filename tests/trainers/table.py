@@ -20,6 +20,7 @@ CLIENTS = {
     "Accelerate": ("with_accelerate", 1),
     "Accelerate, 2 ranks": ("with_accelerate", 2),
     "HF Trainer": ("with_transformers", 1),
+    "HF Trainer, 2 ranks": ("with_transformers", 2),
     "DCP": ("with_dcp", 1),
     "DCP, 2 ranks": ("with_dcp", 2),
     "torchrun": ("with_torchrun", 2),
