@@ -491,6 +491,7 @@ def look(theirs):
     torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = theirs
     from minloader.torch import DataLoader
 
+    torch.accelerator = accelerator  # which the other parts of this torch need
     assert issubclass(DataLoader, theirs)
     loader = DataLoader[torch.Tensor](range(6), 2, num_workers=1, pin_memory=theirs is Later)
     batches = iter(loader)
@@ -500,6 +501,7 @@ def look(theirs):
     print(*(batch.tolist() for batch in loader))
     loader.close()
 
+accelerator = torch.accelerator
 look(Later)
 del torch.accelerator, torch.utils.data.IterDataPipe, torch.utils.data.MapDataPipe
 del torch.utils.data.dataloader._BaseDataLoaderIter
@@ -1362,6 +1364,7 @@ def test_what_cannot_change_is_not_pickled(monkeypatch):
     strings = [f"file {n}" for n in range(2000)]
     thing: dict[str, Any] = {"list": strings, "pairs": [(each, 1) for each in strings]}
     thing |= {"dict": dict(thing["pairs"]), "nested": [["a", n] for n in range(2000)]}
+    thing |= {"records": [{"path": each, "label": 0} for each in strings]}
     dumped: list[int] = []
     update = hashlib.blake2b
     monkeypatch.setattr(hashlib, "blake2b", lambda *args, **options: Counted(*args, **options))
@@ -1395,13 +1398,17 @@ def test_what_cannot_change_is_not_pickled(monkeypatch):
         lambda: thing["pairs"].__setitem__(3, (strings[3], True)),
         lambda: thing["dict"].__setitem__(strings[5], 2),
         lambda: thing["nested"][1999].append(0),
+        lambda: thing["records"][1999].__setitem__("label", 1),
+        lambda: thing["records"][8].__setitem__("more", 1),
+        lambda: thing["records"].insert(8, {}),
+        lambda: thing["records"][9].__setitem__("path", ["in a list"]),
     ):
         change()
         mark()
-    assert len(seen) == 7
+    assert len(seen) == 11
     strings[7] = "another".upper().lower()  # equal, but another object: nobody looks
     mark()
-    assert len(seen) == 8
+    assert len(seen) == 12
 
 
 @pytest.mark.slow

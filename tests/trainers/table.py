@@ -46,7 +46,7 @@ def results(program: str, loader: str, ranks: int) -> dict[str, str]:
     """Run a client, and return its answers."""
     with tempfile.TemporaryDirectory() as folder:
         if program != "with_torchrun":
-            return programs.run_client(program, loader, ranks, Path(folder), 150)
+            return programs.run_client(program, loader, ranks, Path(folder), 600)
         _, theirs = programs.run_torchrun("torch", Path(folder), "--workers=0")
         code, steps = programs.run_torchrun(loader, Path(folder))
         return {
