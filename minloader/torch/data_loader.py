@@ -287,17 +287,15 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if start is not None:
             order.note(start, self._generators(), self.generator)
             order.redraw()
-        if start is not None and start.begun:
-            batches = self._iterate(order, start._replace(told=told))
-        else:
+        if start is None or not start.begun:
             for name, given in self._given.items():
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            prepared, self._prepared = self._prepared, None
-            if prepared is None or prepared.told != told:
-                prepared = self._begin_order(order)._replace(told=told)
-            batches = self._iterate(order, prepared)
+            start, self._prepared = self._prepared, None
+            if start is None or start.told != told:
+                start = self._begin_order(order)
+        batches = self._iterate(order, start._replace(told=told))
         self._resume, self._begun, self._behind = None, True, None
         return batches
 
@@ -445,12 +443,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
         function: Callable[[Any], Any] = self.collate_fn
-        if not self.num_workers:
+        if not self.num_workers or function not in (default_convert, default_collate):
             return function
         if function is default_convert:
             return convert
-        if function is not default_collate:
-            return function
         home = default_collate.__module__
         added = {k: f for k, f in default_collate_fn_map.items() if f.__module__ != home}
         return conventions.ExtendedCollate(added) if added else collate
@@ -555,14 +551,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
             raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
         check_version(state, VERSION)
-        if key in state:
-            known = dict(state[key][0])
-        else:
+        if key not in state:
             raise ValueError(
                 f"the state has {shown(sorted(state.keys() - {'version'}))}, but none for {key!r}; "
                 "save the state of each rank, unless a sampler deals the epoch out to the ranks"
             )
-        return copy.deepcopy(known)
+        return copy.deepcopy(dict(state[key][0]))
 
     # --- the end
 
