@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import alive, eventually, require, variants
+from conftest import alive, eventually, lacking, require, variants
 from helpers import SHARED
 from idioms import IDIOMS, Counting, OwnIterator
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
@@ -755,6 +756,18 @@ def test_the_length_of_a_stream():
     with pytest.raises(TypeError):
         len(DataLoader(Sharded(5)))
     list(DataLoader(data, batch_size=None))  # nobody asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["webdataset", "datasets"])
+def test_streams_of_other_packages(package, tmp_path):
+    """The program says what is checked."""
+    if importlib.util.find_spec(package) is None:
+        lacking(package)
+    program = Path(torch_helpers.__file__).with_name("torch_streams.py")
+    command = [sys.executable, "-W", "ignore", str(program), package, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
 
 
 # --- arguments
