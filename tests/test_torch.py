@@ -758,6 +758,35 @@ def test_the_length_of_a_stream():
     list(DataLoader(data, batch_size=None))  # nobody asked
 
 
+SUITE = """
+import torch.utils.data
+
+
+def test_batches():
+    loader = torch.utils.data.DataLoader(range(3), 2, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
+
+
+def test_partial_workers():
+    assert len(iter(torch.utils.data.DataLoader([1], num_workers=1))._workers) == 1
+"""
+
+
+@pytest.mark.slow
+def test_the_score_of_a_suite(tmp_path):
+    """The table of docs/torch.md is made so."""
+    suite = tmp_path / "test" / "test_dataloader.py"
+    suite.parent.mkdir()
+    suite.write_text(SUITE)
+    command = [sys.executable, "-m", "tests.torch_score", str(tmp_path)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=380)
+    *_, row = done.stdout.splitlines()
+    assert row.split(" | ")[1:4] == ["2", "2", "1"], done.stderr
+    assert "`test_partial_workers`: they look at" in row
+    assert "Accelerate: give a checkout" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["webdataset", "datasets"])
 def test_streams_of_other_packages(package, tmp_path):

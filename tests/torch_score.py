@@ -10,6 +10,7 @@ replaced. ``--keep FOLDER`` keeps what every test gave, and goes on from that.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -55,15 +56,16 @@ LOADER = "MINLOADER_SCORE_LOADER"
 # --- as a plugin of pytest
 
 
-def pytest_configure() -> None:
-    """Replace torch's loader before any suite imports it."""
-    if os.environ.get(LOADER) == "ours":
-        import torch.utils.data
+def pytest_configure(config: Any) -> None:
+    """Replace torch's loader, or torchdata's, before the suite imports it."""
+    if os.environ.get(LOADER) != "ours":
+        return
+    from minloader.torch import DataLoader
 
-        import minloader.torch
-
-        torch.utils.data.DataLoader = minloader.torch.DataLoader  # type: ignore[misc]
-        torch.utils.data.dataloader.DataLoader = minloader.torch.DataLoader  # type: ignore[misc]
+    if "stateful_dataloader" in config.args[0]:
+        importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader = DataLoader
+    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+        importlib.import_module(name).DataLoader = DataLoader
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -131,7 +133,9 @@ def main() -> None:
     options = parser.parse_args()
     keep = Path(tempfile.mkdtemp()) if options.keep is None else options.keep
     keep.mkdir(exist_ok=True)
-    print("| suite | tests | torch's | ours | what differs |\n|---|---|---|---|---|")
+    print(
+        "| suite | tests | pass with its loader | with ours | what differs |\n|---|---|---|---|---|"
+    )
     for number, (title, place) in enumerate(SUITES.items()):
         found = [each / place for each in options.checkouts if (each / place).exists()]
         if not found:
