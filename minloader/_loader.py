@@ -272,9 +272,7 @@ class Loader(Generic[B]):
         return f"<{'closed ' * self._settings.closed}Loader({', '.join(values)})>"
 
     def _repr_html_(self) -> str:
-        from minloader._insight import notebook
-
-        return notebook.show(self)
+        return self.stats._repr_html_()
 
     @property
     def num_workers(self) -> int:

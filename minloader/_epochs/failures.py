@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, shown
 from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
-from minloader._insight.counters import Counters
+from minloader._insight.counters import ERRORS_KEPT, Counters
 from minloader._memory import pickling
 from minloader._pools.base import Death
 from minloader._worker.messages import Failure
@@ -124,13 +124,13 @@ def too_many(counters: Counters, most: int | None) -> str:
     if most is None or counters.failed <= most:
         return ""
     first = [
-        f"  epoch {each.epoch}, batch {each.batch}"
-        f"{'' if each.sample is None else f', sample {shown(each.sample)}'}: {each.error}"
-        for each in counters.first_errors
+        f"  epoch {epoch}, batch {batch}, sample {shown(sample)}: {error}"
+        for epoch, batch, sample, error in [*counters.last_errors][:5]
     ]
     return (
         f"{counters.failed} batches and samples have failed, more than max_errors={most}; the "
-        "first of them:\n" + "\n".join(first)
+        f"first of {'these' if counters.failed <= ERRORS_KEPT else f'the last {ERRORS_KEPT}'}:\n"
+        + "\n".join(first)
     )
 
 

@@ -12,9 +12,10 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from minloader._checks import amount, copied
+from minloader._insight import page
 from minloader._insight.memory import WorkerCount
 from minloader._insight.trace import Event, Trace, split_task
 from minloader._insight.verdict import judge
@@ -39,20 +40,9 @@ SUMS = (
 logger = logging.getLogger("minloader")
 
 
-class Failed(NamedTuple):
-    """A batch that failed, or a sample that was left out of its batch since it failed.
-
-    Attributes:
-        epoch: the epoch of the batch.
-        batch: its place in the epoch, from 0.
-        sample: the index of the sample; None if it is not known.
-        error: the type of the error, and its message.
-    """
-
-    epoch: int
-    batch: int
-    sample: Any
-    error: str
+Failed = tuple[int, int, Any, str]
+"""A batch that failed, or a sample that was left out of its batch since it failed: epoch, place of
+the batch in it, index of the sample (None if it is not known), type and message of the error."""
 
 
 @dataclass(slots=True)
@@ -196,8 +186,7 @@ class Stats:
         for name in [*names, "seconds", "slowest", "busy", "median", "p95"]:
             value = getattr(self, name)
             if isinstance(value, dict):
-                named = ((re.sub(r"\W+", "_", f"{name}_{key}"), value[key]) for key in value)
-                figures.update(named)
+                figures |= {re.sub(r"\W+", "_", f"{name}_{key}"): value[key] for key in value}
             elif isinstance(value, int | float):
                 figures[name] = value
         return figures
@@ -242,21 +231,15 @@ class Stats:
         Raises:
             OSError: the file cannot be written.
         """
-        from minloader._insight import page
-
-        text = page.page(self)
+        text = page.render(page.data(self))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
     def __str__(self) -> str:
-        from minloader._insight import page
-
-        return page.text(self)
+        return page.text(self.verdict, page.table(self))
 
     def _repr_html_(self) -> str:
-        from minloader._insight import page
-
-        return page.fragment(page.summary(self), self.verdict, page.table(self))
+        return page.fragment(self.verdict, page.table(self))
 
     @property
     def _stages(self) -> dict[str, float]:
@@ -304,7 +287,7 @@ class Counters(Stats):
         opening: part of ``wait`` that was not for unpacking.
         workers: what is counted of each worker, by name.
         last_errors: the errors, in order.
-        first_errors: the first few, for as long as the loader lives.
+        told_growth: whether the log has said that a worker grows.
         base: what was counted when ``num_workers`` was set last.
         records: the last events, those of tasks not split yet.
         trace: file that events are written to as well, or None.
@@ -314,7 +297,7 @@ class Counters(Stats):
     opening: float = 0.0
     workers: dict[str, WorkerCount] = field(default_factory=dict)
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
-    first_errors: list[Failed] = field(default_factory=list)
+    told_growth: bool = False
     base: Stats | None = None
     records: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     trace: Trace | None = None
@@ -379,8 +362,15 @@ class Counters(Stats):
             count = self.workers[worker] = WorkerCount()
         count.seconds += reply.seconds
         count.batches += args["count"]
-        if reply.memory:
-            self._note_memory(worker, count, reply)
+        if reply.memory and count.note_memory(reply) and not self.told_growth:
+            self.told_growth = True
+            logger.warning(
+                "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache is "
+                "still being filled; worker_memory_limit replaces workers that grow too large; "
+                "said once",
+                *(worker, amount(count.growth), count.grown_in),
+                amount(count.growth / count.grown_in),
+            )
         if not self.startup:
             self.startup = now - self._began
         start = reply.began
@@ -390,27 +380,10 @@ class Counters(Stats):
             start = now - reply.seconds
         self.record(worker, "task", start, reply.seconds, args | {"timings": reply.timings})
 
-    def _note_memory(self, worker: str, count: WorkerCount, reply: Reply) -> None:
-        """Note what memory a worker has; say in the log, once, that one grows steadily."""
-        is_news = count.note_memory(reply) and not self.growth
-        if count.growth:
-            self.growth[worker] = count.growth
-        if is_news:
-            logger.warning(
-                "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache is "
-                "still being filled; worker_memory_limit replaces workers that grow too large; "
-                "said once",
-                *(worker, amount(count.growth), count.grown_in),
-                amount(count.growth / count.grown_in),
-            )
-
     def fail(self, epoch: int, batch: int, sample: Any, error: str) -> None:
-        """Count an error; see :class:`Failed`."""
-        failed = Failed(epoch, batch, sample, error)
+        """Count an error; see :data:`Failed`."""
         self.failed += 1
-        self.last_errors.append(failed)
-        if len(self.first_errors) < 5:
-            self.first_errors.append(failed)
+        self.last_errors.append((epoch, batch, sample, error))
 
     def record(
         self, track: str, name: str, start: float, seconds: float, args: dict[str, Any]
@@ -440,14 +413,13 @@ class Counters(Stats):
         """
         counted = {each.name: getattr(self, each.name) for each in fields(Stats)}
         stats = Stats(**counted | now)
-        stats._worked, stats.memory, stats.memory_at_start = {}, {}, {}
         stats.unpacking = max(0.0, stats.wait - self.opening)
         stats.transport += stats.unpacking
         stats._records, stats._at = tuple(copied(self.records)), time.perf_counter()
         stats.errors, stats._base = tuple(copied(self.last_errors)), self.base
-        stats.growth = dict(self.growth)
-        for worker, count in sorted(copied(self.workers.items())):
-            stats._worked[worker] = count.seconds
-            if count.memory:
-                stats.memory[worker], stats.memory_at_start[worker] = count.memory, count.at_start
+        workers = sorted(copied(self.workers.items()))
+        stats._worked = {name: each.seconds for name, each in workers}
+        stats.memory = {name: each.memory for name, each in workers if each.memory}
+        stats.memory_at_start = {name: each.at_start for name, each in workers if each.memory}
+        stats.growth = {name: each.growth for name, each in workers if each.growth}
         return stats

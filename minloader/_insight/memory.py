@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minloader._worker.messages import Reply
-
-POINTS = 32
-"""Observations of which a trend is judged. Then every other one is dropped, and half as many are
-made: they are of the whole life of a worker, however long that is."""
 
 LEAK = 16 << 20
 """Bytes that a worker may grow by in any case, and as a cache of a few samples does."""
@@ -36,45 +30,30 @@ class WorkerCount:
     growth: int = 0
     grown_in: int = 0
     _pid: int = 0
-    _points: list[tuple[int, int]] = field(default_factory=list)  # batches, bytes
-    _next: int = 0  # how many observations to leave out before the next point
-    _step: int = 1
+    _seen: int = 0  # observations, of this process
+    _lows: list[tuple[int, int]] = field(default_factory=list)  # the least memory, and batches then
 
     def note_memory(self, reply: Reply) -> bool:
-        """Note what a reply says of memory; return whether it is found to grow steadily."""
+        """Note what a reply says of memory; return whether it is found to grow steadily.
+
+        The least memory is noted of each span of observations that is twice as long as the one
+        before. It grows steadily if this doubles too, more or less: that of a cache which fills
+        grows less and less, and that of a worker whose batches differ does not.
+        """
         if self._pid != reply.pid:  # another process took its place
-            self._pid, self.at_start, self._points, self._step = reply.pid, 0, [], 1
-            self._next = 1
+            self._pid, self.at_start, self._seen, self._lows = reply.pid, 0, 0, []
         self.memory = reply.memory
         self.at_start = self.at_start or reply.memory_at_start
-        self._next -= 1
-        if self._next > 0:
+        self._seen += 1
+        if self._seen & (self._seen - 1) == 0:  # a power of two: the next span begins
+            self._lows.append((self.memory, self.batches))
+        self._lows[-1] = min(self._lows[-1], (self.memory, self.batches))
+        if self._seen & (self._seen + 1) or len(self._lows) < 4:  # not yet its end
             return False
-        self._next = self._step
-        self._points.append((self.batches, reply.memory))
-        if len(self._points) < POINTS:
-            return False
-        batches, memory = zip(*self._points, strict=True)
-        self.growth, self.grown_in = steady_growth(memory), batches[-1] - batches[0]
-        self._points, self._step = self._points[::2], 2 * self._step
-        return self.growth > 0
-
-
-def steady_growth(values: Sequence[int], tolerance: int = LEAK) -> int:
-    """Return how much a series grew; 0 without steady growth.
-
-    Growth is steady if each quarter has some, if it is larger than the values differ within a
-    quarter, and if it does not slow down, as it does while a cache fills.
-
-    Args:
-        values: at least four, in order.
-        tolerance: growth up to this counts as none.
-    """
-    cuts = [n * len(values) // 4 for n in range(5)]
-    quarters = [sorted(values[begin:end]) for begin, end in itertools.pairwise(cuts)]
-    middles = [each[len(each) // 2] for each in quarters]
-    steps = [after - before for before, after in itertools.pairwise(middles)]
-    grown = middles[-1] - middles[0]
-    spread = sum(each[-1] - each[0] for each in quarters) / 4
-    is_steady = min(steps) > 0 and steps[-1] >= grown / 6 and grown > max(tolerance, spread)
-    return values[-1] - values[0] if is_steady else 0
+        first, second, third = (low for low, _ in self._lows[-3:])
+        early, late = second - first, third - second
+        if late > LEAK and 1.4 * early < late < 4 * early:
+            self.growth, self.grown_in = third - first, self._lows[-1][1] - self._lows[-3][1]
+            return True
+        self.growth = 0
+        return False

@@ -75,8 +75,6 @@ class Trace:
         # Without a buffer: a fork would write what is left in it once more.
         self._file: io.FileIO | None = io.FileIO(path, "w")
         self._put("[", {"name": "process_name", "ph": "M", "args": {"name": "minloader"}})
-        for track in ("consumer", "sampler"):
-            self._track_id(track)
 
     def write(self, event: Event) -> None:
         """Add an event. If that fails, the file ends there: a full disk ends no training."""
@@ -102,9 +100,7 @@ class Trace:
         """Return the number of a track. The first time, its name and place are written."""
         if name not in self._tracks:
             tid = self._tracks[name] = len(self._tracks)
-            meta = {"ph": "M", "tid": tid}
-            self._put(",\n", meta | {"name": "thread_name", "args": {"name": name}})
-            self._put(",\n", meta | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+            self._put(",\n", {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": name}})
         return self._tracks[name]
 
     def _put(self, before: str, entry: dict[str, Any]) -> None:
@@ -112,10 +108,9 @@ class Trace:
 
     def _send(self, text: str) -> None:
         """Write text to the file, if that is still open."""
-        file = self._file
+        file, data = self._file, text.encode()
         if file is None:
             return
-        data = text.encode()
         try:
             while data:  # a full disk may take a part of it
                 data = data[file.write(data) :]

@@ -33,11 +33,15 @@ LITTLE_TIME = 200e-6
 """Seconds of the loop a batch below which larger batches are the advice."""
 
 
-def judge(stats: Stats) -> tuple[str, str]:
+def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     """Return the bottleneck, and the verdict in one sentence.
 
     The bottleneck is the name of what takes the time on the timeline: "own" for the consumer's
     work, "draw" for the sampler, a stage of the workers, or "" where nothing stands out.
+
+    Args:
+        stats: the figures.
+        more: whether more workers may help; False where that was tried.
     """
     if not stats.batches:
         return "", "no batch has been delivered yet"
@@ -66,25 +70,22 @@ def judge(stats: Stats) -> tuple[str, str]:
     seconds = stats._stages
     stage = max(seconds, key=lambda name: seconds[name])
     limit = f"{STAGES[stage]} is the limit, with {share(seconds[stage], stats._work)} of the work"
+    if stats.overflowed > stats.batches / 10:
+        pipe = "batches go through the pipe, so more shared_memory would help"
+        return "transport", f"the consumer {waited}, and {pipe}"
     if not workers:
-        more = "num_workers=1 or more makes batches meanwhile"
-        return stage, f"{limit}: the consumer {waited}; {more}"
+        return stage, f"{limit}: the consumer {waited}; num_workers=1 makes batches meanwhile"
     if busy > 0.6 and stats._work > LITTLE_WORK * stats.batches:
-        who = {1: "the worker was", 2: "both workers were"}
-        were_busy = f"{who.get(workers, f'all {workers} workers were')} busy {share(busy)}"
-        return (
-            stage,
-            f"{limit}: {were_busy}, the consumer {waited}; {_speed_up(stats, stage, total)}",
-        )
+        who = "the worker was" if workers == 1 else f"all {workers} workers were"
+        advice = _speed_up(stats, stage, total, more)
+        return stage, f"{limit}: {who} busy {share(busy)}, the consumer {waited}; {advice}"
     return "", f"the consumer {waited}, but {idle}: {_keep_busy(stats, total, wait)}"
 
 
-def _speed_up(stats: Stats, stage: str, total: float) -> str:
+def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
     """Return the advice where the workers are the limit, most of all in one stage."""
     cpus = processors()
     if stage == "transport":
-        if stats.overflowed > stats.batches / 10:
-            return "more shared_memory would help, since batches go through the pipe"
         return "make large arrays with collate or minloader.empty, and few small objects"
     if stage == "dataset" and stats.threads and stats.asleep >= 0.5 * stats._measured:
         return f"more threads of minloader.concurrent would help ({stats.threads} now)"
@@ -95,23 +96,26 @@ def _speed_up(stats: Stats, stage: str, total: float) -> str:
             else "more workers would help (num_workers), if the executor has them"
         )
     if stats.executor == "thread" and has_gil():
-        return "executor='process' would help, unless they wait for files or the network"
+        return (
+            "they take turns by the interpreter's lock, so executor='process' would help, unless "
+            "they wait for files or the network"
+        )
+    if stats.asleep > 0.5 * stats._measured:
+        then = "more workers help (num_workers)" if more else "more workers do not help"
+        return (
+            f"{share(stats.asleep, stats._measured)} of the work was waiting for files, the "
+            f"network or a lock: {then}{', unless it is a lock' * more}"
+        )
+    there_are = f"there are {cpus} processors" if cpus > 1 else "there is one processor"
     if stats.computing > BUSY * cpus * total:
-        all_of_them = f"all {cpus} processors" if cpus > 1 else "the processor"
-        return f"make it cheaper: it keeps {all_of_them} busy"
+        return f"make it cheaper: {there_are}, which it keeps busy"
     if stats.queued > QUEUED * stats._measured:
         return _held_up(stats)
     if stats.num_workers < cpus:
-        return "more workers would help (num_workers)"
-    if stats.asleep > 0.5 * stats._measured:
-        return (
-            f"{share(stats.asleep, stats._measured)} of the work was waiting for files, the "
-            f"network or a lock: num_workers past the {cpus} processors helps, unless it is a lock"
-        )
-    return (
-        f"make it cheaper, or set num_workers past the {cpus} processors there are if it waits "
-        "for files or the network"
-    )
+        helps = "more workers would help (num_workers)"
+        return helps if more else "other programs may have the processors"
+    waits = "; if it waits for files or the network, more workers help (num_workers)"
+    return f"make it cheaper: {there_are}{waits * (more and not stats._measured)}"
 
 
 def _keep_busy(stats: Stats, total: float, wait: float) -> str:
@@ -123,13 +127,6 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
         wait: seconds of these in which the consumer waited.
     """
     each, work = total / stats.batches, stats._work / stats.batches
-    if stats.replaced > total / 10:
-        return (
-            f"workers died or grew too large, and it takes time to replace them ({stats.replaced} "
-            "so far); the log says why"
-        )
-    if stats.overflowed > stats.batches / 10:
-        return "batches go through the pipe, so more shared_memory would help"
     if each < LITTLE_TIME:
         return (
             f"a batch takes {duration(each)}, little for what it costs to hand over, so larger "

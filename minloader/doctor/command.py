@@ -9,6 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--json: there is no folder {file.parent}")
     sys.argv[1:] = []  # they are not for the user's module, which may look at its own
     try:
-        report = examine(_find(name), progress=_show_progress, **options)
-    except argparse.ArgumentTypeError as error:
+        report = examine(_find(name), progress=partial(print, file=sys.stderr), **options)
+    except ImportError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        lines = traceback.format_exception_only if _is_plain(error) else traceback.format_exception
-        print("".join(lines(error)), end="", file=sys.stderr)
+        *_, last = traceback.extract_tb(error.__traceback__)
+        ours = Path(__file__).parent.parent in Path(last.filename).parents  # it says all
+        traceback.print_exception(error, limit=0 if ours and error.__cause__ is None else None)
         return 1
     print(report)
     if file:
@@ -62,47 +64,23 @@ def _find(name: str) -> Any:
     """Return the object that ``module:attribute`` or ``file.py:attribute`` names.
 
     Raises:
-        ArgumentTypeError: there is none.
+        ImportError: there is none.
         Exception: the module raised it when it was imported.
     """
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
-        raise argparse.ArgumentTypeError(
+        raise ImportError(
             f"{name!r} must be module:function or file.py:function, such as train.py:make_loader"
         )
     file = Path(module_name).resolve() if module_name.endswith(".py") else None
-    if file and not file.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {file}")
     sys.path.insert(0, str(file.parent if file else Path.cwd()))  # workers get the same path
-    try:
-        module = importlib.import_module(file.stem if file else module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # another one, which the module imports
-        raise argparse.ArgumentTypeError(f"there is no module {error.name}") from error
+    module = importlib.import_module(file.stem if file else module_name)
     if file and Path(module.__file__ or "").resolve() != file:
-        raise argparse.ArgumentTypeError(
-            f"{file} is hidden by {module.__file__ or 'a module'} of the same name: rename it"
-        )
+        raise ImportError(f"{file} is hidden by {module}, which has the same name: rename it")
     if not hasattr(module, attribute):
-        raise argparse.ArgumentTypeError(f"{module.__name__} has no {attribute}")
+        raise ImportError(f"{module.__name__} has no {attribute}")
     return getattr(module, attribute)
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        error = f"must be whole numbers with commas between them, got {text!r}"
-        raise argparse.ArgumentTypeError(error) from None
-
-
-def _is_plain(error: Exception) -> bool:
-    """Return whether an error needs no traceback, since no code but ours had a part in it."""
-    package = Path(__file__).parent.parent
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    return error.__cause__ is None and all(package in file.parents for file in files)
-
-
-def _show_progress(text: str) -> None:
-    print(f"{text} ...", file=sys.stderr, flush=True)
+    return [int(part) for part in text.split(",")]

@@ -12,9 +12,8 @@ from minloader._checks import check_int
 from minloader._inspect import inspect
 from minloader._loader import Loader
 from minloader._memory.limits import processors
-from minloader.doctor import trials as trial_room
-from minloader.doctor.findings import cause, notes, pick, recommend
-from minloader.doctor.trials import HEAD, Row, Trial
+from minloader.doctor.findings import cause, pick, recommend
+from minloader.doctor.trials import HEAD, Row, Trial, run
 from minloader.testing import IrreproducibleError, NewLoaders, check_reproducible
 
 SECONDS = 3.0
@@ -38,7 +37,6 @@ class Report:
         cause: what limits the loader, or why more workers do not help.
         is_reproducible: whether the batches were always the same.
         reproducible: the same in words, and where they differ.
-        notes: further remarks.
     """
 
     rows: list[Row]
@@ -47,24 +45,18 @@ class Report:
     cause: str
     is_reproducible: bool
     reproducible: str
-    notes: list[str]
 
     def __str__(self) -> str:
         table = [HEAD, *(row.cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.rjust, cells, widths)) for cells in table]
         lines[1 + self.rows.index(self.best)] += "  <--"
-        parts = [(name, str(getattr(self, name))) for name in ("recommended", "cause")]
-        parts += [("reproducible", self.reproducible), *(("note", note) for note in self.notes)]
-        return "\n".join([*lines, "", *(_paragraph(*part) for part in parts)])
-
-
-def _paragraph(name: str, text: str) -> str:
-    """Return a text with its name before it, wrapped. Its own line breaks stay."""
-    text = text.replace(" %", "\xa0%")  # so that no line ends before the sign
-    wrapped = (textwrap.wrap(part, WIDTH - 14) for part in text.splitlines())
-    indent = "\n" + 14 * " "
-    return f"{name:14}{indent.join(line for part in wrapped for line in part)}".replace("\xa0", " ")
+        lines.append("")
+        for name in ("recommended", "cause", "reproducible"):
+            text = f"{name:14}{getattr(self, name)}"
+            for part in text.splitlines():
+                lines += textwrap.wrap(part, WIDTH, subsequent_indent=14 * " ")
+        return "\n".join(lines)
 
 
 def examine(
@@ -74,7 +66,7 @@ def examine(
     prefetch: Sequence[int] = (2, 1, 4),
     seconds: float = SECONDS,
     step: float = 0.0,
-    progress: Callable[[str], object] | None = None,
+    progress: Callable[[str], object] = lambda text: None,
 ) -> Report:
     """Run a loader with several settings, one after the other, and report what was found.
 
@@ -108,18 +100,13 @@ def examine(
     if not 0 < seconds < math.inf or not 0 <= step < math.inf:
         raise ValueError(f"seconds must be above 0, step at least 0, got {seconds} and {step}")
     make = NewLoaders(make_loader)
-    tell = progress or (lambda text: None)
-    seen: list[bool] = [False, False]  # whether the sampler is an iterator, the executor the user's
 
     def attempt(num_workers: int, factor: int, method: str = "") -> Trial:
-        tell(f"num_workers={num_workers}, prefetch_factor={factor}{method and f', {method}'}")
+        progress(f"num_workers={num_workers}, prefetch_factor={factor}{method and f', {method}'}")
         with _made(make, num_workers, factor) as loader:
-            view = inspect(loader)
             if method:
-                view.start_by(method)
-            trial = trial_room.run(loader, seconds, step)
-            seen[:] = view.sampler_used_up, not isinstance(view.executor, str)
-        return trial
+                inspect(loader).start_by(method)
+            return run(loader, seconds, step)
 
     trials = [attempt(count, factors[0]) for count in counts]
     best = pick(trials, step)
@@ -127,25 +114,17 @@ def examine(
     best = pick([*trials, *others], step)
     if best.row.start_method == "spawn" and best.row.first > LONG_START:
         others.append(attempt(best.row.num_workers, best.row.prefetch_factor, "forkserver"))
-    used_up, own = seen
-    tell("check_reproducible")
-    is_reproducible, text = _audit(make, counts, best.row, epochs=1 if used_up else 2)
-    return Report(
-        rows=[trial.row for trial in trials + others],
-        best=best.row,
-        recommended=recommend(best.row, [trial.row for trial in trials], step),
-        cause=cause(trials, best, step),
-        is_reproducible=is_reproducible,
-        reproducible=text,
-        notes=notes(trials + others, best.row, used_up=used_up, own=own),
-    )
+    progress("check_reproducible")
+    is_reproducible, text = _audit(make, counts, best.row, epochs=1 if best.used_up else 2)
+    rows = [trial.row for trial in trials + others]
+    known = recommend(rows, best.row), cause(trials, best)
+    return Report(rows, best.row, *known, is_reproducible, text)
 
 
 def _made(make_loader: NewLoaders, num_workers: int, prefetch_factor: int) -> Loader:
     """Return a new loader with these settings."""
     loader = make_loader(num_workers=num_workers, prefetch_factor=prefetch_factor)
-    if inspect(loader).prefetch_factor != prefetch_factor:
-        inspect(loader).prefetch_factor = prefetch_factor
+    inspect(loader).prefetch_factor = prefetch_factor
     loader.num_workers = num_workers
     return loader
 
@@ -166,5 +145,4 @@ def _audit(make: NewLoaders, counts: list[int], best: Row, *, epochs: int) -> tu
         return False, f"no: {error}"
     finally:
         logger.setLevel(level)
-    batches = " + ".join(map(str, report.batches))
-    return True, f"yes: {batches} batches were the same in {len(report.runs)} runs"
+    return True, f"yes: {report}"

@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minloader._checks import amount
 from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader._loader import Loader
-from minloader._memory.limits import words
 
 LEAST = 20
 """Batches from which on a rate is one."""
@@ -41,8 +41,8 @@ class Row:
         byte_rate: bytes a second.
         wait: share of the time that the consumer waited, 0 to 1.
         busy: share of the time that a worker was busy, on average; None without workers.
-        memory: bytes of memory of all workers, with shared memory counted once (PSS); None
-            without worker processes, or where it is not known.
+        memory: bytes of memory that all workers have for themselves; 0 without worker processes,
+            or where it is not known.
         first: seconds to the first batch, with the start of the workers.
     """
 
@@ -55,7 +55,7 @@ class Row:
     byte_rate: float
     wait: float
     busy: float | None
-    memory: int | None
+    memory: int
     first: float
 
     @property
@@ -73,24 +73,25 @@ class Row:
             f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
             f"{self.wait:.0%}",
             "-" if self.busy is None else f"{self.busy:.0%}",
-            "-" if self.memory is None else amount(self.memory),
+            amount(self.memory) if self.memory else "-",
             f"{self.first:.2f} s",
         ]
 
 
-@dataclass
-class Trial:
+class Trial(NamedTuple):
     """What was seen of one loader.
 
     Attributes:
         row: the rates.
         stats: the loader's, of the time that was counted.
         shards: number of shards of a stream; None where the dataset is no stream.
+        used_up: whether the sampler is an iterator, which has served its one epoch.
     """
 
     row: Row
     stats: Stats
     shards: int | None
+    used_up: bool
 
 
 def run(loader: Loader, seconds: float, step: float) -> Trial:
@@ -110,21 +111,16 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
     for count in _batches(loader, step):
         now = time.perf_counter()
         begin = begin or now
-        if not looks and now >= begin + seconds / 3:
-            before = loader.stats
-            looks.append((now, count))
-        elif looks and now >= looks[-1][0] + seconds / 40:
-            looks.append((now, count))
-            is_long = now >= begin + seconds and (
-                is_steady(looks) or now >= begin + PATIENCE * seconds
-            )
-            if is_long:
-                break
+        if now < begin + seconds / 3 or (looks and now < looks[-1][0] + seconds / 40):
+            continue
+        before = before if looks else loader.stats
+        looks.append((now, count))
+        if now >= begin + (seconds if is_steady(looks) else PATIENCE * seconds):
+            break
     after = loader.stats
     stats = after.since(before)
     workers, view = loader.num_workers, inspect(loader)
     window = max(stats.seconds, 1e-9)
-    memory = [size for size in map(_all_memory, view.pids) if size is not None]
     row = Row(
         num_workers=workers,
         prefetch_factor=view.prefetch_factor,
@@ -134,11 +130,11 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         is_steady=is_steady(looks),
         byte_rate=stats.bytes / window,
         wait=stats.wait / window,
-        busy=min(1.0, stats._work / window / workers) if workers else None,
-        memory=sum(memory) if memory else None,
+        busy=sum(stats.busy.values()) / workers if workers else None,
+        memory=sum(stats.memory.values()),
         first=after.startup,
     )
-    return Trial(row, stats, view.shards)
+    return Trial(row, stats, view.shards, view.sampler_used_up)
 
 
 def _batches(loader: Loader, step: float) -> Iterator[int]:
@@ -152,10 +148,7 @@ def _batches(loader: Loader, step: float) -> Iterator[int]:
             if step:
                 time.sleep(step)
         if not count:
-            raise ValueError(
-                f"the loader has no batches in epoch {loader.epoch - 1}: look at its sampler, and "
-                "at the length of its dataset"
-            )
+            raise ValueError(f"the loader has no batches in epoch {loader.epoch - 1}")
 
 
 def is_steady(looks: list[tuple[float, int]]) -> bool:
@@ -165,9 +158,3 @@ def is_steady(looks: list[tuple[float, int]]) -> bool:
     cuts = [looks[n * (len(looks) - 1) // 4] for n in range(5)]
     rates = [(n - m) / (end - begin) for (begin, m), (end, n) in itertools.pairwise(cuts)]
     return statistics.stdev(rates) / 2 <= STEADY * statistics.fmean(rates)
-
-
-def _all_memory(pid: int) -> int | None:
-    """Return a process's memory in bytes, with its share of what others map too (PSS)."""
-    found = words(f"/proc/{pid}", "smaps_rollup")
-    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else None
