@@ -245,9 +245,18 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse a dataset that is neither indexable nor callable, and a string, probably a path."""
+def check_dataset(dataset: Any, *, awaits: bool) -> None:
+    """Refuse a dataset that is neither indexable nor callable, and a string, probably a path.
+
+    And one whose samples are coroutines, unless a function of the user's ``awaits`` them.
+    """
     kind = type(dataset)
+    reads = getattr(kind, "__getitem__", dataset)
+    if not awaits and inspect.iscoroutinefunction(reads):
+        raise TypeError(
+            f"a sample is a coroutine, since {shown(reads)} is an async def; give the loader "
+            "minloader.concurrent(dataset), which awaits them"
+        )
     if kind is str:
         raise TypeError(
             f"dataset must give samples, got the string {shown(dataset)}; if that is a path, pass "
@@ -342,7 +351,7 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
 
 def reads_at_once(dataset: Any) -> int:
     """Return how many samples a worker reads at the same time, by ``concurrent``; 0 without."""
-    return int(dataset._threads) if hasattr(type(dataset), "__getfutures__") else 0
+    return int(dataset.limit) if hasattr(type(dataset), "__getfutures__") else 0
 
 
 def check_memory_limit(limit: Any, executor: Any) -> None:
@@ -371,6 +380,8 @@ def check_on_error(on_error: Any) -> None:
         raise ValueError(
             f"on_error must be 'raise', 'skip', 'skip_sample' or a callable, got {shown(on_error)}"
         )
+    if hasattr(on_error, "for_sample"):
+        check_callable("for_sample of on_error", on_error.for_sample)
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:

@@ -75,6 +75,7 @@ from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
+from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
@@ -136,8 +137,11 @@ class Loader(Generic[B]):
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
             place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
             which the dataset or ``transform`` fails, with a warning in the log, and raises all
-            else. Whatever it is, a sample that is :data:`SKIP` is left out, and an epoch that
-            gives no batch since its batches failed ends in a :class:`BatchError`.
+            else. A callable with a method ``for_sample`` is asked for each such sample: that is
+            called in the worker, with a :class:`BatchError`, and returns a sample in its place, or
+            :data:`SKIP`, or raises, so that the batch fails. Whatever ``on_error`` is, a sample
+            that is :data:`SKIP` is left out, and an epoch that gives no batch since its batches
+            failed ends in a :class:`BatchError`.
         max_errors: how many batches and samples may fail in the life of the loader. The next one
             that fails ends the loop with a :class:`BatchError` in its place, which shows the first
             ones, whatever ``on_error`` is. None: any number.
@@ -212,7 +216,7 @@ class Loader(Generic[B]):
             self._batch_size = batch_size
             self.sampler: Iterable[Any] = ()
         else:
-            checks.check_dataset(dataset)
+            checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
             self.sampler = made
         self._own_sampler = self.sampler is not sampler
@@ -226,7 +230,9 @@ class Loader(Generic[B]):
             *(dataset, transform, collates, worker_init_fn, worker_memory_limit),
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
-            skip_samples=on_error == "skip_sample",
+            on_sample=(
+                leave_out if on_error == "skip_sample" else getattr(on_error, "for_sample", None)
+            ),
             is_stream=self._shards is not None,
             rank=rank_of(self.sampler if self._shards is None else dataset),
         )
@@ -249,6 +255,7 @@ class Loader(Generic[B]):
             memory_limit=worker_memory_limit,
             on_error=on_error,
             max_errors=max_errors,
+            reads=checks.reads_at_once(dataset),
             counters=Counters(),
         )
         self._end = weakref.finalize(self, _finish, self._group, self._settings.counters)
@@ -307,7 +314,7 @@ class Loader(Generic[B]):
         return self._settings.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
-            threads=checks.reads_at_once(self.dataset),
+            reads=self._settings.reads,
             in_flight=group.in_flight,
             slots=sum(count for count, _ in used),
             slot_bytes=sum(size for _, size in used),
@@ -433,11 +440,20 @@ class Loader(Generic[B]):
         """Return what the sampler's items are drawn from in the next epoch."""
         if resume is None:
             if self._account is not None:
-                source: Source = self._account.lanes[0].next_source(0, self.epoch)
-                return source
+                return self._source_after(self._account)
             return Source(self._told, 0, self.epoch, self._beginning(), put_back=False)
         known = resume["sampler"] and SamplerState(**resume["sampler"])
         return Source(self._told, 0, resume["epoch"], known, put_back=True, place=resume)
+
+    def _source_after(self, account: Account) -> Source:
+        """Return what is drawn from after the epoch that the consumer of an iterator is in."""
+        if account.behind is None:
+            lane: SamplerLane = account.lanes[0]
+            return lane.next_source(0, self.epoch, left=not account.is_over)
+        state = check_state(account.behind(), None, stream=False)
+        known = state["sampler"] and SamplerState(**state["sampler"])
+        known = None if has_begun(state) else known
+        return Source(self._told, 0, self.epoch, known, put_back=True)
 
     def _beginning(self) -> SamplerState | None:
         """Return where the sampler is before its first epoch; None where that is not known."""
@@ -577,8 +593,7 @@ class Loader(Generic[B]):
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
-            former = None if account is None else account.lanes[0].next_source(0, 0)
-            state = self._beginning() if former is None else former.state
+            state = self._beginning() if account is None else self._source_after(account).state
             return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
             return [partial(dict, BEGINNING, next=self._first_state()) for _ in range(self._shards)]

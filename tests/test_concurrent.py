@@ -70,7 +70,7 @@ def readers() -> int:
 @variants("kind", [Meeting, Awaited])
 def test_the_same_batches_for_any_number_of_workers(kind):
     """In the order of their indices; each sample has a generator of its own."""
-    first, *others = (batches(concurrent(kind(), threads=4), **options) for options in WAYS)
+    first, *others = (batches(concurrent(kind(), limit=4), **options) for options in WAYS)
     assert all(other == first for other in others)
     indices = [index for batch in first for index in batch[0]]
     assert indices == [n for n in range(24) if n != 5]
@@ -112,7 +112,7 @@ class Failing:
 @pytest.mark.parametrize("options", WAYS[::2], ids=str)
 def test_errors_are_those_of_their_samples(options, caplog):
     """Of several, the first in the order of the batch is told."""
-    dataset = concurrent(Failing(), threads=3)
+    dataset = concurrent(Failing(), limit=3)
     with Loader(dataset, [[0, 7, 8], [6, 10], [1, 2]], collate_fn=list, **options) as loader:
         taken = iter(loader)
         with pytest.raises(LookupError, match="seven") as caught:
@@ -129,8 +129,131 @@ def test_errors_are_those_of_their_samples(options, caplog):
     caplog.clear()  # with the errors, which hold the dataset, which holds the threads
 
 
+# --- across batches
+
+
+@variants("kind", [Meeting, Awaited])
+@pytest.mark.parametrize("options", WAYS[1:], ids=str)
+def test_samples_of_several_batches_are_read_at_once(kind, options, monkeypatch):
+    """Of a task, and of the one after it, whose samples only together are as many as must meet."""
+    # Else a sampler that is held up for long does not fill a task.
+    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
+    dataset = concurrent(kind(together=8), limit=8)
+    with Loader(dataset, batch_size=1, **options) as loader:
+        assert [int(batch[0][0]) for batch in loader] == [n for n in range(24) if n != 5]
+    if options.get("executor") != "thread":
+        with Loader(concurrent(kind(together=4), limit=4), batch_size=3, num_workers=1) as loader:
+            assert [len(batch[0]) for batch in loader] == [3, 2, 3, 3, 3, 3, 3, 3]
+
+
+class Deadly(Meeting):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            os._exit(3)
+        return index
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_only_the_batch_that_kills_is_lost(retries):
+    """Though the samples of several are read when the worker dies."""
+    failed: list[BatchError] = []
+
+    def skip(failure: BatchError) -> Any:
+        failed.append(failure)
+        return SKIP
+
+    options: dict[str, Any] = {"num_workers": 1, "retries": retries, "on_error": skip}
+    with Loader(concurrent(Deadly(), limit=2), batch_size=2, **options) as loader:
+        assert [batch.tolist() for batch in loader] == [
+            [n, n + 1] for n in range(0, 24, 2) if n != 4
+        ]
+    assert [(each.ordinal, each.sample) for each in failed] == [(2, None)]  # of two: who knows
+
+
+class Session(Meeting):
+    """Opens something in each worker, and closes it at its end."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.is_open = False
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.folder,)
+
+    def note(self, name: str) -> None:
+        with open(os.path.join(self.folder, f"{name}-{os.getpid()}"), "a") as file:
+            file.write("x")
+
+    def __enter__(self) -> None:
+        self.note("opened")
+        self.is_open = True
+
+    def __exit__(self, *args: object) -> None:
+        self.note("closed")
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.is_open
+
+
+class AwaitedSession(Session):
+    async def __aenter__(self) -> None:
+        assert asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        Session.__enter__(self)
+
+    async def __aexit__(self, *args: object) -> None:
+        await asyncio.sleep(0)
+        self.note("closed")
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        return index, self.is_open
+
+
+@pytest.mark.parametrize("kind", [Session, AwaitedSession])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_session_of_each_worker(kind, options, tmp_path):
+    dataset = concurrent(kind(str(tmp_path)), limit=3)
+    with Loader(dataset, batch_size=2, **options) as loader:
+        assert all(is_open.all() for _, is_open in loader)
+    del dataset, loader
+    gc.collect()
+
+    def notes(name: str) -> list[str]:
+        return sorted(each.name.partition("-")[2] for each in tmp_path.glob(f"{name}-*"))
+
+    assert 1 <= len(notes("opened")) <= max(1, options["num_workers"])
+    assert eventually(lambda: notes("closed") == notes("opened"))
+    assert all(each.read_text() == "x" for each in tmp_path.iterdir())
+
+
+class NoSession(Session):
+    def __enter__(self) -> None:
+        raise ConnectionError("no such host")
+
+
+@pytest.mark.parametrize("options", WAYS[::2], ids=str)
+def test_a_session_that_cannot_be_opened(options):
+    with Loader(concurrent(NoSession(""), limit=3), batch_size=12, **options) as loader:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match="no such host"):
+                next(batches)
+    gc.collect()
+
+
+def test_a_forgotten_wrapper():
+    with pytest.raises(
+        TypeError, match=r"a sample is a coroutine.* minloader\.concurrent\(dataset"
+    ):
+        Loader(Awaited(), batch_size=2)
+    with pytest.raises(TypeError, match=r"minloader\.concurrent\(dataset\), which awaits them"):
+        Loader(Awaited())
+    Loader(Awaited(), transform=asyncio.run, num_workers=0).close()
+
+
 def test_without_a_loader():
-    dataset = concurrent(Meeting(2), threads=2)
+    dataset = concurrent(Meeting(2), limit=2)
     assert get_worker_info() is None
     plain = concurrent([10, 20, 30])
     assert (len(plain), plain[1], plain.__getitems__([2, 0])) == (3, 20, [30, 10])
@@ -142,7 +265,7 @@ def test_within_a_running_event_loop():
     """As in a notebook."""
 
     async def run() -> list[Any]:
-        return batches(concurrent(Awaited(), threads=4), num_workers=0)
+        return batches(concurrent(Awaited(), limit=4), num_workers=0)
 
     assert len(asyncio.run(run())) == 6
 
@@ -150,7 +273,7 @@ def test_within_a_running_event_loop():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_in_a_fork():
     """Its threads are not there, and are begun anew."""
-    dataset = concurrent([1, 2, 3], threads=2)
+    dataset = concurrent([1, 2, 3], limit=2)
     assert dataset[0] == 1
     assert in_a_fork(lambda: dataset[1]) == "2"
 
@@ -167,7 +290,7 @@ def test_where_threads_are_few(monkeypatch):
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    dataset = concurrent(list(range(8)), threads=4)
+    dataset = concurrent(list(range(8)), limit=4)
     with pytest.raises(RuntimeError, match="new thread"):
         dataset[0]
     left[0] = 2
@@ -177,26 +300,27 @@ def test_where_threads_are_few(monkeypatch):
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="dataset must have __getitem__, got"):
         concurrent(iter([1]))
-    with pytest.raises(ValueError, match="threads must be"):
-        concurrent([1], threads=0)
+    with pytest.raises(ValueError, match="limit must be"):
+        concurrent([1], limit=0)
 
 
 def test_torchs_kind_of_loader():
     require("torch")
     from minloader.torch import DataLoader
 
-    with DataLoader(concurrent(Meeting(), threads=4), batch_size=4, num_workers=1) as loader:
+    with DataLoader(concurrent(Meeting(), limit=4), batch_size=4, num_workers=1) as loader:
         assert [len(batch[0]) for batch in loader] == [4, 3, 4, 4, 4, 4]
 
 
 def test_a_batch_that_is_never_read():
     """The worker is killed, and its threads with it."""
-    dataset = concurrent(Meeting(together=5), threads=5)
+    dataset = concurrent(Meeting(together=7), limit=6)
     with (
         Loader(dataset, batch_size=4, num_workers=1, timeout=0.5) as loader,
-        pytest.raises(BatchTimeout, match="took longer than timeout"),
+        pytest.raises(BatchTimeout, match="took longer than timeout") as caught,
     ):
         next(iter(loader))
+    assert caught.value.sample == 0
 
 
 class Exits:

@@ -71,6 +71,12 @@ def empty():
 """
 
 
+@pytest.fixture(autouse=True)
+def starts_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a busy machine: whoever tries another way to start leaves a fork server."""
+    monkeypatch.setattr(examination, "LONG_START", float("inf"))
+
+
 def quick(make_loader: Callable[..., Any], **options: Any) -> Report:
     return examine(make_loader, **({"workers": [1, 2], "prefetch": [2], "seconds": 0.5} | options))
 

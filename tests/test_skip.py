@@ -103,8 +103,59 @@ def test_samples_that_fail(make, caplog, options, batches, skipped):
         assert lists(loader) == batches
         assert (loader.stats.skipped, loader.stats.skipped_samples) == (skipped, 4 + 3)
     if make.name in ("inline", "thread"):
-        assert "left out sample 3: OSError('sample 3 is corrupt')" in caplog.text
-        assert "left out sample 9: ValueError('9 is odd')" in caplog.text
+        assert "left out sample 3: OSError: sample 3 is corrupt" in caplog.text
+        assert "left out sample 9: ValueError: 9 is odd" in caplog.text
+
+
+class Mending:
+    """Is asked per sample, and for each batch that fails nevertheless."""
+
+    def __call__(self, failure: BatchError) -> Any:
+        assert (failure.ordinal, failure.item, failure.sample) == (1, [3, 4, 5], 5)
+        assert isinstance(failure.__cause__, OSError)
+        return np.array([-100])
+
+    def for_sample(self, failure: BatchError) -> Any:
+        assert failure.worker is not None
+        if failure.sample == 5:
+            assert failure.__cause__ is not None
+            raise failure.__cause__
+        return SKIP if failure.sample == 4 else np.int64(-failure.sample)
+
+
+def test_a_callable_that_is_asked_per_sample(make):
+    """In whatever executor, where the sample is made; what it returns takes the sample's place."""
+    with make(Faulty(), batch_size=3, transform=refuse_odd, on_error=Mending()) as loader:
+        assert lists(loader) == [[0, -1, 2], [-100], [6, -7, 8], [-9, 10, -11]]
+        errors = sorted((sample, error) for _, _, sample, error in loader.stats.errors)
+        assert loader.stats.skipped_samples == 0
+    assert [sample for sample, _ in errors] == [1, 3, 4, 5, 7, 7, 9, 11]  # -7 is odd, too
+    assert errors[1] == (3, "OSError: sample 3 is corrupt")
+
+
+class Fixed:
+    def __call__(self, failure: BatchError) -> Any:
+        raise AssertionError("no batch has failed")
+
+    def for_sample(self, failure: BatchError) -> Any:
+        assert isinstance(failure.__cause__, ValueError)
+        assert failure.sample is None  # samples of a stream have no index
+        return SKIP if "11" in str(failure) else -1
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {}, {"executor": "thread"}])
+def test_a_callable_that_is_asked_per_sample_of_a_stream(options):
+    options = {"batch_size": 3, "transform": refuse_odd, "on_error": Fixed()} | options
+    with Loader(Stream(), **options) as loader:
+        assert lists(loader) == [[0, -1, 2], [6, 8], [-1, 10]]
+        assert loader.stats.failed == 3
+
+
+def test_what_is_asked_per_sample_must_be_a_function():
+    fixed = Fixed()
+    fixed.for_sample = "skip"  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError, match="for_sample of on_error must be"):
+        Loader(Faulty(), on_error=fixed)
 
 
 def test_what_is_no_samples_fault_is_raised(make):
@@ -202,7 +253,7 @@ def test_batches_that_failed_are_in_the_list(make, on_error):
                 break
         stats = loader.stats
     assert stats.failed == 3
-    assert [(each.batch, each.sample) for each in stats.errors] == [(1, 3), (2, 4), (3, 7)]
+    assert [(batch, sample) for _, batch, sample, _ in stats.errors] == [(1, 3), (2, 4), (3, 7)]
 
 
 def test_of_many_errors_the_last_are_kept():
@@ -210,7 +261,7 @@ def test_of_many_errors_the_last_are_kept():
     with Loader(Faulty(), [3] * 1500 + [0], **options) as loader:
         assert list(loader) == [0]
         assert (loader.stats.failed, len(loader.stats.errors)) == (1500, 1000)
-        assert loader.stats.errors[0].batch == 500
+        assert loader.stats.errors[0][1] == 500
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from conftest import alive, eventually, lists, making, plain, printed_by, require, variants, workers
 from helpers import Guarded, SelfIterating, Stateful
 
-from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader
+from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader, prefetch
 from minloader._epochs.sampled import STATE_COST, Source
 
 N = 40  # batches of an epoch of each of SAMPLERS
@@ -369,6 +369,37 @@ def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
         for length in (1, 2):
             assert [len(loader) for _ in loader] == [length] * length
         assert len(loader) == 1  # that of the next
+
+
+@pytest.mark.parametrize("taking", ["iter", "epochs", "prefetch"])
+@pytest.mark.parametrize("depth", [0, 2, 40])
+def test_what_an_epoch_has_left_does_not_depend_on_how_far_it_was_read_ahead(taking, depth):
+    """Nothing, of one that was left early; else what the epoch after it begins with."""
+
+    def begin(loader: Any) -> Any:
+        if taking == "iter":
+            return iter(loader)
+        return loader.epochs(2) if taking == "epochs" else prefetch(loader.epochs(2), tuple, 3)
+
+    options = {"num_workers": min(depth, 1), "prefetch_factor": max(1, depth)}
+    options |= {"executor": "thread", "batch_size": 3, "shuffle": True, "last_batch": "rollover"}
+    with Loader(range(8), collate_fn=list, **options) as loader:
+        for _ in range(2 if taking == "iter" else 1):
+            whole = [batch if taking == "iter" else batch[1] for batch in begin(loader)]
+        assert loader.epoch == 2
+        sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            batches = list(sampler)
+            assert epoch != 1 or batches == whole[-len(batches) :]
+        left = begin(loader)
+        first = next(left)
+        assert (first if taking == "iter" else first[1]) == batches[0]
+        del left
+        gc.collect()
+        sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
+        sampler.set_epoch(3)
+        assert list(loader) == list(sampler)
 
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):

@@ -851,11 +851,11 @@ BUSY = {"batches": 100, "wait": 1.0, "dataset": 1.96, "num_workers": 2}
 
 
 def test_more_reads_at_the_same_time():
-    with Loader(concurrent(Sleepy(4), threads=3), batch_size=2, num_workers=0) as loader:
-        assert loader.stats.threads == 3
-    waiting = Stats(**BUSY, threads=3, computing=0.1, asleep=1.8)
-    assert "more threads of minloader.concurrent would help (3 now)" in waiting.verdict
-    computing = Stats(**BUSY, threads=3, computing=1.8, asleep=0.1)
+    with Loader(concurrent(Sleepy(4), limit=3), batch_size=2, num_workers=0) as loader:
+        assert loader.stats.reads == 3
+    waiting = Stats(**BUSY, reads=3, computing=0.1, asleep=1.8)
+    assert "a larger limit of minloader.concurrent would help (3 now)" in waiting.verdict
+    computing = Stats(**BUSY, reads=3, computing=1.8, asleep=0.1)
     assert "minloader.concurrent" not in computing.verdict
 
 

@@ -350,6 +350,8 @@ class Lane(ABC):
         assert task is not None
         assert error is not None
         death = pool.deaths.pop(task.id, None)
+        if death is not None and self.settings.reads and death.stack is None:
+            death = death._replace(place=-1)  # any of those that were read may be to blame
         place = {
             "batch": self.ordinal(lost.ordinal),
             "epoch": lost.source.epoch,

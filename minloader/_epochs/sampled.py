@@ -127,6 +127,8 @@ class Source:
         told, sampler, known = self.told, self.told.sampler, None
         if self._put_back:
             known = self.state
+        if self.state is None and isinstance(sampler, Sampler):
+            sampler._forget()  # the epoch before was left, however far it was drawn
         if known is None or known.at:
             told.tell(self.epoch)
         if known is not None:
@@ -304,11 +306,17 @@ class SamplerLane(Lane):
         self._begin(self.next_source(index, epoch))
         self._is_elsewhere = False
 
-    def next_source(self, index: int, epoch: int) -> Source:
-        """Return what the items of an epoch after the one that was drawn last are drawn from."""
+    def next_source(self, index: int, epoch: int, *, left: bool = False) -> Source:
+        """Return what the items of an epoch after the one that was drawn last are drawn from.
+
+        Args:
+            index: place of the epoch among those of the iterator.
+            epoch: its number.
+            left: whether the consumer has left the one before, which may have been drawn to its
+                end nevertheless.
+        """
         before, state = self.sources[-1], None
-        # Who knows how far the sampler was read ahead in an epoch that was left early?
-        if before.is_ended and before.state is not None:
+        if not left and before.is_ended and before.state is not None:
             state = SamplerState(0, before.state.state)
         return Source(before.told, index, epoch, state, put_back=self._is_elsewhere)
 
@@ -326,7 +334,8 @@ class SamplerLane(Lane):
         return not self.sources[-1].position
 
     def _address(self, pending: Pending) -> Task:
-        return Task(pending.ordinal, pending.source.epoch, pending.items)
+        alone = pending.tries > 0 or not self.settings.retries
+        return Task(pending.ordinal, pending.source.epoch, pending.items, alone=alone)
 
     def _draw(self) -> None:
         source, begin = self.sources[-1], time.perf_counter()
@@ -342,7 +351,7 @@ class SamplerLane(Lane):
             # After the deadline no more are drawn: a slow sampler must not hold up those that are
             # there.
             while not pending.items or (
-                len(pending.items) < self._chunk
+                (len(pending.items) < self._chunk or _samples(pending.items) < self.settings.reads)
                 and time.perf_counter() < begin + CHUNK_SECONDS
                 and source.is_adjoining
             ):
@@ -430,6 +439,12 @@ class SamplerLane(Lane):
         ranges = [(start, stop) for start, stop, _ in parts]
         ended = end is not None and not ranges
         return partial(sampler_place, ranges, position, list(source.holes), ended, state, known)
+
+
+def _samples(items: list[Any]) -> int:
+    """Return how many samples there are in some items, as far as that can be seen."""
+    known = (item.item if isinstance(item, HeldItem) else item for item in items)
+    return sum(len(item) if isinstance(item, list) else 1 for item in known)
 
 
 # --- a state that is put back

@@ -22,6 +22,8 @@ class Settings:
         memory_limit: bytes that a worker may have for itself; None for any.
         on_error: what to do with a batch that failed.
         max_errors: how many batches and samples may fail; None for any.
+        reads: most samples that a worker reads at the same time, by ``concurrent``: a task has as
+            many, in as many batches as that takes. 0 without.
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
         closed: whether the loader is.
@@ -36,6 +38,7 @@ class Settings:
     memory_limit: int | None
     on_error: OnError
     max_errors: int | None
+    reads: int
     counters: Counters
     chunk: int = 1
     closed: bool = False

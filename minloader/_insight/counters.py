@@ -81,7 +81,7 @@ class Stats:
         growth: of these, bytes by which a worker has grown steadily so far; {} if none has.
         executor: where batches are made: "process", "thread", "inline" or "foreign".
         num_workers: number of workers now.
-        threads: most reads at the same time in each worker, where the dataset is one of
+        reads: most reads at the same time in each worker, where the dataset is one of
             :func:`concurrent`; else 0.
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
@@ -120,7 +120,7 @@ class Stats:
     growth: dict[str, int] = field(default_factory=dict)
     executor: str = "process"
     num_workers: int = 0
-    threads: int = 0
+    reads: int = 0
     in_flight: int = 0
     chunk_size: int = 1
     slots: int = 0

@@ -87,8 +87,8 @@ def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
     cpus = processors()
     if stage == "transport":
         return "make large arrays with collate or minloader.empty, and few small objects"
-    if stage == "dataset" and stats.threads and stats.asleep >= 0.5 * stats._measured:
-        return f"more threads of minloader.concurrent would help ({stats.threads} now)"
+    if stage == "dataset" and stats.reads and stats.asleep >= 0.5 * stats._measured:
+        return f"a larger limit of minloader.concurrent would help ({stats.reads} now)"
     if stats.executor == "foreign":
         return (
             "more workers of the executor would help"

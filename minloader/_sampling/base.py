@@ -289,6 +289,12 @@ class Sampler:
 
     # --- states
 
+    def _forget(self) -> None:
+        """Have the next epoch begin with nothing that the one before has left."""
+        self._run = self._known = None
+        if self._source is not None:
+            self._source.stands = None
+
     def _position(self) -> Place:
         """Return where the present epoch stands."""
         run, known = self._run, self._known

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minloader._checks import check_indices, check_samples, shown
-from minloader._errors import SKIP
-from minloader._worker.messages import NO_SAMPLE, Job, summary
+from minloader._errors import SKIP, BatchError
+from minloader._worker.messages import NO_SAMPLE, Job, WorkerInfo, current_info, summary
 
 logger = logging.getLogger("minloader")
 
@@ -30,8 +30,9 @@ class BatchMaker:
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
         skipped: samples that were left out, since it was set to 0.
-        errors: the index of each of them that failed, as in ``failing``, and its error in words;
-            since it was emptied.
+        errors: the index of each sample that failed and was left out, or replaced, as in
+            ``failing``, and its error in words; since it was emptied.
+        begun: the futures of the samples of the item, list by list, where they are read already.
     """
 
     job: Job
@@ -42,19 +43,26 @@ class BatchMaker:
     failing: tuple[Any, ...] = ()
     skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
+    begun: list[list[Future[Any]]] = field(default_factory=list)
+
+    def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
+        """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
+        read = self.job.dataset.__getfutures__
+        if self.job.collate_fn is None:
+            return [read([item], info)]
+        return [read(each, info) for each in (item if _is_nested(item) else [check_indices(item)])]
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
         if self.job.collate_fn is None:
-            if self.job.skip_samples:  # of which the item is one
-                return self.combine(self._each(self._get, [item], [item]), [item])
+            if self.job.on_sample is not None or self.begun:  # the item is a sample
+                return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self._get(item)
             return batch if self.job.transform is None else self.combine([batch])
         # A function of torch's kind: it gets whatever __getitems__ gives.
         as_torch = getattr(self.job.collate_fn, "takes_anything", False)
-        shards = isinstance(item, list) and item and all(isinstance(each, list) for each in item)
-        if shards and not as_torch:
+        if _is_nested(item) and not as_torch:
             batches = [self._gather(shard) for shard in item]
             return SKIP if any(batch is SKIP for batch in batches) else batches
         return self._gather(item, as_torch)
@@ -88,6 +96,11 @@ class BatchMaker:
         self.collate_seconds += time.perf_counter() - begin
         return batch
 
+    def _read(self, indices: Sequence[Any]) -> list[Any]:
+        if self.begun:
+            return self._each(Future.result, self.begun.pop(0), indices)
+        return self._each(self._get, indices, indices)
+
     def _get(self, item: Any) -> Any:
         dataset = self.job.dataset
         # Looked up on the type, as Python itself does: a class can be a callable dataset.
@@ -102,11 +115,8 @@ class BatchMaker:
         dataset = self.job.dataset
         # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
         kind = type(dataset)
-        if hasattr(kind, "__getfutures__"):  # as minloader.concurrent makes
-            samples = self._each(Future.result, dataset.__getfutures__(indices), indices)
-            return self.combine(samples, indices)
-        if not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
-            return self.combine(self._each(self._get, indices, indices), indices)
+        if self.begun or not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
+            return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)
         samples = dataset.__getitems__(indices)
         return self.combine(samples if as_torch else check_samples(samples, indices), indices)
@@ -135,15 +145,29 @@ class BatchMaker:
                     self.turn_to(indices[n])
                 results.append(function(value))
             except BaseException as error:
-                index = tuple(indices[len(results) :][:1])
-                if not (self.job.skip_samples and isinstance(error, Exception)):
-                    self.failing = index
+                self.failing = tuple(indices[n : n + 1])
+                if self.job.on_sample is None or not isinstance(error, Exception):
                     raise
-                which = shown(index[0]) if index else f"{len(results)} of a batch"
-                logger.warning("left out sample %s: %r", which, error)
-                self.errors.append((index, summary(error)))
-                results.append(SKIP)
+                results.append(self.job.on_sample(self._failed(n, error)))
+                self.errors.append((self.failing, summary(error)))
+                self.failing = ()
         return results
+
+    def _failed(self, n: int, error: Exception) -> BatchError:
+        """Return what ``on_sample`` is told of a sample that failed."""
+        info = current_info.get()
+        assert info is not None
+        index = self.failing[0] if self.failing else None
+        failed = BatchError(
+            f"sample {shown(index) if self.failing else f'{n} of a batch'}: {summary(error)}",
+            **{"item": index, "sample": index},
+            ordinal=-1 if info._ordinal is None else info._ordinal,
+            epoch=info.epoch,
+            worker=info.id,
+            pid=info.pid,
+        )
+        failed.__cause__ = error
+        return failed
 
     def _without_skipped(self, samples: Any, indices: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Return the samples to keep, and their indices."""
@@ -154,3 +178,14 @@ class BatchMaker:
             return samples, indices
         self.skipped += len(samples) - len(kept)
         return [samples[n] for n in kept], [indices[n] for n in kept if indices]
+
+
+def leave_out(failure: BatchError) -> Any:
+    """Have a sample left out of its batch, and say so in the log."""
+    logger.warning("left out %s", failure)
+    return SKIP
+
+
+def _is_nested(item: Any) -> bool:
+    """Return whether an item stands for a list of batches."""
+    return bool(isinstance(item, list) and item and all(isinstance(each, list) for each in item))

@@ -1,18 +1,19 @@
-"""Reads within a batch at the same time: by threads, or on an event loop, of the worker.
+"""Reads at the same time: by threads, or on an event loop, of the worker.
 
 ::
 
-    the worker makes a batch:   __getfutures__([7, 3, 9])
-                                     |  a call for each sample, with a WorkerInfo of its own
-                                     v
-                    queue ──> daemon threads: dataset[7], dataset[3], ...
-              or    event loop, in one daemon thread: await dataset[7], ...
-                                     |
-                                     v
-                                finished futures, in order: BatchMaker takes sample or error
+    a task arrives:   __getfutures__([7, 3, 9], info)         for each of its batches
+                           |  a call for each sample, with a WorkerInfo of its own
+                           v
+          queue ──> daemon threads: dataset[7], dataset[3], ...
+    or    event loop, in one daemon thread: await dataset[7], ...
+                           |
+                           v
+                      futures: BatchMaker takes sample or error, in their order
 
-Runs where batches are made. Threads and loop begin with the first batch of a process, and end with
-the dataset. They are daemons: a read that never ends does not keep a process from ending.
+A worker process takes the next task while it makes the batches of one (:class:`Ahead`), so that the
+reads never pause. Threads and loop begin with the first read of a process, and end with the
+dataset. They are daemons: a read that never ends does not keep a process from ending.
 """
 
 from __future__ import annotations
@@ -21,69 +22,81 @@ import asyncio
 import inspect
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import Context
 from functools import partial
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
 from minloader._checks import check_int, shown
-from minloader._worker.messages import WorkerInfo
-from minloader._worker.run import current_info
+from minloader._worker.messages import WorkerInfo, current_info
 from minloader._worker.start import get_worker_info
 
-Fetch = Callable[[Any, WorkerInfo | None], "Future[Any]"]
+Futures = list["Future[Any]"]
+Reads = list[tuple[Any, WorkerInfo | None]]
+"""Index and info of each sample."""
+
+CLOSING = 0.3
+"""Seconds that a worker may wait at its end until an event loop has closed what it had open; after
+0.5 it would be killed."""
 
 
-def concurrent(dataset: Any, threads: int = 16) -> Concurrent:
-    """Return a dataset that reads the samples of a batch at the same time, in the worker.
+def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
+    """Return a dataset that reads samples at the same time, in the worker.
 
     It is for samples that are waited for, as those of an object store or a slow disk. Work that
     computes gains nothing: give the loader more workers. ::
 
-        loader = Loader(concurrent(dataset, threads=32), batch_size=64, num_workers=2)
+        loader = Loader(concurrent(dataset, limit=32), batch_size=64, num_workers=2)
 
-    The samples come in the order of their indices, and an error, or :data:`minloader.SKIP`, is that
-    of its sample, as ever. In each read ``get_worker_info().rng`` is a generator of the sample's
-    own, which depends on its place in the batch, and ``sample_rng`` one that depends on its index:
-    the same whoever reads, and when. The global generators of ``random``, ``numpy.random`` and
-    torch are shared by all reads; what is drawn from these depends on their order.
+    Samples of the batches that are made next are read ahead, whatever the size of a batch. They
+    come in the order of their indices, and an error, or :data:`minloader.SKIP`, is that of its
+    sample, as ever. In each read ``get_worker_info().rng`` is a generator of the sample's own,
+    which depends on its place in the batch, and ``sample_rng`` one that depends on its index: the
+    same whoever reads, and when. The global generators of ``random``, ``numpy.random`` and torch
+    are shared by all reads, and with ``transform`` and ``collate_fn``: if a read draws from these,
+    what they give depends on the order of the reads.
+
+    A dataset that is a context manager (``__enter__`` and ``__exit__``, or ``__aenter__`` and
+    ``__aexit__``, awaited on the event loop) opens there what its reads need, a session, say: it is
+    entered once in each worker, before the first read, and left when the worker ends. One that is
+    killed does not leave it.
 
     Args:
         dataset: its ``__getitem__`` is called by several threads. If that is an ``async def``, all
             are awaited on one event loop, in a thread of its own, which stays the same for all
             batches of a worker.
-        threads: most reads at the same time, in each worker.
+        limit: most reads at the same time, in each worker.
 
     Returns:
         A dataset with the length of ``dataset``, which is its attribute ``dataset``.
 
     Raises:
-        TypeError: the dataset has no ``__getitem__``, or ``threads`` is not an int.
-        ValueError: ``threads`` is below 1.
+        TypeError: the dataset has no ``__getitem__``, or ``limit`` is not an int.
+        ValueError: ``limit`` is below 1.
     """
-    return Concurrent(dataset, threads)
+    return Concurrent(dataset, limit)
 
 
 class Concurrent:
     """See :func:`concurrent`."""
 
-    def __init__(self, dataset: Any, threads: int) -> None:
+    def __init__(self, dataset: Any, limit: int) -> None:
         if not hasattr(type(dataset), "__getitem__"):
             raise TypeError(
                 f"dataset must have __getitem__, got {shown(dataset)}; a stream can be read ahead "
                 "in threads of its own"
             )
         self.dataset = dataset
-        self._threads = check_int("threads", threads, 1)
+        self.limit = check_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
         self._pid = -1  # where the threads are
-        self._fetch: Fetch | None = None
+        self._read: Callable[[Futures, Reads], None] | None = None
 
     def __reduce__(self) -> Any:
-        return Concurrent, (self.dataset, self._threads)
+        return Concurrent, (self.dataset, self.limit)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -92,41 +105,52 @@ class Concurrent:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        return [future.result() for future in self.__getfutures__(indices)]
+        return [future.result() for future in self.__getfutures__(indices, get_worker_info())]
 
-    def __getfutures__(self, indices: Sequence[Any]) -> list[Future[Any]]:
-        """Read samples; return a future for each, which has its sample or its error."""
+    def __getfutures__(self, indices: Sequence[Any], info: WorkerInfo | None) -> Futures:
+        """Begin to read the samples of a batch; return a future for each.
+
+        Args:
+            indices: of the samples.
+            info: that of the batch.
+        """
         with self._lock:
-            if self._fetch is None or self._pid != os.getpid():  # threads do not follow a fork
-                self._fetch, self._pid = self._begin(), os.getpid()
-            fetch = self._fetch
-        info = get_worker_info()
-        infos = (info and info._of_sample(*each) for each in enumerate(indices))
-        futures = [fetch(*each) for each in zip(indices, infos, strict=True)]
-        try:
-            wait(futures)
-        finally:
-            for future in futures:  # after Ctrl-C
-                future.cancel()
+            if self._read is None or self._pid != os.getpid():  # threads do not follow a fork
+                self._read, self._pid = self._begin(), os.getpid()
+            read = self._read
+        futures: Futures = [Future() for _ in indices]
+        read(futures, [(each, info and info._of_sample(n, each)) for n, each in enumerate(indices)])
         return futures
 
-    def _begin(self) -> Fetch:
+    def _begin(self) -> Callable[[Futures, Reads], None]:
         """Begin the threads, or the event loop, of this process."""
         if inspect.iscoroutinefunction(type(self.dataset).__getitem__):
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
-            loop, limit = Context().run(asyncio.new_event_loop), asyncio.Semaphore(self._threads)
+            loop, limit = Context().run(asyncio.new_event_loop), asyncio.Semaphore(self.limit)
             _start(_run_loop, loop)
-            _at_end(self, loop.call_soon_threadsafe, loop.stop)
+            try:
+                if hasattr(self.dataset, "__aenter__"):
+                    asyncio.run_coroutine_threadsafe(self.dataset.__aenter__(), loop).result()
+            except BaseException:
+                loop.call_soon_threadsafe(loop.stop)
+                raise
+            Finalize(self, _end_loop, (loop, self.dataset), exitpriority=50)
             return partial(_await_on, loop, limit, self.dataset)
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        for number in range(self._threads):
-            try:
+        number = 0
+        try:
+            for number in range(self.limit):  # noqa: B007
                 _start(_serve, calls)
-            except RuntimeError:  # the system has no more threads
-                if number == 0:
-                    raise
-                break
-            _at_end(self, calls.put, None)
+        except RuntimeError:  # the system has no more threads
+            if number == 0:
+                raise
+        try:
+            if hasattr(self.dataset, "__enter__"):
+                self.dataset.__enter__()
+        except BaseException:
+            _end_threads(calls, self.limit, None)
+            raise
+        Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=50)
         return partial(_call_in, calls, self.dataset)
 
 
@@ -135,9 +159,45 @@ def _start(function: Callable[[Any], None], argument: Any) -> None:
     threading.Thread(target=function, args=(argument,), name=name, daemon=True).start()
 
 
-def _at_end(owner: Concurrent, function: Callable[[Any], Any], argument: Any) -> None:
-    """Call a function when the dataset is gone, not at exit: the threads are daemons."""
-    weakref.finalize(owner, function, argument).atexit = False
+class Ahead:
+    """The queue of an executor's tasks, of which one is taken while another is made.
+
+    Args:
+        tasks: that queue.
+        begin: called with a task, in a thread, as soon as it is taken.
+    """
+
+    def __init__(self, tasks: Any, begin: Callable[[Any], object]) -> None:
+        self._tasks, self._begin = tasks, begin
+        self._taken: SimpleQueue[Any] = SimpleQueue()
+        self._wanted = threading.Semaphore()
+        self._is_alone = False  # whether nothing is to be taken beside the task that is made
+        _start(Ahead._take, self)
+
+    def _take(self) -> None:
+        while True:
+            self._wanted.acquire()
+            call = None
+            try:
+                call = self._tasks.get(block=True)
+                for task in call.args if call is not None else ():
+                    if not task.alone:
+                        self._begin(task)
+            finally:
+                self._taken.put(call)
+            if call is None:  # the end
+                return
+            del call
+
+    def get(self, block: bool = True) -> Any:
+        """Return the next call of the executor; None at its end."""
+        if self._is_alone:
+            self._wanted.release()
+        call = self._taken.get(block)
+        self._is_alone = any(task.alone for task in call.args) if call is not None else False
+        if not self._is_alone:
+            self._wanted.release()
+        return call
 
 
 # --- by threads
@@ -150,10 +210,9 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         del call  # with what it has read
 
 
-def _call_in(calls: Any, dataset: Any, index: Any, info: WorkerInfo | None) -> Future[Any]:
-    future: Future[Any] = Future()
-    calls.put(partial(_read, future, dataset, index, info))
-    return future
+def _call_in(calls: Any, dataset: Any, futures: Futures, reads: Reads) -> None:
+    for future, read in zip(futures, reads, strict=True):
+        calls.put(partial(_read, future, dataset, *read))
 
 
 def _read(future: Future[Any], dataset: Any, index: Any, info: WorkerInfo | None) -> None:
@@ -170,7 +229,27 @@ def _read(future: Future[Any], dataset: Any, index: Any, info: WorkerInfo | None
         current_info.set(None)  # it holds the dataset, with which this thread is to end
 
 
+def _end_threads(calls: SimpleQueue[Any], count: int, dataset: Any) -> None:
+    for _ in range(count):
+        calls.put(None)
+    if hasattr(dataset, "__exit__"):
+        dataset.__exit__(None, None, None)
+
+
 # --- on an event loop
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, dataset: Any) -> None:
+    async def end() -> None:
+        try:
+            if hasattr(dataset, "__aexit__"):
+                await dataset.__aexit__(None, None, None)
+        finally:
+            loop.call_soon(loop.stop)
+
+    ending = asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is threading.main_thread():  # the process may be about to end
+        wait([ending], CLOSING)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -182,12 +261,22 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _await_on(
-    loop: asyncio.AbstractEventLoop, limit: Any, dataset: Any, index: Any, info: WorkerInfo | None
-) -> Future[Any]:
-    future: Future[Any] = Future()
-    task = asyncio.run_coroutine_threadsafe(_await(future, limit, dataset, index, info), loop)
-    future.add_done_callback(lambda done: done.cancelled() and task.cancel())
-    return future
+    loop: asyncio.AbstractEventLoop, limit: Any, dataset: Any, futures: Futures, reads: Reads
+) -> None:
+    loop.call_soon_threadsafe(_begin_tasks, loop, limit, dataset, futures, reads)
+
+
+def _begin_tasks(
+    loop: asyncio.AbstractEventLoop, limit: Any, dataset: Any, futures: Futures, reads: Reads
+) -> None:
+    for future, read in zip(futures, reads, strict=True):
+        task = loop.create_task(_await(future, limit, dataset, *read))
+        future.add_done_callback(partial(_cancel, loop, task))
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: Any, done: Future[Any]) -> None:
+    if done.cancelled():
+        loop.call_soon_threadsafe(task.cancel)
 
 
 async def _await(
@@ -203,3 +292,5 @@ async def _await(
         else:
             if not future.cancelled():
                 future.set_result(sample)
+    # The loop drops timers that were cancelled, with their contexts, when it turns once more.
+    await asyncio.sleep(0)

@@ -6,9 +6,11 @@ import enum
 import os
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from minloader._errors import BatchError
 from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import pack_error
 from minloader._sampling.seeding import generator, sample_key
@@ -29,7 +31,8 @@ class Job:
         memory_limit: bytes that a worker process may have for itself.
         batch_size: samples in a batch of a stream; None if its elements are the batches.
         keep_last: whether a stream's incomplete last batch is one.
-        skip_samples: whether a sample that fails is left out of its batch.
+        on_sample: called with the BatchError of a sample that fails; returns what is to be in its
+            place, or SKIP. None: the batch fails.
         is_stream: whether the dataset is read by shards, each in a copy of its own.
         rank: that of the sampler: other ranks draw other numbers.
     """
@@ -41,7 +44,7 @@ class Job:
     memory_limit: int | None = None
     batch_size: int | None = None
     keep_last: bool = True
-    skip_samples: bool = False
+    on_sample: Callable[[BatchError], Any] | None = None
     is_stream: bool = False
     rank: int = 0
 
@@ -122,6 +125,8 @@ class Task(NamedTuple):
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
         packed: whether items that are bytes are packed ones, since they leave the process.
+        alone: whether nothing of another task is to be read meanwhile, so that it is known with
+            which a worker dies.
     """
 
     ordinal: int
@@ -131,6 +136,7 @@ class Task(NamedTuple):
     id: int = 0
     shard: Shard | None = None
     packed: bool = False
+    alone: bool = False
 
 
 class Reply(NamedTuple):
@@ -310,3 +316,7 @@ class WorkerInfo:
         """Return what holds for one sample of the batch, which may be made beside others."""
         key = (*self._key, place)
         return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)
+
+
+current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
+"""The WorkerInfo of the batch that this thread, or this coroutine, is making."""

@@ -23,12 +23,13 @@ may escape from :meth:`Worker.run`. Without one Ctrl-C is Ctrl-C.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM
@@ -40,7 +41,16 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.heartbeat import Beat
-from minloader._worker.messages import END, Failure, Job, Mark, Reply, Task, WorkerInfo
+from minloader._worker.messages import (
+    END,
+    Failure,
+    Job,
+    Mark,
+    Reply,
+    Task,
+    WorkerInfo,
+    current_info,
+)
 from minloader._worker.processor_time import Meter
 from minloader._worker.seeds import Borrow, Place, Seed
 from minloader._worker.stream_reader import ShardReader, ShardReaders
@@ -51,9 +61,6 @@ CHUNK_SECONDS = 8e-3
 """Longest that a chunk of quick batches should take. An executor needs 0.4 to 0.8 ms for a task,
 which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
-
-current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
-"""The WorkerInfo of the batch that this thread, or this coroutine, is making."""
 
 READING = "when the stream was read"
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
@@ -110,6 +117,8 @@ class Worker:
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
         is_inline = info.num_workers == 0
+        self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
+        self.reads_ahead = hasattr(type(job.dataset), "__getfutures__") and not job.is_stream
         self._readers = ShardReaders(self._maker, info.seed, reload, is_inline)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.is_stream:
@@ -117,6 +126,19 @@ class Worker:
                 self._call((info.seed, -1, info.id, info.rank), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
+
+    def begin(self, task: Task) -> list[Any]:
+        """Begin to read the samples of a task; return their futures, or an error, of each item."""
+        begun: list[Any] = []
+        for n, item in enumerate(task.items if self._init_failure is None else ()):
+            info = replace(self.info)
+            info._begin(task.epoch, task.ordinal + n)
+            try:
+                begun.append(self._maker.begin(_unpacked(task, item), info))
+            except BaseException as error:  # comes when the batch is made
+                begun.append(error)
+        self._begun[task.id] = begun
+        return begun
 
     def run(self, task: Task) -> Reply:
         """Make the batches of a task, until they take too long for one task.
@@ -137,6 +159,10 @@ class Worker:
         lasts: list[int | None] = []
         failed: list[tuple[int, Any, str]] = []
         begin = now = time.perf_counter()
+        begun = self._begun.pop(task.id, None)
+        if begun is None and self.reads_ahead:
+            begun = self.begin(task)
+            del self._begun[task.id]
         try:
             if task.shard is not None:
                 reader = self._find_reader(task, outcomes)
@@ -145,6 +171,7 @@ class Worker:
             for n, item in enumerate(task.items):
                 self._beat(task.id, n, now)
                 if reader is None:
+                    maker.begun = begun[n] if begun else []
                     outcomes.append(self._make(task, n, item, writer))
                 else:
                     outcomes.append(self._make(task, n, item, writer, reader))
@@ -156,11 +183,15 @@ class Worker:
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
-                if now - begin > 2 * CHUNK_SECONDS or outcomes[-1] is END:
+                is_late = now - begin > 2 * CHUNK_SECONDS and not begun
+                if is_late or outcomes[-1] is END:
                     break
             if reader is not None:
                 state = self._end_stream_task(reader, outcomes)
         finally:
+            for futures in itertools.chain(*(each for each in begun or () if type(each) is list)):
+                for future in futures:  # after Ctrl-C
+                    future.cancel()
             if self._packer is not None:
                 self._packer.close()
         # The worker is not late while its reply waits for a parent that holds the interpreter.
@@ -187,7 +218,9 @@ class Worker:
                 batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
-                item = unpack(item) if task.packed and type(item) is bytes else item
+                item = _unpacked(task, item)
+                if isinstance(self._maker.begun, BaseException):
+                    raise self._maker.begun
                 place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 batch = self._call(place, self._maker.fetch, item)
         except BaseException as error:
@@ -328,6 +361,10 @@ class Worker:
         if reader.ended and outcomes[-1] is not END:
             outcomes.append(END)
         return state
+
+
+def _unpacked(task: Task, item: Any) -> Any:
+    return unpack(item) if task.packed and type(item) is bytes else item
 
 
 def _unpackable(batch: Any, error: BaseException) -> Failure:

@@ -31,9 +31,9 @@ from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
-from minloader._worker.messages import Failure, Reply, Task, WorkerInfo
+from minloader._worker.messages import Failure, Reply, Task, WorkerInfo, current_info
 from minloader._worker.processor_time import Meter
-from minloader._worker.run import Worker, current_info
+from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals, wait_until_asked
 from minloader._worker.torch_conventions import tell_torch
 
@@ -202,6 +202,10 @@ def worker_main(
 ) -> None:
     """Run a worker process: :func:`start` first, then what the executor has for it."""
     start(setup, index, inheritance)
+    if _process_worker is not None and _process_worker.reads_ahead:
+        from minloader._worker.concurrent import Ahead  # of few: it imports asyncio
+
+        args = Ahead(args[0], _process_worker.begin), *args[1:]
     target(*args)
 
 

@@ -40,7 +40,7 @@ class Programs(RuleBasedStateMachine):
         n = data.draw(st.integers(12, 17) | st.integers(30, 60), label="n")
         indices = st.frozensets(st.integers(0, n - 1), max_size=1)
         bad, left_out, slow = (data.draw(indices, label=what) for what in ("bad", "skip", "slow"))
-        fate = data.draw(st.sampled_from(["fails", "left out", "replaced"]), label="fate")
+        fate = data.draw(st.sampled_from(["fails", "left out", "replaced", "mended"]), label="fate")
         options: dict[str, Any] = {
             "prefetch_factor": data.draw(st.integers(1, 3), label="prefetch_factor"),
             "in_order": data.draw(st.sampled_from([True, True, True, False]), label="in_order"),

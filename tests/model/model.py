@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-Plan = Callable[[int, int], list[tuple[Any, str]]]
-"""Gives the items of an epoch, by its number and by how many passes there were before, each with
-what becomes of its batch: "given", "replaced", "fails" or "left out"."""
+Chain = tuple[int, ...]
+"""Epochs that came to their end before an epoch, without another that was left."""
+
+Plan = Callable[[int, int, Chain], list[tuple[Any, str]]]
+"""Gives the items of an epoch, by its number, by how many passes there were before, and by its
+chain, each with what becomes of its batch: "given", "replaced", "fails" or "left out"."""
 
 
 @dataclass
@@ -19,7 +22,9 @@ class Place:
     epoch: int
     passes: int
     rest: dict[int, tuple[Any, str]]
+    chain: Chain
     over: bool = False  # the consumer was told so
+    begun: bool = False  # whether any of it was given or left out
 
     @property
     def coming(self) -> list[int]:
@@ -43,6 +48,7 @@ class Model:
     passes: int = 0
     latest: Place | None = None  # of the iteration that was begun last
     loaded: Place | None = None  # where the next one begins
+    chain: Chain = ()  # of the next epoch, before the first
     draws: dict[Any, Any] = field(default_factory=dict)  # those seen: they never change
 
     def begin(self, epochs: int = 1) -> Run:
@@ -54,7 +60,11 @@ class Model:
         return self.latest
 
     def beginning(self) -> Place:
-        return Place(self.epoch, self.passes, dict(enumerate(self.plan(self.epoch, self.passes))))
+        chain = self.chain
+        if self.latest is not None:
+            chain = (*self.latest.chain, self.latest.epoch) if self.latest.over else ()
+        plan = self.plan(self.epoch, self.passes, chain)
+        return Place(self.epoch, self.passes, dict(enumerate(plan)), chain)
 
     def advance(self, run: Run) -> None:
         while not run.place.coming and run.more:
@@ -71,6 +81,7 @@ class Model:
         if self.one_order:
             known = self.draws.setdefault((place.epoch, len(place.rest)), item)
             assert known == item, f"{item} is where {known} was"
+        place.begun = True
         for ordinal in [k for k in place.rest if k <= fits[0]] if self.ordered else fits[:1]:
             del place.rest[ordinal]
         known = self.draws.setdefault((place.epoch, fits[0], item), draw)
@@ -91,6 +102,7 @@ class Model:
 
     def load(self, place: Place) -> None:
         self.loaded, self.latest = copy.deepcopy(place), None
+        self.chain = () if place.begun else place.chain
         self.epoch, self.passes = place.epoch, place.passes
 
     def skip(self, n: int, *, live: bool) -> None:
@@ -100,6 +112,7 @@ class Model:
             place = self.latest
         if place is None:
             place = self.loaded = self.beginning()
+        place.begun |= n > 0
         for ordinal in list(place.rest)[:n]:
             del place.rest[ordinal]
 

@@ -49,7 +49,7 @@ from kinds import (
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader, MixtureSampler, prefetch
 
-from .model import Model, Place, Run
+from .model import Chain, Model, Place, Run
 
 HANG = 60.0
 """Seconds after which a step hangs: a thousand times what it takes."""
@@ -73,6 +73,7 @@ class Kind:
         has_state: whether a state may be asked for.
         opened: whether a stream must be opened in a worker, see :class:`Opened`.
         bad: an item of its own that fails.
+        rolls: whether ``items`` takes the chain too.
     """
 
     make: Callable[[int], Any]
@@ -84,6 +85,7 @@ class Kind:
     has_state: bool = True
     opened: bool = False
     bad: int | None = None
+    rolls: bool = False
 
 
 def numbered(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
@@ -117,6 +119,19 @@ def as_alone(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
         sampler = make(n)
         sampler.set_epoch(epoch)
         return list(sampler)
+
+    return items
+
+
+def as_rolled(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
+    """The same of one that begins with what the epochs of its chain have left."""
+
+    def items(n: int, epoch: int, passes: int, shards: int, chain: Chain) -> list[Any]:
+        sampler, given = make(n), []
+        for number in (*chain, epoch):
+            sampler.set_epoch(number)
+            given = list(sampler)
+        return given
 
     return items
 
@@ -182,7 +197,7 @@ KINDS: dict[str, Kind] = {
     "lists": Kind(lambda n: [[k] for k in range(n)], lambda n, *_: [[k] for k in range(n)]),
     "told": Kind(Told, told),
     "shuffled": Kind(_shuffled, as_alone(_shuffled)),
-    "rolling": Kind(_rolling, as_alone(_rolling)),
+    "rolling": Kind(_rolling, as_rolled(_rolling), rolls=True),
     "dynamic": Kind(_dynamic, as_alone(_dynamic)),
     "mixture": Kind(_mixture, as_alone(_mixture)),
     "batches of told": Kind(lambda n: BatchSampler(Told(n), 2), pairs(told), alone=True),
@@ -253,7 +268,22 @@ def replace(failure: Any) -> Any:
     return "replaced", plain(failure.item)
 
 
-ON_ERROR: dict[str, Any] = {"fails": "raise", "left out": "skip", "replaced": replace}
+class Mending:
+    """An ``on_error`` that is asked per sample, where that is made."""
+
+    def __call__(self, failure: Any) -> Any:
+        raise AssertionError(f"a batch has failed: {failure}")
+
+    def for_sample(self, failure: Any) -> Any:
+        return replace(failure)
+
+
+ON_ERROR: dict[str, Any] = {
+    "fails": "raise",
+    "left out": "skip",
+    "replaced": replace,
+    "mended": Mending(),
+}
 
 
 @dataclass
@@ -307,8 +337,9 @@ class Program:
         known = not self.what.stream and self.what.bad is None and self.model.ordered
         return known and not any(how == "prefetched" for _, _, how in self.runs)
 
-    def plan(self, epoch: int, passes: int) -> list[tuple[Any, str]]:
-        items = self.what.items(self.n, epoch, passes, self.shards)
+    def plan(self, epoch: int, passes: int, chain: Chain) -> list[tuple[Any, str]]:
+        chains = (chain,) if self.what.rolls else ()
+        items = self.what.items(self.n, epoch, passes, self.shards, *chains)
         return [(plain(item), self.fate_of(item)) for item in items]
 
     def fate_of(self, item: Any) -> str:
@@ -317,7 +348,9 @@ class Program:
         if self.what.stream:
             return "given"
         index = index_of(item)
-        return self.fate if index in self.bad else "left out" if index in self.left_out else "given"
+        if index in self.bad:
+            return "replaced" if self.fate == "mended" else self.fate
+        return "left out" if index in self.left_out else "given"
 
     def make(self, way: str) -> Loader:
         options = {"on_error": ON_ERROR[self.fate], "retries": 1_000} | self.options | WAYS[way]
@@ -479,7 +512,8 @@ class Program:
             coming = run.place.coming
             if ordered and coming:
                 last = max(run.place.rest)
-                fates = dict(enumerate(self.plan(run.place.epoch, run.place.passes)))
+                place = run.place
+                fates = dict(enumerate(self.plan(place.epoch, place.passes, place.chain)))
                 behind = [k for k in range(coming[0], last) if fates[k][1] != "left out"]
                 assert set(behind) <= set(coming), "one is passed over"
             if ends:
