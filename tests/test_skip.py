@@ -283,7 +283,7 @@ def test_too_many_errors_end_the_run(make, on_error, given):
     error = caught.value
     assert (error.ordinal, error.sample) == (5, 5)
     text = str(error)
-    assert "3 batches and samples have failed, more than max_errors=2; the first of them:" in text
+    assert "3 batches and samples have failed, more than max_errors=2; the first of these:" in text
     assert "  epoch 0, batch 3, sample 3: OSError: sample 3 is corrupt\n  epoch 0, batch 4" in text
 
 

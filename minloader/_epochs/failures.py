@@ -39,7 +39,6 @@ def handle(
     worker: int,
     pid: int,
     on_error: OnError,
-    too_many: str = "",
 ) -> Any:
     """Do with a failed batch what ``on_error`` says.
 
@@ -51,7 +50,6 @@ def handle(
         worker: id of the worker; below 0 if there was none of ours.
         pid: its process; -1 if there was none.
         on_error: as the user gave it.
-        too_many: what to say if there are more errors than may be.
 
     Returns:
         What takes the batch's place: SKIP, another batch, or what to raise. That is the original
@@ -80,10 +78,6 @@ def handle(
         report = BatchError(f"{what}: {failure.summary}{advice}", **place)
         report.__cause__ = error or remote
 
-    if too_many:
-        stop = BatchError(too_many, **place)
-        stop.__cause__ = error or remote
-        return Raised(stop)
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
     if on_error in ("raise", "skip_sample") or not skippable:
         # One that cannot be carried; or that would end the loop as if the epoch were over, or the
@@ -119,10 +113,8 @@ def sample_at(item: Any, place: int) -> tuple[Any, ...]:
     return () if isinstance(index, list) else (index,)  # a list of batches
 
 
-def too_many(counters: Counters, most: int | None) -> str:
-    """Return what to say if more has failed than may; "" if not."""
-    if most is None or counters.failed <= most:
-        return ""
+def too_many(counters: Counters, most: int) -> str:
+    """Return what to say if more has failed than may."""
     first = [
         f"  epoch {epoch}, batch {batch}, sample {shown(sample)}: {error}"
         for epoch, batch, sample, error in [*counters.last_errors][:5]

@@ -222,6 +222,8 @@ class Batches:
                 lane, pending = self._find(account)
                 n = pending.given
                 epoch, outcome = pending.source.epoch, pending.unpack(n)
+                for sample, error in pending.failed.get(n, ()):
+                    self._fail(lane, pending, n, sample, error)
                 taken.extend((lane, pending, n, outcome))
                 pending.given = n + 1
                 if type(outcome) in NO_BATCH:
@@ -267,13 +269,20 @@ class Batches:
         told = {"batch": ordinal, "epoch": pending.source.epoch, "error": failure.summary}
         counters = self.settings.counters
         counters.record(where, "failed", perf_counter(), 0.0, told)
-        epoch, sample = pending.source.epoch, failures.load(failure.sample)
-        too_many = ""
         if not failure.fatal:
-            counters.fail(epoch, ordinal, sample[0] if sample else None, failure.summary)
-            too_many = failures.too_many(counters, self.settings.max_errors)
-        place = ordinal, epoch, lane.item(pending, n), worker, pid
-        return failures.handle(failure, *place, self.settings.on_error, too_many)
+            self._fail(lane, pending, n, failure.sample, failure.summary)
+        place = ordinal, pending.source.epoch, lane.item(pending, n), worker, pid
+        return failures.handle(failure, *place, self.settings.on_error)
+
+    def _fail(self, lane: Lane, pending: Pending, n: int, sample: Any, error: str) -> None:
+        """Count what has failed; raise an error if that is too many."""
+        counters, most = self.settings.counters, self.settings.max_errors
+        index = (failures.load(sample) or (None,))[0]
+        ordinal, epoch = lane.ordinal(pending.ordinal + n), pending.source.epoch
+        counters.fail(epoch, ordinal, index, error)
+        if most is not None and counters.failed > most:
+            known = {"ordinal": ordinal, "epoch": epoch, "sample": index}
+            raise BatchError(failures.too_many(counters, most), **known)
 
     def _count_failed(self, pending: Pending, n: int, *, is_failure: bool) -> None:
         """Count a batch that was left out, if an error is why."""

@@ -37,9 +37,9 @@ from minloader._epochs import failures
 from minloader._epochs.pending import Bell, Pending, Ready, SamplerError, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
-from minloader._errors import BatchError, WorkerDied
+from minloader._errors import WorkerDied
 from minloader._memory.limits import remedy
-from minloader._pools.base import Pool
+from minloader._pools.base import Death, Pool
 from minloader._worker.messages import Failure, Reply, Task
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -306,23 +306,11 @@ class Lane(ABC):
                 slots.budget,
             )
         counters.overflowed += reply.overflowed
-        for n, sample, error in reply.failed:
-            self._count_failed(pending, n, failures.load(sample), error)
+        for n, *failed in reply.failed:
+            pending.failed.setdefault(n, []).append(failed)
         limit = settings.memory_limit
         if limit is not None and reply.memory > limit:
             self._pool.renew(reply.pid)
-
-    def _count_failed(self, pending: Pending, n: int, sample: Any, error: str) -> None:
-        """Count a sample that was left out; where there are too many, that comes in its place."""
-        counters, reply = self.settings.counters, pending.reply
-        assert reply is not None
-        pending.failed |= {n}
-        epoch, ordinal = pending.source.epoch, self.ordinal(pending.ordinal + n)
-        counters.fail(epoch, ordinal, sample[0] if sample else None, error)
-        text = failures.too_many(counters, self.settings.max_errors)
-        if text:
-            stop = replied(BatchError(text), fatal=True, sample=sample)
-            reply.outcomes[n] = stop.outcomes[0]
 
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""
@@ -360,14 +348,9 @@ class Lane(ABC):
         counters.record("consumer", "again", time.perf_counter(), 0.0, place)
         if death is not None:
             n = death.item
-            place = {"batch": self.ordinal(lost.ordinal + n), "epoch": lost.source.epoch}
-            place |= {"cause": death.cause}
-            where = track(death.worker, death.pid)
-            counters.record(where, "died", time.perf_counter(), 0.0, place)
             victim = lost.part(n, n + 1, tries=lost.tries + 1)
-            known = place["batch"], lost.source.epoch, self.item(lost, n)
-            if not death.final:
-                failures.tell_death(death, *known)
+            known = self.ordinal(lost.ordinal + n), lost.source.epoch, self.item(lost, n)
+            self._tell_death(death, *known)
             if death.final or victim.tries > self.settings.retries:
                 sample = failures.sample_at(known[2], death.place)
                 failure = replied(failures.lethal(death, *known, victim.tries), sample=sample)
@@ -389,6 +372,14 @@ class Lane(ABC):
             counters.retries += 1
             return [lost.part(n, n + 1, tries=lost.tries + 1) for n in range(len(lost.items))]
         return [lost.part(0, 1, reply=self._reply_lost(lost, error))]
+
+    def _tell_death(self, death: Death, ordinal: int, epoch: int, item: Any) -> None:
+        """Say in the timeline, and in the log, which batch a worker has died with."""
+        place = {"batch": ordinal, "epoch": epoch, "cause": death.cause}
+        where = track(death.worker, death.pid)
+        self.settings.counters.record(where, "died", time.perf_counter(), 0.0, place)
+        if not death.final:
+            failures.tell_death(death, ordinal, epoch, item)
 
     def _reply_lost(self, lost: Pending, error: BaseException) -> Reply:
         """Return what stands for the reply to a batch that came to nothing on its way."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minloader._errors import SKIP
@@ -92,7 +92,8 @@ class Pending:
         outcomes: what the reply has for each item; None before it was looked at.
         given: how many of them were handed over, or left out.
         begun: whether the consumer has come to it.
-        failed: which outcomes are SKIP since all samples failed.
+        failed: by outcome, samples that were left out of it since they failed: the index of each,
+            and its error, see :class:`Reply`.
         marks: of a stream, what each batch is recognized by, and which the stream failed to give.
     """
 
@@ -114,7 +115,7 @@ class Pending:
     given: int = 0
     begun: bool = False
     marks: Any = ()
-    failed: frozenset[int] = frozenset()
+    failed: dict[int, list[Any]] = field(default_factory=dict)
 
     @property
     def is_sent(self) -> bool:

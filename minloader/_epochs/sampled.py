@@ -384,23 +384,22 @@ class SamplerLane(Lane):
         else:
             self._replace(pending, [pending, *added] if pending.items else [*added])
 
-    def skip(self, n: int) -> int:
-        """Leave out the next items of the consumer's epoch; return how many, up to its end.
+    def skip(self, n: int) -> None:
+        """Leave out the next items of the consumer's epoch, up to its end.
 
         What was drawn leaves the account as if it had been handed over. What is under way need not
         be made, and what was cut off from a task is sent again.
         """
-        source, left = self.sources[0], n
-        while left:
-            mine = [each for each in self.pending if each.source is source]
-            here = next((each for each in mine if each.given < len(each.items)), None)
+        while n:
+            mine = (each for each in self.pending if each.source is self.sources[0])
+            here = next((each for each in mine if each.ends or each.given < len(each.items)), None)
             if here is None:
-                if any(each.ends for each in mine):
-                    break
                 self._draw()
                 continue
-            count = min(left, len(here.items) - here.given)
-            left -= count
+            if here.ends:
+                return
+            count = min(n, len(here.items) - here.given)
+            n -= count
             if here.outcomes is None:
                 rest = [here.part(count, len(here.items))] if count < len(here.items) else []
                 self._replace(here, rest)
@@ -409,7 +408,6 @@ class SamplerLane(Lane):
             for k in range(here.given, here.given + count):
                 here.lets_go(k)
             here.given += count
-        return n - left
 
     # --- state
 

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from minloader._epochs import failures
-from minloader._epochs.lane import Lane, track
+from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note, State
@@ -315,11 +315,7 @@ class StreamLane(Lane):
         tries = each.suspect[1] + 1 if each.suspect[0] == index else 1
         each.suspect = index, tries
         if death is not None:
-            place = {"batch": ordinal, "epoch": lost.source.epoch, "cause": death.cause}
-            where = track(death.worker, death.pid)
-            counters.record(where, "died", time.perf_counter(), 0.0, place)
-            if not death.final:
-                failures.tell_death(death, ordinal, lost.source.epoch, (self.shard, index))
+            self._tell_death(death, ordinal, lost.source.epoch, (self.shard, index))
         if tries <= self.settings.retries and not (death is not None and death.final):
             counters.retries += 1
         elif index in each.lethal:
