@@ -42,7 +42,7 @@ from trouble import (
 )
 
 import minloader
-from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied
+from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied, concurrent
 from minloader._inspect import inspect
 from minloader._pools import cpython
 from minloader._pools import processes as spawned
@@ -742,6 +742,30 @@ def test_a_hang_names_its_sample(executor, caplog):
     assert "batch 1 of epoch 0, item [9, 3, 8, 7, 5], sample 7, took longer" in str(error)
     assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', error.stack)
     assert "batch_maker.py" not in error.stack  # frames of ours are left out
+
+
+class BadAwaited(Bad):
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+@variants("kind", [Bad, BadAwaited])
+def test_a_read_that_hangs_names_its_sample(kind, executor):
+    """Though others are read at the same time, and ahead. They are found in the stack, too."""
+    options = {"executor": executor, "num_workers": 1, "timeout": HANG, "retries": 0}
+    released = threading.Event()
+    bad = concurrent(kind(trouble.hang if executor == "process" else released.wait), limit=2)
+    with Loader(bad, ITEMS, collate_fn=sum, **options) as loader:
+        batches = iter(loader)
+        assert next(batches) == 1
+        with pytest.raises(BatchTimeout) as caught:
+            next(batches)
+        released.set()
+    assert (caught.value.ordinal, caught.value.item, caught.value.sample) == (1, ITEMS[1], 7)
+    assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', caught.value.stack) or (
+        executor == "thread"  # where only the thread is looked at that makes the batch
+    )
 
 
 @pytest.mark.parametrize("where", ["dataset", "transform"])
