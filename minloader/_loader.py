@@ -519,7 +519,9 @@ class Loader(Generic[B]):
         """
         self._epoch = check_int("epoch", epoch, 0)
         if self._resume is not None and self._resume["epoch"] != self._epoch:
-            self._resume = None
+            left, self._resume = has_begun(self._resume), None
+            if left and self._account is None and isinstance(self.sampler, Sampler):
+                self.sampler._forget()  # it was put to a place of that epoch, or before
         account = self._account
         if account is not None and not account.is_over and not account.is_left:
             account.next_epoch = self._epoch

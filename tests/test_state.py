@@ -402,6 +402,23 @@ def test_what_an_epoch_has_left_does_not_depend_on_how_far_it_was_read_ahead(tak
         assert list(loader) == list(sampler)
 
 
+def test_what_an_epoch_has_left_after_a_state_that_is_not_gone_on_from():
+    """The state is of the middle of epoch 1, or of its beginning: epoch 5 begins instead."""
+    options = {"num_workers": 0, "batch_size": 3, "shuffle": True, "last_batch": "rollover"}
+    for taken in (1, 0):
+        with Loader(range(8), collate_fn=list, **options) as loader:
+            list(loader)
+            batches = iter(loader) if taken else None
+            assert batches is None or next(batches)
+            loader.load_state_dict(loader.state_dict())
+            loader.set_epoch(5)
+            sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
+            for epoch in (5,) if taken else (0, 5):
+                sampler.set_epoch(epoch)
+                expected = list(sampler)
+            assert list(loader) == expected
+
+
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
     """All within the tasks that may be under way."""
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 1)
