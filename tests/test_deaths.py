@@ -802,15 +802,17 @@ def test_where_no_sample_is_made_none_is_named():
     assert (type(error), error.sample) == (WorkerDied, None)
 
 
-def test_a_traceback_begins_with_the_users_code():
+@pytest.mark.parametrize("kind", [Bad, BadAwaited])
+def test_a_traceback_begins_with_the_users_code(kind):
+    bad = kind(trouble.raises, OSError, "ouch")
     with (
-        Loader(Bad(trouble.raises, OSError, "ouch"), ITEMS, collate_fn=sum) as loader,
+        Loader(bad if kind is Bad else concurrent(bad), ITEMS, collate_fn=sum) as loader,
         pytest.raises(OSError, match="ouch") as caught,
     ):
         list(loader)
     text = str(caught.value.__cause__)
     assert "in __getitem__" in text
-    assert "batch_maker.py" not in text
+    assert not re.search(r"batch_maker\.py|concurrent\.py|_base\.py", text), text
 
 
 # --- hangs ---------------------------------------------------------------------------------------

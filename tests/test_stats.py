@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -864,6 +865,21 @@ def test_processes_are_the_advice_where_there_is_a_gil(monkeypatch, gil, said):
     monkeypatch.setattr("minloader._insight.verdict.has_gil", lambda: gil)
     stats = Stats(**BUSY, executor="thread")
     assert ("executor='process' would help" in stats.verdict) == said
+
+
+def test_the_threads_of_an_executor_are_counted():
+    def is_said():
+        with (
+            ThreadPoolExecutor(2) as executor,
+            Loader(Sleepy(40), executor=executor, num_workers=8) as loader,
+        ):
+            stats = run(loader)
+        texts.append(str(stats))
+        assert len(stats.busy) <= 2
+        return "all 2 workers were busy" in stats.verdict
+
+    texts: list[str] = []
+    assert eventually(is_said), texts[-1]
 
 
 @pytest.mark.parametrize(

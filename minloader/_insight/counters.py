@@ -265,8 +265,8 @@ class Stats:
     def _capacity(self) -> int:
         """How many workers can make batches. An executor of the user's may have fewer than it is
         given tasks: its workers are those that have made batches, each thread of Dask's one."""
-        few = self.executor == "foreign" and self._worked
-        return min(self.num_workers, len(self._worked)) if few else self.num_workers
+        theirs = sum(name.startswith("process ") for name in self._worked)
+        return min(self.num_workers, theirs) if theirs else self.num_workers
 
     @property
     def _starting(self) -> float:

@@ -6,6 +6,7 @@ import enum
 import os
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -188,7 +189,8 @@ class Reply(NamedTuple):
     failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
 
 
-HERE = os.path.dirname(__file__)
+OURS = {os.path.dirname(__file__), os.path.dirname(futures.__file__)}
+"""Folders whose code leads to the user's: that of a future which has failed, too."""
 
 
 def summary(error: BaseException) -> str:
@@ -223,7 +225,7 @@ class Failure(NamedTuple):
         if not packed:
             return cls(error, summary(error), "", stage, fatal)
         frames = first = error.__traceback__
-        while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == HERE:
+        while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
             frames = frames.tb_next  # of ours, which lead to the user's
         text = "".join(traceback.format_exception(type(error), error, frames or first))
         return cls(pack_error(error), summary(error), text, stage, fatal)
