@@ -222,10 +222,10 @@ class Batches:
                 lane, pending = self._find(account)
                 n = pending.given
                 epoch, outcome = pending.source.epoch, pending.unpack(n)
-                for sample, error in pending.failed.get(n, ()):
-                    self._fail(lane, pending, n, sample, error)
                 taken.extend((lane, pending, n, outcome))
                 pending.given = n + 1
+                for sample, error in pending.failed.get(n, ()):
+                    self._fail(lane, pending, n, sample, error)
                 if type(outcome) in NO_BATCH:
                     if type(outcome) is Failure:
                         taken[3:] = outcome, self._handle(lane, pending, n, outcome)
