@@ -146,6 +146,14 @@ def test_samples_of_several_batches_are_read_at_once(kind, options, monkeypatch)
             assert [len(batch[0]) for batch in loader] == [3, 2, 3, 3, 3, 3, 3, 3]
 
 
+def test_here_nothing_is_read_ahead():
+    read: list[int] = []
+    dataset = type("Noted", (), {"__getitem__": lambda self, n: read.append(n) or n})()
+    with Loader(concurrent(dataset, limit=8), range(9), num_workers=0) as loader:
+        next(iter(loader))
+        assert read == [0]
+
+
 class Deadly(Meeting):
     def __getitem__(self, index: int) -> Any:
         if index == 5:

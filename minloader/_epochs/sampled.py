@@ -339,6 +339,7 @@ class SamplerLane(Lane):
 
     def _draw(self) -> None:
         source, begin = self.sources[-1], time.perf_counter()
+        reads = self.settings.reads if self.settings.depth else 0  # here: batch by batch
         pending = self._unsent  # one whose drawing was interrupted
         try:
             source.open()
@@ -351,7 +352,7 @@ class SamplerLane(Lane):
             # After the deadline no more are drawn: a slow sampler must not hold up those that are
             # there.
             while not pending.items or (
-                (len(pending.items) < self._chunk or _samples(pending.items) < self.settings.reads)
+                (len(pending.items) < self._chunk or _samples(pending.items) < reads)
                 and time.perf_counter() < begin + CHUNK_SECONDS
                 and source.is_adjoining
             ):

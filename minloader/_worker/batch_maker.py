@@ -97,9 +97,14 @@ class BatchMaker:
         return batch
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
-        if self.begun:
-            return self._each(Future.result, self.begun.pop(0), indices)
-        return self._each(self._get, indices, indices)
+        if not self.begun:
+            return self._each(self._get, indices, indices)
+        futures = self.begun.pop(0)
+        try:
+            return self._each(Future.result, futures, indices)
+        finally:
+            for future in futures:  # after an error, or Ctrl-C
+                future.cancel()
 
     def _get(self, item: Any) -> Any:
         dataset = self.job.dataset

@@ -135,8 +135,10 @@ class Worker:
             info._begin(task.epoch, task.ordinal + n)
             try:
                 begun.append(self._maker.begin(_unpacked(task, item), info))
-            except BaseException as error:  # comes when the batch is made
-                begun.append(error)
+            except BaseException as error:
+                if self._packer is None and not isinstance(error, Exception | SystemExit):
+                    raise  # Ctrl-C
+                begun.append(error)  # comes when the batch is made
         self._begun[task.id] = begun
         return begun
 
