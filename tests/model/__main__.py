@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,8 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they come")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     options = parser.parse_args()
+    # Shells have what runs in the background ignore Ctrl-C, which programs are to be given.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.getLogger("minloader").setLevel(logging.CRITICAL)  # deaths and skipped batches
     first = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     end = time.monotonic() + 60 * options.minutes
