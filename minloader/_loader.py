@@ -56,7 +56,7 @@ from minloader._checks import B, check_int, shown
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Account, Batches
 from minloader._epochs.pending import Bell, SamplerState
-from minloader._epochs.sampled import SamplerLane, Source, Told
+from minloader._epochs.sampled import SamplerLane, Source, Told, source_after
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import (
     Note,
@@ -75,7 +75,7 @@ from minloader._insight.trace import Trace
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
-from minloader._worker.batch_maker import leave_out
+from minloader._worker.batch_maker import asked_per_sample
 from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
@@ -230,9 +230,7 @@ class Loader(Generic[B]):
             *(dataset, transform, collates, worker_init_fn, worker_memory_limit),
             batch_size=self._batch_size,
             keep_last=last_batch == "keep",
-            on_sample=(
-                leave_out if on_error == "skip_sample" else getattr(on_error, "for_sample", None)
-            ),
+            on_sample=asked_per_sample(on_error),
             is_stream=self._shards is not None,
             rank=rank_of(self.sampler if self._shards is None else dataset),
         )
@@ -440,20 +438,10 @@ class Loader(Generic[B]):
         """Return what the sampler's items are drawn from in the next epoch."""
         if resume is None:
             if self._account is not None:
-                return self._source_after(self._account)
+                return source_after(self._account, self.epoch)
             return Source(self._told, 0, self.epoch, self._beginning(), put_back=False)
         known = resume["sampler"] and SamplerState(**resume["sampler"])
         return Source(self._told, 0, resume["epoch"], known, put_back=True, place=resume)
-
-    def _source_after(self, account: Account) -> Source:
-        """Return what is drawn from after the epoch that the consumer of an iterator is in."""
-        if account.behind is None:
-            lane: SamplerLane = account.lanes[0]
-            return lane.next_source(0, self.epoch, left=not account.is_over)
-        state = check_state(account.behind(), None, stream=False)
-        known = state["sampler"] and SamplerState(**state["sampler"])
-        known = None if has_begun(state) else known
-        return Source(self._told, 0, self.epoch, known, put_back=True)
 
     def _beginning(self) -> SamplerState | None:
         """Return where the sampler is before its first epoch; None where that is not known."""
@@ -595,7 +583,7 @@ class Loader(Generic[B]):
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
-            state = self._beginning() if account is None else self._source_after(account).state
+            state = self._beginning() if account is None else source_after(account, 0).state
             return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
             return [partial(dict, BEGINNING, next=self._first_state()) for _ in range(self._shards)]

@@ -28,7 +28,7 @@ from minloader._epochs import failures
 from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, SamplerError, SamplerState
 from minloader._epochs.settings import Settings
-from minloader._epochs.state import Note, State, digest, sampler_place
+from minloader._epochs.state import Note, State, check_state, digest, has_begun, sampler_place
 from minloader._pools.base import HeldItem, Pool
 from minloader._sampling.base import Sampler, ranks_of
 from minloader._sampling.source import Repeatable
@@ -438,6 +438,22 @@ class SamplerLane(Lane):
         ranges = [(start, stop) for start, stop, _ in parts]
         ended = end is not None and not ranges
         return partial(sampler_place, ranges, position, list(source.holes), ended, state, known)
+
+
+def source_after(account: Any, epoch: int) -> Source:
+    """Return what an epoch is drawn from after that which the consumer of an iterator is in.
+
+    Args:
+        account: of the iterator.
+        epoch: number of the epoch.
+    """
+    lane: SamplerLane = account.lanes[0]
+    if account.behind is None:
+        return lane.next_source(0, epoch, left=not account.is_over)
+    state = check_state(account.behind(), None, stream=False)
+    known = state["sampler"] and SamplerState(**state["sampler"])
+    known = None if has_begun(state) else known
+    return Source(lane.sources[0].told, 0, epoch, known, put_back=True)
 
 
 def _samples(items: list[Any]) -> int:

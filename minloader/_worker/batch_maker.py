@@ -185,6 +185,11 @@ class BatchMaker:
         return [samples[n] for n in kept], [indices[n] for n in kept if indices]
 
 
+def asked_per_sample(on_error: Any) -> Callable[[BatchError], Any] | None:
+    """Return what is called for each sample that fails, by an ``on_error``; None if nothing is."""
+    return leave_out if on_error == "skip_sample" else getattr(on_error, "for_sample", None)
+
+
 def leave_out(failure: BatchError) -> Any:
     """Have a sample left out of its batch, and say so in the log."""
     logger.warning("left out %s", failure)
