@@ -245,7 +245,7 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
-def check_dataset(dataset: Any, *, awaits: bool) -> None:
+def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
     """Refuse a dataset that is neither indexable nor callable, and a string, probably a path.
 
     And one whose samples are coroutines, unless a function of the user's ``awaits`` them.
