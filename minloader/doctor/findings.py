@@ -42,7 +42,7 @@ def recommend(rows: list[Row], best: Row) -> str:
     elif len(rows) > 1:
         text += ". These are the most that were tried: more may be faster yet"
     for row in rows:
-        if row.start_method != best.start_method and 2 * row.first < best.first:
+        if row.start_method not in ("", best.start_method) and 2 * row.first < best.first:
             text += (
                 f". mp_context={row.start_method!r} starts sooner: {row.first:.1f} s to the first "
                 f"batch, {best.first:.1f} s with {best.start_method!r}"
