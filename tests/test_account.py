@@ -32,7 +32,16 @@ from kinds import (
     ToldWithState,
 )
 
-from minloader import SKIP, BatchSampler, Loader, MixtureSampler, get_worker_info, prefetch
+from minloader import (
+    SKIP,
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    PackedBatchSampler,
+    get_worker_info,
+    prefetch,
+)
 from minloader._inspect import inspect
 from minloader._worker import seeds
 
@@ -303,6 +312,30 @@ def test_to_go_past_items_is_not_to_look_at_each():
         loader.load_state_dict(state)
         assert list(loader) == list(range(250, 300))
     assert Item.looked <= 10
+
+
+NESTED: dict[str, Any] = {
+    "batches": lambda: BatchSampler(Counted(12), 2),
+    "batches of batches": lambda: BatchSampler(BatchSampler(Counted(12), 2), 2),
+    "by length": lambda: DynamicBatchSampler([1] * 12, max_total=4, sampler=Counted(12)),
+    "packed": lambda: PackedBatchSampler([1] * 12, 4, sampler=Counted(12)),
+    "mixture": lambda: MixtureSampler([Counted(12), Counted(12)], [1, 1], 4),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("taken", [0, 1, 99])
+def test_a_state_from_before_anything_leads_back(kind, taken):
+    """Also where what is read counts its passes itself, and cannot be told the epoch."""
+    with Loader(Echo(), NESTED[kind](), collate_fn=list, num_workers=0) as loader:
+        first = plain(loader.state_dict())
+        given = list(itertools.islice(loader, taken))
+        loader.load_state_dict(first)
+        again = list(loader)
+        assert again[:taken] == given
+        assert len(again) >= 3
+        loader.load_state_dict(first)
+        assert list(loader) == again
 
 
 def damaged(state: Any) -> Iterator[tuple[str, Any]]:

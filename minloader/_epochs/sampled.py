@@ -316,7 +316,8 @@ class SamplerLane(Lane):
                 end nevertheless.
         """
         before, state = self.sources[-1], None
-        if not left and before.is_ended and before.state is not None:
+        is_read_ahead = left and before.last is not None  # a state may have been of its end
+        if before.is_ended and before.state is not None and not is_read_ahead:
             state = SamplerState(0, before.state.state)
         return Source(before.told, index, epoch, state, put_back=self._is_elsewhere)
 

@@ -274,7 +274,8 @@ class Sampler:
     def _beginning(self) -> Place:
         """Return where an epoch begins if none before has left anything for it."""
         numbers = {"batches": 0, "begun": 0, "errors": 0, "dropped": 0}
-        return {"between": True, **numbers, "legs": [], "left": [], "source": BEGINNING}
+        source = BEGINNING if self._source is None else self._source.beginning()
+        return {"between": True, **numbers, "legs": [], "left": [], "source": source}
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""

@@ -13,7 +13,7 @@ from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.draws import Draws, Part, Weights, check_weights
-from minloader._sampling.source import BEGINNING, LookUp, check_has_state, look_up
+from minloader._sampling.source import LookUp, check_has_state, look_up
 
 
 class _Run(StepRun):
@@ -105,7 +105,7 @@ class MixtureSampler(StepSampler):
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
     def _beginning(self) -> Place:
-        parts = [[0, False, BEGINNING] for _ in self.parts]
+        parts = [[0, False, part.beginning()] for part in self._parts]
         return super()._beginning() | {"source": Draws.beginning(parts)}
 
     def _read(self, epoch: int, place: dict[str, Any]) -> Draws:

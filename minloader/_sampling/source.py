@@ -149,6 +149,7 @@ class Source:
         self.iterable = Repeatable(name, items)
         self.stands: Any = None  # the state that it was put to, or has ended with
         self.was_put = False  # by a state, and not read since
+        self._is_fresh = True  # neither put nor read so far
 
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
@@ -157,6 +158,14 @@ class Source:
         """Tell the iterable the number of the epoch."""
         if hasattr(self.items, "set_epoch"):
             self.items.set_epoch(epoch)
+
+    def beginning(self) -> list[Any]:
+        """Return where an epoch begins if none before has left anything for it."""
+        is_ours = hasattr(self.items, "_beginning")  # and may read one that cannot be told
+        if not self._is_fresh or (hasattr(self.items, "set_epoch") and not is_ours):
+            return BEGINNING
+        self.stands = self.state()  # nobody can tell it the epoch again
+        return BEGINNING if self.stands is None else [0, self.stands, True]
 
     def restore(self, epoch: int, place: Sequence[Any]) -> None:
         """Put the iterable to a place.
@@ -170,7 +179,7 @@ class Source:
         check_has_state(self.name, self.items)
         self.set_epoch(epoch)
         self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
-        self.stands, self.was_put = state, True
+        self.stands, self.was_put, self._is_fresh = state, True, False
 
     def read(self, epoch: int, place: Sequence[Any], seed: int | None = None) -> Reading:
         """Begin to read an epoch from a place on.
@@ -192,7 +201,7 @@ class Source:
                 next(iter(self.items), None)  # else it would go on where it was put
             if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
                 place = [0, state, True]  # nobody can tell it the epoch again
-        self.stands = None
+        self.stands, self._is_fresh = None, False
         return Reading(self, place)
 
     def begin(self, at: int, seed: int | None) -> Iterator[Any]:
