@@ -291,9 +291,11 @@ pidfds = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system ha
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_4_who_looks_at_a_dead_child_reaps_it(method, look, monkeypatch):
     """So no signal for it goes by its pid."""
-    process, worker = (get_context(method).Process(target=os._exit, args=(3,)) for _ in range(2))
+    process, worker = (get_context(method).Process(target=signal.pause) for _ in range(2))
     cpython.start_worker(worker)
-    process.start()
+    process.start()  # which looks at all children: none may have ended before
+    for each in (process, worker):
+        os.kill(each.pid, signal.SIGTERM)
     if method != "forkserver":
         assert eventually(lambda: is_zombie(process.pid) and is_zombie(worker.pid))
     for each in (process, worker):
@@ -303,7 +305,7 @@ def test_4_who_looks_at_a_dead_child_reaps_it(method, look, monkeypatch):
     monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("another process has that pid"))
     with pytest.raises(ProcessLookupError):
         cpython.send_signal(worker, signal.SIGKILL)
-    assert worker.exitcode == process.exitcode == 3
+    assert worker.exitcode == process.exitcode == -signal.SIGTERM
     for each in (process, worker):
         each.join()
     if method == "forkserver":
