@@ -122,7 +122,7 @@ class Prefetch(Generic[B]):
                 try:
                     return self._next(taken)
                 except Exception:
-                    taken.clear()  # the error's traceback leads here
+                    del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
                     raise
                 except BaseException:
                     self._put_back(taken)

@@ -496,6 +496,29 @@ def test_an_interrupt_anywhere_loses_nothing_out_of_order():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
+def test_an_interrupt_anywhere_loses_no_error(begin, way):
+    with Loader(fail, itertools.count(), **WAYS[way]) as loader:
+        batches = outcomes_of(begin(loader))
+        given = taken_through(batches, some_steps(8, PLACES // 2, 500))
+    expected = (f"{n} is bad" if n % 4 == 2 else n for n in itertools.count())
+    assert given == list(itertools.islice(expected, len(given)))
+
+
+class outcomes_of:  # noqa: N801  # no generator: that would end with the first Ctrl-C
+    """Batches, and the texts of errors in their places."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches = batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.batches)
+        except OSError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
     with (
         Loader(Echo(), itertools.count(), **WAYS[way]) as loader,
