@@ -142,9 +142,9 @@ class Prefetch(Generic[B]):
         while not self._is_drawn and self._may_draw():
             self._draw()
         if not self._entries:
-            self._is_over = True
+            self._tell(None)  # first: the state is that of the end
             self._given = self._take()
-            self._tell(None)
+            self._is_over = True
             self.close()
             raise StopIteration
         entry = self._entries[0]
