@@ -471,8 +471,9 @@ class Program:
                 self.write("  it came")
                 # What was being sent may be under way, so that its shard is read again.
                 self.disturbed |= self.loader.num_workers > 0
-                if not run.place.coming:  # it may have been in this epoch, or in the next already
-                    self.take(which)
+                if self.what.has_state:
+                    self.loader.state_dict()
+                self.take(which)  # in any case one: where a thread was must not decide what follows
             elif outcome.value is end:
                 self.model.stop(run)
                 self.drop(which)
