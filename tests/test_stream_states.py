@@ -151,6 +151,55 @@ def test_a_state_from_before_the_first_batch(make, stream):
         loader.load_state_dict(state)
 
 
+@every_idiom
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_what_was_left_in_the_calling_process_is_begun_anew(stream, taken):
+    """By other workers, by none again after those, and from a state with another seed."""
+
+    def left(**options: Any) -> Loader:
+        loader = Loader(stream(), batch_size=2, num_workers=0, executor="thread", **options)
+        assert lists(islice(loader, taken)) == epoch(0, 1)[:taken]
+        return loader
+
+    for changes in ([1], [1, 0], [2, 0], [0]):
+        with left() as loader:
+            for count in changes:
+                loader.num_workers = count
+            assert lists(loader) == epoch(0, 1)
+            assert lists(loader) == epoch(1, 1)
+    with left(seed=None) as loader, Loader(stream(), batch_size=2, seed=5) as other:
+        loader.load_state_dict(plain(other.state_dict()))
+        assert lists(loader) == epoch(0, 1)
+
+
+def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():
+    """What was read of it would be lost: it can be read once."""
+    with Loader(iter(range(9)), num_workers=0, executor="thread") as loader:
+        loader.num_workers = 1
+        loader.num_workers = 0
+        batches = iter(loader)
+        assert next(batches) == 0
+        with pytest.raises(RuntimeError, match="can be read once"):
+            loader.num_workers = 1
+        assert list(batches) == list(range(1, 9))
+        assert loader.num_workers == 0
+
+
+@every_idiom
+@pytest.mark.parametrize("number", [0, 1])
+def test_workers_carry_on_what_the_calling_process_has_begun(stream, number):
+    """And it carries on what they have, also in the epoch after that."""
+    with Loader(stream(), batch_size=2, num_workers=0, executor="thread") as loader:
+        got: list[list[int]] = []
+        for _ in range(number):
+            lists(loader)
+        for batch in loader:
+            got.append(batch.tolist())
+            loader.num_workers = (1, 0, 2, 0)[len(got) % 4]
+        assert got == epoch(number, 1)
+        assert lists(loader) == epoch(number + 1, 1)
+
+
 # --- when it is asked for, and put back
 
 

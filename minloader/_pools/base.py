@@ -22,7 +22,7 @@ from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.seeds import borrow_globals, reserve_globals, seed_globals
+from minloader._worker.seeds import borrow_globals, in_turn, seed_globals
 
 logger = logging.getLogger("minloader")
 
@@ -255,14 +255,15 @@ class InlinePool(Pool):
 
     def submit(self, task: Task) -> Future[Reply]:
         future: Future[Reply] = Future()
-        held: list[Any] = []
-        try:
-            reserve_globals(held)  # and the worker: epochs of other threads share it
-            if self._worker is None:
-                info = self.settings.info(0)
-                self._worker = Worker(self.job, info, seed=seed_globals, borrow=borrow_globals)
-            future.set_result(self._worker.run(task))
-        finally:
-            for lock in held:
-                lock.release()
+        future.set_result(in_turn(self._run, task))
         return future
+
+    def _run(self, task: Task) -> Reply:
+        if self._worker is None:
+            info = self.settings.info(0)
+            self._worker = Worker(self.job, info, seed=seed_globals, borrow=borrow_globals)
+        return self._worker.run(task)
+
+    def replace_workers(self) -> None:
+        if self._worker is not None:
+            in_turn(self._worker.rewind)  # those that come are sent the user's own object

@@ -300,6 +300,10 @@ class Worker:
 
     # --- streams
 
+    def rewind(self) -> None:
+        """Put a stream back to where it was before it was read, for other workers."""
+        self._readers.rewind()
+
     def _prepare(self, info: WorkerInfo) -> None:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info

@@ -18,13 +18,14 @@ import threading
 from collections.abc import Callable
 from itertools import compress
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from minloader._memory.files import at_fork
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 
 logger = logging.getLogger("minloader")
+R = TypeVar("R")
 
 Place = tuple[int, int, int, int]
 """Of a batch: the loader's seed, the epoch, the ordinal and the rank."""
@@ -157,13 +158,24 @@ def _begin_fork() -> None:
 at_fork(after_in_child=_begin_fork)
 
 
-def reserve_globals(held: list[Any]) -> None:
-    """Keep the global generators for this thread's batch, and add to a list what is to be released.
+def in_turn(function: Callable[..., R], *args: Any) -> R:
+    """Keep the global generators, and the worker, for this thread while a function is called.
 
     Threads that make batches in the calling process take turns: each seeds the generators that the
     others draw from. One that has waited for too long goes on all the same, since the other may be
     waiting for it, and then nobody waits any more.
     """
+    held: list[Any] = []
+    try:
+        reserve_globals(held)
+        return function(*args)
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def reserve_globals(held: list[Any]) -> None:
+    """Take the generators for this thread, and add to a list what is to be released."""
     global patience
     # The lock goes into the list in the step that takes it: no Ctrl-C can come between.
     held.extend(compress((_lock,), map(_lock.acquire, (True,), (patience,))))

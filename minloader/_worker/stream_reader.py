@@ -279,6 +279,19 @@ class ShardReaders:
         self._readers[key] = reader
         return reader
 
+    def rewind(self) -> None:
+        """Put the user's own object back to where it was before it was read, for other readers.
+
+        Raises:
+            RuntimeError: it can be read once, and was.
+        """
+        if self._is_taken and is_read_once(self.maker.job.dataset):
+            raise _read_once(self.maker.job.dataset)
+        if self._beginning is not None:
+            self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
+        elif self._original is not None:
+            self.maker.job.dataset = self._original
+
     def _take_copy(
         self, shard: Shard, start: Start, pid: int, prepare: Callable[[WorkerInfo], None]
     ) -> tuple[WorkerInfo, bool]:
@@ -321,10 +334,7 @@ class ShardReaders:
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
         if is_read_once(dataset) and (is_taken or not (alone or self.reload)):
-            raise RuntimeError(
-                f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
-                "pass an object whose __iter__ begins anew"
-            )
+            raise _read_once(dataset)
         self._is_taken = True
         return dataset, is_taken
 
@@ -368,6 +378,13 @@ def _plain(value: Any) -> Any:
 
 _DEPTH = 8
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+
+
+def _read_once(dataset: Any) -> RuntimeError:
+    return RuntimeError(
+        f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
+        "pass an object whose __iter__ begins anew"
+    )
 
 
 def is_read_once(dataset: Any) -> bool:
