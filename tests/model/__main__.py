@@ -26,10 +26,9 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 # Workers import the tests' modules by name, as tests do under pytest.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
 
-from hypothesis import HealthCheck, Phase, seed, settings  # noqa: E402
-from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-from model.machine import Programs, ProgramsInProcesses, counts  # noqa: E402
+from model.machine import Programs, ProgramsInProcesses, counts, run_programs  # noqa: E402
 from model.programs import KINDS  # noqa: E402
 
 COMPUTE = "n = 0\nwhile True:\n    n = (n * 3 + 1) % 1000003\n"
@@ -67,7 +66,7 @@ def run_round(number: int, programs: int, processes: bool, given: argparse.Names
         setattr(Chosen, name, None)
 
     try:
-        run_state_machine_as_test(seed(number)(Chosen), settings=options)
+        run_programs(Chosen, number, options)
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

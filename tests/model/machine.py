@@ -7,8 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from hypothesis import seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.errors import FlakyStrategyDefinition
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from .programs import KINDS, WAYS, WITHIN, Kind, Program, Refused
 
@@ -18,6 +26,9 @@ PROCESSES = ["process", "processes"]
 
 counts: Counter[str] = Counter()
 """How often each rule was used by all programs of this process, and how many there were."""
+
+failures: list[BaseException] = []
+"""What was wrong in programs of this process."""
 
 some = st.integers(0, 2)
 
@@ -58,6 +69,7 @@ class Programs(RuleBasedStateMachine):
             self.program.restart()
         except BaseException as error:
             error.add_note("\n".join(["the program:", *self.program.steps]))
+            failures.append(error)
             raise
 
     def teardown(self) -> None:
@@ -235,6 +247,25 @@ class ProgramsInProcesses(Programs):
     """The same with worker processes, most of the time."""
 
     ways = (*PROCESSES, *PROCESSES, "here", "threads")
+
+
+def run_programs(machine: Any, number: int, options: settings) -> None:
+    """Runs so many programs, from the seed of that number.
+
+    Hypothesis begins some as it has begun others, and ends if something is not as it was then,
+    such as what a busy machine has refused. Then others are run in the place of those left.
+    """
+    end = counts["programs"] + options.max_examples
+    failures.clear()
+    while (left := end - counts["programs"]) > 0:
+        try:
+            those = settings(options, max_examples=left)
+            run_state_machine_as_test(seed(number)(machine), settings=those)
+            return
+        except FlakyStrategyDefinition:
+            if failures:
+                raise failures[0] from None
+            number += 1_000_000
 
 
 assert set(HERE + THREADS + PROCESSES) == set(WAYS)

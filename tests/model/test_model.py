@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
-from .machine import Programs, ProgramsInProcesses, counts
+from .machine import Programs, ProgramsInProcesses, counts, run_programs
 
 SETTINGS = settings(
     deadline=None,
-    derandomize=True,
     database=None,
     print_blob=False,
     report_multiple_bugs=False,
@@ -26,7 +24,7 @@ def run(machine: Any, programs: int, steps: int) -> Counter[str]:
     """Runs programs, and says how often each rule was used."""
     before = counts.copy()
     options = settings(SETTINGS, max_examples=programs, stateful_step_count=steps)
-    run_state_machine_as_test(machine, settings=options)
+    run_programs(machine, 1, options)
     return counts - before
 
 
