@@ -25,7 +25,7 @@ MOST = 20_000
 """Batches that are taken at most while an interrupt is waited for."""
 
 FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
-"""What they raise CPython prints and drops, a KeyboardInterrupt too."""
+"""Ends of their names. What they raise CPython prints and drops, a KeyboardInterrupt too."""
 
 
 class Outcome(NamedTuple):
@@ -186,7 +186,7 @@ def _drops_errors(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         path = code.co_filename
-        if code.co_name in FINALIZERS or path.endswith("weakref.py") or "importlib" in path:
+        if code.co_name.endswith(FINALIZERS) or path.endswith("weakref.py") or "importlib" in path:
             return True
         frame = frame.f_back
     return False
