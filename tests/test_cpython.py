@@ -150,6 +150,7 @@ class Unstarted:
     """Stands for a process, and knows what it would be told when it starts."""
 
     poll = None
+    _start_method = "spawn"
 
     def __init__(self) -> None:
         self._popen = self

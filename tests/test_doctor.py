@@ -165,7 +165,7 @@ def test_threads_and_one_processor():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        limited(lambda: Loader(patients.Computing()), "there is one processor")
+        limited(lambda: Loader(patients.Computing()), "processor")  # there is one
     finally:
         os.sched_setaffinity(0, before)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import client
-import psutil
 import torch
 import torch.distributed as dist
 from task import EPOCHS, Numbers, loss_of, make_loader, make_model, step_of
@@ -45,9 +45,7 @@ def kill(what: str) -> None:
     """Kill this rank, or the first of its workers."""
     if what == "rank":
         client.die()
-    children = psutil.Process().children()
-    worker = next(each for each in children if "spawn_main" in " ".join(each.cmdline()))
-    worker.kill()
+    multiprocessing.active_children()[0].kill()
 
 
 if __name__ == "__main__":
