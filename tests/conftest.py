@@ -29,6 +29,7 @@ import minloader
 from minloader import Loader
 from minloader._inspect import inspect
 from minloader._memory.limits import processors
+from minloader._worker import seeds
 
 SLOW = pytest.mark.slow
 """What is left out unless it is asked for: variants of what another test shows, and soaks."""
@@ -367,8 +368,10 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     resource_tracker.ensure_running()  # once started, it stays, by the standard library's design
     if "foreign-process" in request.node.name:
         request.getfixturevalue("foreign_processes")
-    before = belongings()
+    before, patience = belongings(), seeds.patience
     yield
+    assert not seeds._lock._is_owned()  # type: ignore[attr-defined]
+    seeds.patience = patience  # a busy machine may have used it up
 
     def left() -> dict[str, set[Any]]:
         now = belongings()
