@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from conftest import lists, plain, variants
+from conftest import in_a_fork, lists, plain, variants
 from helpers import Deadly, Numbers, StatefulIterator, StatefulNumbers
 from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
 from test_streams import in_turns
@@ -169,6 +169,15 @@ def test_what_was_left_in_the_calling_process_is_begun_anew(stream, taken):
             assert lists(loader) == epoch(1, 1)
     with left(seed=None) as loader, Loader(stream(), batch_size=2, seed=5) as other:
         loader.load_state_dict(plain(other.state_dict()))
+        assert lists(loader) == epoch(0, 1)
+
+
+@every_idiom
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_was_left_before_a_fork_is_begun_anew_in_it(stream):
+    with Loader(stream(), batch_size=2, num_workers=0) as loader:
+        list(islice(loader, 3))
+        assert in_a_fork(lambda: [lists(loader), lists(loader)]) == str([epoch(0, 1), epoch(1, 1)])
         assert lists(loader) == epoch(0, 1)
 
 

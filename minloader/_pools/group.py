@@ -176,7 +176,8 @@ class PoolGroup:
         kept, former = self._pools[:keep], self._pools[keep:]
         pools = kept + [self._make_pool(index) for index in range(len(kept), self._count)]
         for pool in former:
-            if pool.pid == os.getpid():
+            # In a fork the workers are another process's, but for this process itself.
+            if pool.pid == os.getpid() or isinstance(pool, InlinePool):
                 pool.replace_workers()
         self._former += former
         self._pools = pools
