@@ -363,15 +363,22 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def turn_given_back() -> Iterator[None]:
+    """After each test the turn to make batches in this process is nobody's, and waited for."""
+    patience = seeds.patience
+    yield
+    seeds.patience = patience  # a busy machine may have used it up
+    assert not seeds._lock._is_owned()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test: no process, thread, descriptor or file more than before."""
     resource_tracker.ensure_running()  # once started, it stays, by the standard library's design
     if "foreign-process" in request.node.name:
         request.getfixturevalue("foreign_processes")
-    before, patience = belongings(), seeds.patience
+    before = belongings()
     yield
-    assert not seeds._lock._is_owned()  # type: ignore[attr-defined]
-    seeds.patience = patience  # a busy machine may have used it up
 
     def left() -> dict[str, set[Any]]:
         now = belongings()

@@ -168,10 +168,11 @@ def in_turn(function: Callable[..., R], *args: Any) -> R:
     held: list[Any] = []
     try:
         reserve_globals(held)
-        return function(*args)
+        result = function(*args)  # not returned here: no Ctrl-C can come before what follows
     finally:
         for lock in held:
             lock.release()
+    return result
 
 
 def reserve_globals(held: list[Any]) -> None:
