@@ -623,8 +623,8 @@ class Loader(Generic[B]):
         seed = None if self._any_seed else self.seed
         known = check_state(state, seed, stream=self._shards is not None)
         if self._any_seed:
+            self._group.reseed(known["seed"])
             vars(self)["seed"] = known["seed"]
-            self._group.reseed(self.seed)
             if self._own_sampler and isinstance(self.sampler, Sampler):
                 self.sampler.seed = self.seed
         if self._shards is not None:

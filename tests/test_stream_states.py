@@ -10,6 +10,7 @@ import pytest
 from conftest import in_a_fork, lists, plain, variants
 from helpers import Deadly, Numbers, StatefulIterator, StatefulNumbers
 from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
+from interrupts import interrupted
 from test_streams import in_turns
 
 from minloader import Loader
@@ -183,13 +184,16 @@ def test_what_was_left_before_a_fork_is_begun_anew_in_it(stream):
 
 def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():
     """What was read of it would be lost: it can be read once."""
-    with Loader(iter(range(9)), num_workers=0, executor="thread") as loader:
+    with Loader(iter(range(9)), num_workers=0, executor="thread", seed=None) as loader:
         loader.num_workers = 1
         loader.num_workers = 0
         batches = iter(loader)
         assert next(batches) == 0
         with pytest.raises(RuntimeError, match="can be read once"):
             loader.num_workers = 1
+        with Loader(iter(range(9)), seed=5) as other, pytest.raises(RuntimeError, match="once"):
+            loader.load_state_dict(other.state_dict())
+        assert loader.seed != 5
         assert list(batches) == list(range(1, 9))
         assert loader.num_workers == 0
 
@@ -207,6 +211,19 @@ def test_workers_carry_on_what_the_calling_process_has_begun(stream, number):
             loader.num_workers = (1, 0, 2, 0)[len(got) % 4]
         assert got == epoch(number, 1)
         assert lists(loader) == epoch(number + 1, 1)
+
+
+def test_an_interrupt_anywhere_in_a_resize_from_none_loses_nothing():
+    step, reached = 0, True
+    while reached:
+        with Loader(Counting(), batch_size=2, num_workers=0, executor="thread") as loader:
+            batches = iter(loader)
+            got = [next(batches).tolist()]
+            reached = interrupted(partial(setattr, loader, "num_workers", 1), step).reached
+            assert got + lists(batches) == epoch(0, 1), step
+            assert lists(loader) == epoch(1, 1), step
+        step += 1
+    assert step > 20
 
 
 # --- when it is asked for, and put back

@@ -117,9 +117,13 @@ class PoolGroup:
 
     def reseed(self, seed: int) -> None:
         """Change the seed; workers that were told the former one leave."""
-        if seed != self.seed:
-            self.seed = seed
-            self._make_pools()
+        former, self.seed = self.seed, seed
+        try:
+            if seed != former:
+                self._make_pools()
+        except BaseException:
+            self.seed = former
+            raise
 
     @property
     def kind(self) -> str:

@@ -287,6 +287,7 @@ class ShardReaders:
         """
         if self._is_taken and is_read_once(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
+        self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         if self._beginning is not None:
             self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
         elif self._original is not None:
