@@ -244,7 +244,9 @@ def test_speech_goes_on_after_an_interruption(tmp_path: Path) -> None:
 def assert_same_batches(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     # On a busy machine Dask shows one of its own, when the scheduler ends before a worker.
+    assert "Traceback" not in done.stderr or "during heartbeat" in done.stderr
     assert str(ROOT / "minloader") not in done.stderr
+    assert "Warning" not in done.stderr
     assert done.stdout.startswith("60 utterances, "), done.stdout
     assert re.search(r"^2 workers +(\d+) batches .*\nno workers +\1 batches", done.stdout, re.M)
     assert done.stdout.endswith("\nthe same batches\n")
