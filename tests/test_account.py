@@ -23,6 +23,7 @@ from helpers import SAMPLERS, Deadly, Echo, Guarded, Numbers, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
 from kinds import (
+    PASS,
     Counted,
     CountedIterator,
     Failing,
@@ -30,6 +31,7 @@ from kinds import (
     Reusing,
     Told,
     ToldWithState,
+    shuffled_indices,
 )
 
 from minloader import (
@@ -482,6 +484,33 @@ def test_an_interrupt_anywhere_loses_nothing(case, way):
         assert given == list(itertools.islice(expected(), len(given)))
         # What was being sent when an interrupt came may be under way: then a shard is read again.
         assert loader.stats.reread == 0 or way != "inline"
+
+
+def indices_of(number: int) -> list[int]:
+    """What the samplers of ``kinds`` give in an epoch of five indices."""
+    return [PASS * number + each for each in shuffled_indices(5, number)]
+
+
+SHORT: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]]]] = {
+    "ours": (lambda: BatchSampler(6, 2), lambda number: [[0, 1], [2, 3], [4, 5]]),
+    "told": (lambda: Told(5), indices_of),
+    "counted": (lambda: Counted(5), indices_of),
+    "counted iterator": (lambda: CountedIterator(5), indices_of),
+    "told, with a state": (lambda: ToldWithState(5), indices_of),
+}
+"""Samplers of short epochs, and what comes in an epoch."""
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_interrupts_close_to_each_other_lose_nothing(kind):
+    """Where items are drawn: the second comes while what the first has left is gone on with."""
+    make_sampler, of_epoch = SHORT[kind]
+    rng = random.Random(9)
+    with Loader(Echo(), make_sampler(), **THREADS) as loader:
+        steps = (rng.randrange(80) for _ in range(2 * PLACES))
+        given = taken_through(loader.epochs(), steps, f"{OURS}/_epochs/sampled.py")
+    expected = ((number, item) for number in itertools.count() for item in of_epoch(number))
+    assert given == list(itertools.islice(expected, len(given)))
 
 
 def test_an_interrupt_anywhere_loses_nothing_out_of_order():

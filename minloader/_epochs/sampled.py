@@ -80,6 +80,7 @@ class Source:
         last: ordinal and item of the one drawn last.
         holes: from, to: ordinals ahead that an earlier run has delivered.
         is_ended: whether there are no more items.
+        is_inside: whether the sampler's own code runs, or what it says at its end is noted.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Source:
         self._put_back = put_back
         self._iterator: Any = None
         self._peeked: list[Any] = []  # drawn while going on, and still to be given
-        self._is_inside = False  # whether the sampler's own code runs
+        self.is_inside = False
         self._due = 0.0  # when to ask for its state next
 
     @property
@@ -200,16 +201,17 @@ class Source:
         first = not self.position and (self.state is not None or not self._is_exact)
         if first or self._peeked or now < self._due:
             return
-        self._note_state()
+        self.state = self._state_now()
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
-    def _note_state(self) -> None:
+    def _state_now(self) -> SamplerState | None:
         if self._is_stateful:
             try:
                 state = copy.deepcopy(self.told.sampler.state_dict())
-                self.state = SamplerState(self.position, state)
+                return SamplerState(self.position, state)
             except NotImplementedError:  # inherited, but not meant
                 self._is_stateful = False
+        return self.state
 
     @property
     def is_adjoining(self) -> bool:
@@ -220,39 +222,36 @@ class Source:
         """Draw what an earlier run has handed over, and have a task begin after it."""
         while not self.is_adjoining:
             if self.position < self.holes[0][1]:
-                self._is_inside = True
+                self.is_inside = True
                 list(_take(self._iterator))
                 self.position += 1
-                self._is_inside = False
+                self.is_inside = False
             else:
                 pending.ordinal = self.position
                 del self.holes[0]
 
-    def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> bool:
-        """Add the next item to a list; return False if there are no more.
+    def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
+        """Add the next item to a list, or end.
 
-        It goes from the sampler into the list in one step of C, which nothing can interrupt.
+        It goes from the sampler into the list in one step of C, which nothing can interrupt. The
+        end is known in one step too: what a sampler that has ended says of its place may be where
+        another pass begins, so that nothing is drawn after it.
         """
         count = len(items)
         if self._peeked:
             items.extend(map(self._peeked.pop, (0,)))
         else:
             taken = _take(self._iterator)
-            self._is_inside = True
+            self.is_inside = True
             items.extend(taken)
-            self._is_inside = False
         if len(items) == count:
-            return False
+            state, nothing = self._state_now(), iter(())
+            self.state, self._iterator, self.is_ended, self.is_inside = state, nothing, True, False
+            return
+        self.is_inside = False
         items[-1] = hold(items[-1])
         self.last = self.position, items[-1]
         self.position += 1
-        return True
-
-    def end(self) -> None:
-        """Ask for the state of the end of the epoch, and let go of what was read."""
-        self._note_state()
-        self.is_ended = True
-        self._iterator = iter(())
 
     def interrupted(self, pending: Pending, hold: Callable[[Any], Any]) -> None:
         """Prepare to go on after an interrupt while the items of a task were drawn.
@@ -261,14 +260,14 @@ class Source:
         interrupted.
         """
         items = pending.items
-        inside = self._is_inside and pending.ordinal + len(items) <= self.position
+        inside = self.is_inside and pending.ordinal + len(items) <= self.position
         if inside and not self.told.items.is_used_up:
             if self.last is not None and self.last[0] < pending.ordinal:
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = pending.before, True, None
             items.clear()
             self.position = pending.ordinal
-        self._is_inside = False
+        self.is_inside = False
         items[-1:] = map(hold, items[-1:])
         if items:
             self.position = pending.ordinal + len(items)
@@ -352,18 +351,21 @@ class SamplerLane(Lane):
                 source.pass_holes(pending)
             # After the deadline no more are drawn: a slow sampler must not hold up those that are
             # there.
-            while not pending.items or (
-                (len(pending.items) < self._chunk or _samples(pending.items) < reads)
-                and time.perf_counter() < begin + CHUNK_SECONDS
-                and source.is_adjoining
+            while not source.is_ended and (
+                not pending.items
+                or (
+                    (len(pending.items) < self._chunk or _samples(pending.items) < reads)
+                    and time.perf_counter() < begin + CHUNK_SECONDS
+                    and source.is_adjoining
+                )
             ):
-                if not source.draw(pending.items, self._pool.hold):
-                    source.end()
-                    end = Pending(source, source.position, [], source.state, ends=True)
-                    self._follow(pending, end)
-                    break
+                source.draw(pending.items, self._pool.hold)
+            if source.is_ended:
+                end = Pending(source, source.position, [], source.state, ends=True)
+                self._follow(pending, end)
             count = len(pending.items)
         except Exception as error:
+            source.is_inside = False
             failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
             place = Pending(source, source.position, [], source.state)
             place.outcomes = [SamplerError(error)]
