@@ -468,16 +468,12 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     return samples
 
 
-def refuse_none(
-    samples: Sequence[Any],
-    path: str = "a sample, or a part of one,",
-    error: type[Exception] = TypeError,
-) -> None:
+def refuse_none(samples: Sequence[Any], path: str) -> None:
     """Refuse samples, or the same part of each, of which some are None."""
     found = [n for n, sample in enumerate(samples) if sample is None]
     if found:
         more = f", and in {len(found) - 1} more of them" if len(found) > 1 else ""
-        raise error(
+        raise TypeError(
             f"collate: {path} is None in sample {found[0]} of the {len(samples)} of a batch{more}; "
             "have the dataset and transform return something for every index, or minloader.SKIP "
             "for a sample to leave out"

@@ -4,7 +4,7 @@ A :class:`DataLoader` is one of torch's, whose iterator is another. With the fir
 it makes a :class:`minloader.Loader`, and does around it what torch's loader does in the parent: it
 draws the same random numbers from the same generators, and so shuffles as torch does. Workers
 collate into arrays in shared memory (``_sampling/torch_collate.py``), which arrive here as tensors
-over that memory. They import torch only if the dataset does.
+over that memory. They import torch only if the dataset does, or for samples that are not alike.
 """
 
 from __future__ import annotations
