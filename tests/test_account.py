@@ -492,26 +492,53 @@ def indices_of(number: int) -> list[int]:
     return [PASS * number + each for each in shuffled_indices(5, number)]
 
 
-SHORT: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]]]] = {
-    "ours": (lambda: BatchSampler(6, 2), lambda number: [[0, 1], [2, 3], [4, 5]]),
-    "told": (lambda: Told(5), indices_of),
-    "counted": (lambda: Counted(5), indices_of),
-    "counted iterator": (lambda: CountedIterator(5), indices_of),
-    "told, with a state": (lambda: ToldWithState(5), indices_of),
+SHORT: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[int], list[Any]]]] = {
+    "ours": (lambda: (Echo(), BatchSampler(6, 2)), lambda number: [[0, 1], [2, 3], [4, 5]]),
+    "told": (lambda: (Echo(), Told(5)), indices_of),
+    "counted": (lambda: (Echo(), Counted(5)), indices_of),
+    "counted iterator": (lambda: (Echo(), CountedIterator(5)), indices_of),
+    "told, with a state": (lambda: (Echo(), ToldWithState(5)), indices_of),
+    "stream": (lambda: (Counting(5),), lambda number: [100 * number + each for each in range(5)]),
 }
-"""Samplers of short epochs, and what comes in an epoch."""
+"""Datasets and samplers of short epochs, and what comes in an epoch."""
 
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_interrupts_close_to_each_other_lose_nothing(kind):
     """Where items are drawn: the second comes while what the first has left is gone on with."""
-    make_sampler, of_epoch = SHORT[kind]
+    make_arguments, of_epoch = SHORT[kind]
     rng = random.Random(9)
-    with Loader(Echo(), make_sampler(), **THREADS) as loader:
+    options = {"num_workers": 1, "executor": "thread"} if kind == "stream" else THREADS
+    with Loader(*make_arguments(), **options) as loader:
         steps = (rng.randrange(80) for _ in range(2 * PLACES))
-        given = taken_through(loader.epochs(), steps, f"{OURS}/_epochs/sampled.py")
+        where = "streams" if kind == "stream" else "sampled"
+        given = taken_through(loader.epochs(), steps, f"{OURS}/_epochs/{where}.py")
     expected = ((number, item) for number in itertools.count() for item in of_epoch(number))
     assert given == list(itertools.islice(expected, len(given)))
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind):
+    """What was drawn ahead is dropped, once, when the user gives the next epoch a number."""
+    make_arguments, of_epoch = SHORT[kind]
+    options = {"num_workers": 1, "executor": "thread"} if kind == "stream" else THREADS
+    following = of_epoch(7 if kind.startswith("told") else 1)
+    for step in itertools.count():
+        with Loader(*make_arguments(), **options) as loader:
+            batches, given = loader.epochs(2), []
+            given += itertools.islice(batches, len(following) - 1)
+            loader.epoch = 7
+            given.append(next(batches))
+
+            def take(batches: Any = batches, given: list[Any] = given) -> None:
+                given.append(next(batches))
+
+            outcome = interrupted(take, step, f"{OURS}/_epochs/iterator.py")
+            given += batches
+        assert given == [(0, item) for item in of_epoch(0)] + [(7, item) for item in following]
+        if not outcome.reached:
+            break
+    assert step > 30
 
 
 def test_an_interrupt_anywhere_loses_nothing_out_of_order():

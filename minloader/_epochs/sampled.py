@@ -321,7 +321,7 @@ class SamplerLane(Lane):
         return Source(before.told, index, epoch, state, put_back=self._is_elsewhere)
 
     def drop_ahead(self) -> None:
-        self._is_elsewhere = len(self.sources) > 1
+        self._is_elsewhere |= len(self.sources) > 1  # an interrupt may have it called again
         super().drop_ahead()
 
     @property

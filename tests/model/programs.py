@@ -458,7 +458,7 @@ class Program:
 
     def interrupt(self, which: int, place: int, within: str) -> None:
         """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch."""
-        with self.step(f"interrupt {which} at {place} within {'ours' if within else 'all'}"):
+        with self.step(f"interrupt {which} at {place} within {within[len(OURS) - 9 :] or 'all'}"):
             batches, run, how = self.runs[which]
             end = object()
             try:
@@ -708,4 +708,4 @@ def _hang(number: int, frame: Any) -> None:
     raise Hang(f"a step has taken {HANG} s")
 
 
-WITHIN = [OURS, ""]
+WITHIN = [OURS, f"{OURS}/_epochs", ""]
