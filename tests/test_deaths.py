@@ -1232,6 +1232,21 @@ def test_workers_are_started_just_when_one_dies(monkeypatch):
         assert list(loader) == [n * n for n in range(20)]
 
 
+def test_all_workers_are_started_also_where_the_first_is_idle_before(monkeypatch):
+    submit = cpython.Executor.submit
+
+    def wait_for_first(executor: Any, *args: Any) -> Any:
+        monkeypatch.undo()
+        future = submit(executor, *args)
+        assert eventually(lambda: executor._idle_worker_semaphore._value == 1)
+        return future
+
+    monkeypatch.setattr(cpython.Executor, "submit", wait_for_first)
+    with Loader(Squares(20), num_workers=3) as loader:
+        loader.start()
+        assert [worker.number for worker in inspect(loader).workers] == [0, 1, 2]
+
+
 def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
     """With its stack. Another worker takes its place."""
     monkeypatch.setattr(spawned, "LONGEST_START", 10.0)

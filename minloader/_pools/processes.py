@@ -268,7 +268,7 @@ class _Executor(Executor):
         return future
 
     def start_one(self) -> None:
-        """Start a worker: an executor does so with a task for which none is idle."""
+        """Start a worker, unless one is idle: an executor does so with a task that finds none."""
         with interrupts_held():
             self.submit(warm_up)
 
@@ -506,7 +506,7 @@ class ProcessPool(RemotePool):
             # If it breaks just now, another takes its place with the first task.
             with suppress(BrokenExecutor):
                 executor = self._current()
-                for _ in range(self.num_workers - len(executor.workers)):
+                while executor.may_start_workers:
                     executor.start_one()
 
     def watch(self) -> None:
