@@ -100,17 +100,17 @@ class ShardReader:
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
-        start = self.start
-        self.ended = self.reading = True  # what cannot be begun is over
-        known = {} if start.state is None or not self.is_fresh else unpack(start.state)
-        if "dataset" in known:
-            self.info.dataset.load_state_dict(known["dataset"])
-        if start.at:
-            self._open()
-            if "iterator" in known:
-                self.iterator.load_state_dict(known["iterator"])
-        self.position = start.at
-        self.ended = self.reading = False
+        start, self.reading = self.start, True
+        try:
+            known = {} if start.state is None or not self.is_fresh else unpack(start.state)
+            if "dataset" in known:
+                self.info.dataset.load_state_dict(known["dataset"])
+            if start.at:
+                self._open(known)
+        except Exception:
+            self.ended = True  # what cannot be begun is over
+            raise
+        self.reading = False
 
     def draw(self) -> Any:
         """Return the samples of the next batch, a list, or END."""
@@ -122,18 +122,18 @@ class ShardReader:
         size = job.batch_size or 1
         try:
             if self.iterator is None:
-                self.ended = True  # what cannot be begun is over
-                self._open()
-                self.ended = False
-                self._take(size)
-                if not samples and self.is_fresh and self.start.state is not None:
-                    self._open()  # it was the state of an end, and does not stand for a beginning
-                    self._take(size)
-                    if not samples and self.beginning is not None:
-                        self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
-                        self._open()  # it begins each time where it was put last
+                self._open({})
             self._take(size)
+            is_put = self.is_fresh and self.start.state is not None
+            if not samples and not self.position and is_put:
+                self._open({})  # it was the state of an end, and does not stand for a beginning
+                self._take(size)
+                if not samples and self.beginning is not None:
+                    self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
+                    self._open({})  # it begins each time where it was put last
+                    self._take(size)
         except Exception:
+            self.ended |= self.iterator is None  # what cannot be begun is over
             self._samples, self.last = [], None
             self.position += 1  # it takes the place of a batch
             raise
@@ -151,7 +151,8 @@ class ShardReader:
 
         Only in the calling process does an interrupt come to a reader.
         """
-        is_own = self.iterator is self.info.dataset
+        # An iterator that has no state and is the stream itself can only be read on.
+        is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
         is_dead = isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
         size = self.maker.job.batch_size or 1
         inside = self._is_inside and len(self._samples) < size
@@ -162,14 +163,19 @@ class ShardReader:
             self.position, self.ended = start.batches, False
         return start.batches == self.position
 
-    def _open(self) -> None:
-        dataset = self.info.dataset
+    def _open(self, known: dict[str, Any]) -> None:
+        """Begin to read, in one step; ``known`` may have a state of the iterator."""
+        dataset, is_own, self._is_inside = self.info.dataset, False, True
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.epoch)
-        self.iterator = iter(dataset)
-        if is_stateful(dataset) and is_stateful(self.iterator):
+        iterator = iter(dataset)
+        if is_stateful(dataset) and is_stateful(iterator):
             # Not compared themselves: both may stand for the same object of the user's.
-            self._is_own_iterator = self.iterator.state_dict == dataset.state_dict
+            is_own = iterator.state_dict == dataset.state_dict
+        if "iterator" in known:
+            iterator.load_state_dict(known["iterator"])
+        self.iterator, self._is_own_iterator = iterator, is_own
+        self.position, self._is_inside = self.start.at, False
 
     def _take(self, size: int) -> None:
         # Not by islice(), which calls iter(): a stream that is its own iterator would begin anew.
