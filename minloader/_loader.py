@@ -385,8 +385,14 @@ class Loader(Generic[B]):
             ValueError: the sampler does not give what it gave when the state was taken.
         """
         batches = Batches(self, self._settings, 1, numbered=False)
-        self._begin(batches)
-        return batches
+        try:
+            self._begin(batches)
+            return batches
+        except Exception:
+            raise
+        except BaseException:
+            self._begin_again(batches.account)
+            raise
 
     def epochs(self, n: int | None = None, *, until: int | None = None) -> Iterator[tuple[int, B]]:
         """Go through the next epochs without a gap between them.
@@ -428,11 +434,20 @@ class Loader(Generic[B]):
             lanes = self._shard_lanes(batches.bell, resume)
         account = batches.begin(lanes, fruitful=resume is not None and has_begun(resume))
         self._group.users.add(batches)
-        self._resume = None  # not before: a state that was refused is not forgotten
-        self._account = account
-        self._epoch += 1
+        # One step, which nothing can interrupt. Not before: a state that was refused is not
+        # forgotten. Not after: nothing is drawn for an iterator that the loader does not know.
+        own, epoch = vars(self), self._epoch + 1
+        batches.account = account
+        own.update(_account=account, _resume=None, _epoch=epoch)
+        batches.fill()
         self._settings.counters.began_epoch(begin)
         return account
+
+    def _begin_again(self, account: Account | None) -> None:
+        """Have the next epoch be one whose iterator an interrupt has kept from the user."""
+        if account is not None and account is self._account:
+            known = check_state(self._note_of(account)(), None, stream=self._shards is not None)
+            vars(self).update(_epoch=known["epoch"], _resume=known, _account=None)
 
     def _source(self, resume: dict[str, Any] | None) -> Source:
         """Return what the sampler's items are drawn from in the next epoch."""
@@ -505,14 +520,15 @@ class Loader(Generic[B]):
         Within :meth:`epochs` it is for the next epoch of that loop. After :meth:`load_state_dict`,
         a number other than the state's begins that epoch anew.
         """
-        self._epoch = check_int("epoch", epoch, 0)
-        if self._resume is not None and self._resume["epoch"] != self._epoch:
-            left, self._resume = has_begun(self._resume), None
-            if left and self._account is None and isinstance(self.sampler, Sampler):
+        epoch = check_int("epoch", epoch, 0)
+        own, account, resume = vars(self), self._account, self._resume
+        if resume is not None and resume["epoch"] != epoch:
+            if has_begun(resume) and account is None and isinstance(self.sampler, Sampler):
                 self.sampler._forget()  # it was put to a place of that epoch, or before
-        account = self._account
+            resume = None
         if account is not None and not account.is_over and not account.is_left:
-            account.next_epoch = self._epoch
+            account.next_epoch = epoch
+        own.update(_epoch=epoch, _resume=resume)
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
@@ -521,7 +537,8 @@ class Loader(Generic[B]):
         middle of an epoch, the next batches in the order of the sampler are left out, up to the end
         of the epoch. Otherwise it is the first ones of the next ``iter``, also after
         :meth:`load_state_dict`. A batch that :func:`minloader.prefetch` has taken ahead is not left
-        out. While another thread waits for a batch, this waits too.
+        out. While another thread waits for a batch, this waits too. After Ctrl-C in it, some of the
+        batches are left out, and :meth:`state_dict` says where the consumer is.
 
         Args:
             n: how many batches, as the sampler gives them.
@@ -639,11 +656,9 @@ class Loader(Generic[B]):
         else:
             self._told.tell(known["epoch"])
             check_sampler(known, self.sampler, self._length(known["epoch"]))
-        for batches in checks.copied(self._group.users):
-            if batches.account is not None:
-                batches.account.is_superseded = True
-        self._epoch = known["epoch"]
-        self._resume, self._account = known, None
+        own = vars(self)
+        self._settings.loaded += 1  # and this is one step, which nothing can interrupt:
+        own.update(_epoch=known["epoch"], _resume=known, _account=None)
 
     def _length(self, epoch: int) -> int | None:
         """Return the number of batches of an epoch; None where it is not known now."""

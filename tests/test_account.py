@@ -541,6 +541,85 @@ def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind):
     assert step > 30
 
 
+STRIDES = [4, pytest.param(1, marks=pytest.mark.slow)]
+"""How far apart the places are where Ctrl-C is tried."""
+
+
+def with_short_epochs(kind: str, way: str) -> Loader:
+    options = {"num_workers": int(way == "threads"), "executor": "thread"}
+    return Loader(*SHORT[kind][0](), **options)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("begin", ["iter", "epochs", "state"])
+@pytest.mark.parametrize("way", ["inline", "threads"])
+@pytest.mark.parametrize("kind", SHORT)
+def test_an_interrupt_anywhere_in_a_first_next_loses_nothing(kind, way, begin, stride):
+    """All batches come, and a state from then on leads to the rest."""
+    make, expected = partial(with_short_epochs, kind, way), SHORT[kind][1](0)
+    with make() as loader:
+        next(iter(loader))
+        state = plain(loader.state_dict())
+    step, reached = 0, True
+    while reached:
+        with make() as loader:
+            if begin == "state":
+                loader.load_state_dict(state)
+            given = expected[: int(begin == "state")]
+            batches: Any = loader.epochs(1) if begin == "epochs" else enumerate(iter(loader))
+            reached, _, first = interrupted(partial(next, batches), step)
+            given.append((next(batches) if reached else first)[1])
+            assert loader.epoch == 1
+            rest = plain(loader.state_dict())
+            assert given + [batch for _, batch in batches] == expected, step
+        with make() as other:
+            other.load_state_dict(rest)
+            assert given + list(other) == expected, step
+        step += stride
+    assert step > 100
+
+
+CALLS: dict[str, tuple[Callable[[Loader, Any], object], int]] = {
+    "iter": (lambda loader, state: iter(loader), 0),
+    "load_state_dict": (lambda loader, state: loader.load_state_dict(state), 2),
+    "skip": (lambda loader, state: loader.skip(2), 2),
+    "num_workers": (lambda loader, state: setattr(loader, "num_workers", 2), 0),
+    "state_dict": (lambda loader, state: loader.state_dict(), 0),
+}
+"""Calls, and how many batches they leave out in this test."""
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("way", ["inline", "threads"])
+@pytest.mark.parametrize("kind", SHORT)
+def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, stride):
+    """What comes is what would come without the call, or with it."""
+    make, expected = partial(with_short_epochs, kind, way), SHORT[kind][1](0)
+    function, left_out = CALLS[call]
+    if call == "skip" and kind == "stream":
+        return  # it has no skip
+    with make() as loader:
+        assert list(itertools.islice(loader, left_out)) == expected[:left_out]
+        state = plain(loader.state_dict())
+    step, reached = 0, True
+    while reached:
+        with make() as loader:
+            batches: Any = loader if call == "iter" else iter(loader)
+            reached = interrupted(partial(function, loader, state), step).reached
+            if reached or call != "iter":  # which has left that epoch
+                try:
+                    given = list(batches)
+                except RuntimeError:  # another state was loaded
+                    given = list(loader)
+                several = range(left_out + 1) if call == "skip" else (0, left_out)
+                done = several if reached else (left_out,)
+                assert given in [expected[n:] for n in done], step
+                assert loader.epoch == 1
+        step += stride
+    assert step > 20
+
+
 def test_an_interrupt_anywhere_loses_nothing_out_of_order():
     with Loader(Echo(), itertools.count(), in_order=False, **THREADS) as loader:
         batches = iter(loader)

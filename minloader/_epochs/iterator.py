@@ -52,19 +52,19 @@ class Account:
         fruitful: index of the last epoch of which a batch was handed over.
         is_over: whether the consumer was told that there are no more batches.
         is_left: whether the iterator is gone.
-        is_superseded: whether a state was loaded since.
+        loaded: how many states had been loaded when it began.
         next_epoch: the number that the user has set for the next epoch; None: the one that follows.
         behind: notes the state as of what the consumer was given, where
             :func:`minloader.prefetch` takes batches ahead of the consumer.
     """
 
-    def __init__(self, lanes: list[Any], lock: Any, *, fruitful: bool) -> None:
+    def __init__(self, lanes: list[Any], lock: Any, loaded: int, *, fruitful: bool) -> None:
         self.lanes = lanes
         self.lock = lock
         self.fruitful = 0 if fruitful else -1
         self.is_over = False
         self.is_left = False
-        self.is_superseded = False
+        self.loaded = loaded
         self.next_epoch: int | None = None
         self.behind: Note | None = None
 
@@ -121,12 +121,11 @@ class Batches:
         self._process = lifetimes.process
 
     def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
-        """Begin with the first epoch, which the lanes have begun. Return the account."""
-        account = Account(lanes, self._lock, fruitful=fruitful)
+        """Take the lanes, which have begun the first epoch. Return the account of it."""
+        account = Account(lanes, self._lock, self.settings.loaded, fruitful=fruitful)
         account.behind = self._behind
         self._watch = ShardWatch(self.settings, len(lanes), compares=not fruitful)
-        self._lanes, self.account = lanes, account
-        self.fill()
+        self._lanes = lanes
         return account
 
     __reduce__ = refuse_copies
@@ -317,7 +316,7 @@ class Batches:
     def _check(self, account: Account) -> None:
         if self.settings.closed:
             raise RuntimeError(CLOSED)
-        if account.is_superseded and not account.is_over:
+        if account.loaded != self.settings.loaded and not account.is_over:
             raise RuntimeError(
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
                 "continue from that state"

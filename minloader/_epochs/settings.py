@@ -26,6 +26,7 @@ class Settings:
             many, in as many batches as that takes. 0 without.
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
+        loaded: how many states were loaded.
         closed: whether the loader is.
         told_empty: whether the log has said that shards of a stream gave no batch.
         compared: whether the first batches of two shards of a stream were compared.
@@ -41,6 +42,7 @@ class Settings:
     reads: int
     counters: Counters
     chunk: int = 1
+    loaded: int = 0
     closed: bool = False
     told_empty: bool = False
     compared: bool = False
