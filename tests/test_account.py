@@ -568,14 +568,34 @@ def test_an_interrupt_anywhere_in_a_first_next_loses_nothing(kind, way, begin, s
             given = expected[: int(begin == "state")]
             batches: Any = loader.epochs(1) if begin == "epochs" else enumerate(iter(loader))
             reached, _, first = interrupted(partial(next, batches), step)
-            given.append((next(batches) if reached else first)[1])
+            states = [(given, plain(loader.state_dict()))] if reached else []
+            given = [*given, (next(batches) if reached else first)[1]]
+            states.append((given, plain(loader.state_dict())))
             assert loader.epoch == 1
-            rest = plain(loader.state_dict())
             assert given + [batch for _, batch in batches] == expected, step
-        with make() as other:
-            other.load_state_dict(rest)
-            assert given + list(other) == expected, step
+        for before, state_then in states:
+            with make() as other:
+                other.load_state_dict(state_then)
+                assert before + list(other) == expected, step
         step += stride
+    assert step > 100
+
+
+@pytest.mark.parametrize("kind", ["ours", "told", "told, with a state"])
+def test_a_state_after_an_interrupt_leads_to_all_that_was_drawn(kind):
+    """Where a task has all items of the epoch, and they are to be drawn again."""
+    make_arguments, of_epoch = SHORT[kind]
+    step, reached = 0, True
+    with Loader(*make_arguments(), **THREADS) as loader:
+        assert len(list(loader)) == len(list(loader)) == len(of_epoch(0))
+        while reached:
+            loader.epoch = 3
+            reached = interrupted(loader.epochs(1).__next__, step).reached
+            if reached:
+                with Loader(*make_arguments(), num_workers=0) as other:
+                    other.load_state_dict(plain(loader.state_dict()))
+                    assert list(other) == of_epoch(3), step
+            step += 1
     assert step > 100
 
 

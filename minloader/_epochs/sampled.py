@@ -266,7 +266,7 @@ class Source:
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = pending.before, True, None
             items.clear()
-            self.position = pending.ordinal
+            self.position, self.last = pending.ordinal, None
         self.is_inside = False
         items[-1:] = map(hold, items[-1:])
         if items:

@@ -249,8 +249,8 @@ def _copied(state: Mapping[str, Any]) -> State:
     ]
     if bounds != sorted(bounds):
         raise ValueError("beyond must be ranges that ascend, after batches")
-    if sampler is not None and sampler["at"] > known["batches"]:
-        raise ValueError("the state of the sampler is from after the batches")
+    if max(sampler["at"] if sampler else 0, check[0] if check else 0) > known["batches"]:
+        raise ValueError("the state of the sampler, or what it is checked by, is from later")
     return known
 
 
