@@ -54,7 +54,7 @@ from typing import Any, Generic, Literal, Self
 from minloader import _checks as checks
 from minloader._checks import B, check_int, shown
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Account, Batches
+from minloader._epochs.iterator import Account, Batches, Epochs
 from minloader._epochs.pending import Bell, SamplerState
 from minloader._epochs.sampled import SamplerLane, Source, Told, source_after
 from minloader._epochs.settings import CLOSED, Settings
@@ -388,8 +388,6 @@ class Loader(Generic[B]):
         try:
             self._begin(batches)
             return batches
-        except Exception:
-            raise
         except BaseException:
             self._begin_again(batches.account)
             raise
@@ -447,6 +445,8 @@ class Loader(Generic[B]):
         """Have the next epoch be one whose iterator an interrupt has kept from the user."""
         if account is not None and account is self._account:
             known = check_state(self._note_of(account)(), None, stream=self._shards is not None)
+            if self._shards is None and not has_begun(known):
+                known["check"] = None  # another order may be drawn: nobody has seen this one
             vars(self).update(_epoch=known["epoch"], _resume=known, _account=None)
 
     def _source(self, resume: dict[str, Any] | None) -> Source:
@@ -698,43 +698,6 @@ class Loader(Generic[B]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class Epochs(Batches):
-    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. It begins with the
-    first ``next``, and continues after an error.
-
-    Args:
-        loader: whose.
-        settings: of its epochs.
-        n: how many epochs; None: endlessly many.
-        until: the epoch before which to end, in place of ``n``.
-    """
-
-    def __init__(
-        self, loader: Loader, settings: Settings, n: int | None, until: int | None
-    ) -> None:
-        super().__init__(loader, settings, n, numbered=True)
-        self._until = until
-
-    def _begin(self) -> Account:
-        if self._until is not None:
-            self._count = max(0, self._until - self.owner.epoch)
-        if self._count == 0:
-            raise StopIteration
-        return super()._begin()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's, see :meth:`Loader.state_dict`."""
-        state: dict[str, Any] = self.owner.state_dict()
-        return state
-
-    def __del__(self) -> None:
-        # What was taken ahead nobody has seen: the next iteration begins there.
-        account = vars(self).get("account")
-        if account is not None and account.behind is not None:
-            self.owner._left_behind(account)
-        super().__del__()
 
 
 def _oldest_run(group: PoolGroup, run: int) -> int:

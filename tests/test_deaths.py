@@ -1237,8 +1237,9 @@ def test_all_workers_are_started_also_where_the_first_is_idle_before(monkeypatch
 
     def wait_for_first(executor: Any, *args: Any) -> Any:
         monkeypatch.undo()
-        future = submit(executor, *args)
-        assert eventually(lambda: executor._idle_worker_semaphore._value == 1)
+        future, idle = submit(executor, *args), executor._idle_worker_semaphore
+        assert eventually(lambda: idle.acquire(blocking=False))
+        idle.release()
         return future
 
     monkeypatch.setattr(cpython.Executor, "submit", wait_for_first)

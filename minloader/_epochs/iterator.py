@@ -461,6 +461,41 @@ class Batches:
             )
 
 
+class Epochs(Batches):
+    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. It begins with the
+    first ``next``, and continues after an error.
+
+    Args:
+        loader: whose.
+        settings: of its epochs.
+        n: how many epochs; None: endlessly many.
+        until: the epoch before which to end, in place of ``n``.
+    """
+
+    def __init__(self, loader: Any, settings: Settings, n: int | None, until: int | None) -> None:
+        super().__init__(loader, settings, n, numbered=True)
+        self._until = until
+
+    def _begin(self) -> Account:
+        if self._until is not None:
+            self._count = max(0, self._until - self.owner.epoch)
+        if self._count == 0:
+            raise StopIteration
+        return super()._begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's, see :meth:`Loader.state_dict`."""
+        state: dict[str, Any] = self.owner.state_dict()
+        return state
+
+    def __del__(self) -> None:
+        # What was taken ahead nobody has seen: the next iteration begins there.
+        account = vars(self).get("account")
+        if account is not None and account.behind is not None:
+            self.owner._left_behind(account)
+        super().__del__()
+
+
 NO_BATCH = frozenset({Failure, SamplerError, type(SKIP)})
 """Types of outcomes that are no batch."""
 
