@@ -479,7 +479,8 @@ class Loader(Generic[B]):
             checks.tell_rereading(places)
             firsts = [ShardPass.of(self.epoch, run, place) for place in places]
         elif former is not None:
-            firsts = [lane.next_pass(self.epoch, run) for lane in former.lanes]
+            left = former.behind is not None or not all(lane.is_over for lane in former.lanes)
+            firsts = [lane.next_pass(self.epoch, run, left=left) for lane in former.lanes]
         else:
             firsts = [ShardPass.of(self.epoch, run, BEGINNING) for _ in range(self._shards)]
         oldest = partial(_oldest_run, group, run)
@@ -604,7 +605,7 @@ class Loader(Generic[B]):
             return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
             return [partial(dict, BEGINNING, next=self._first_state()) for _ in range(self._shards)]
-        return [lane.next_pass(0, 0).note() for lane in account.lanes]
+        return [lane.next_pass(0, 0, left=False).note() for lane in account.lanes]
 
     def _first_state(self) -> Any:
         """Return the state of the stream before it was ever read; None if it has none then."""

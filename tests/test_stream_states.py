@@ -13,7 +13,7 @@ from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separ
 from interrupts import interrupted
 from test_streams import in_turns
 
-from minloader import Loader
+from minloader import Loader, prefetch
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 every_idiom = pytest.mark.parametrize("stream", IDIOMS)
@@ -117,6 +117,19 @@ def test_counted_on_by_other_workers(stream):
                     loader.num_workers = change
             loader.num_workers = change
             assert got == epoch(number, 3)
+
+
+@every_idiom
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_shard_that_was_over_when_the_epoch_was_left_is_begun_anew(stream, ahead):
+    """As the others are: shards do not come from two passes."""
+    with Loader(stream(5), num_workers=2, executor="thread") as loader:
+        for _ in range(2):
+            batches = prefetch(loader, int, depth=3) if ahead else iter(loader)
+            assert list(islice(batches, 4)) == [0, 1, 2, 3]
+            del batches
+        assert list(loader) == list(range(5))
+        assert list(loader) == list(range(100, 105))
 
 
 @own

@@ -343,10 +343,16 @@ class StreamLane(Lane):
         ended = head is not None and head.ends
         return partial(_place, reached, ended, each.next if ended else each.first)
 
-    def next_pass(self, epoch: int, run: int) -> ShardPass:
-        """Return the first pass of another iterator, which comes after the consumer's here."""
+    def next_pass(self, epoch: int, run: int, *, left: bool) -> ShardPass:
+        """Return the first pass of another iterator, which comes after the consumer's here.
+
+        Args:
+            epoch: its number.
+            run: number of the pass over the stream.
+            left: whether the consumer has left its epoch: then no shard of it counts as read.
+        """
         before = self.sources[0]
-        if self.is_over:
+        if not left:
             return ShardPass(0, epoch, run, FIRST, before.next, before.run)
         return ShardPass(0, epoch, run, FIRST, before.first)
 

@@ -32,6 +32,9 @@ failures: list[BaseException] = []
 
 some = st.integers(0, 2)
 
+pressed = st.none() | st.none() | st.integers(0, 300) | st.integers(0, 1_500)
+"""After how many places Ctrl-C comes in a call; None: it does not."""
+
 
 class Programs(RuleBasedStateMachine):
     """A program, of one step after the other."""
@@ -111,22 +114,22 @@ class Programs(RuleBasedStateMachine):
     # --- rules
 
     @precondition(lambda self: self.can_begin)
-    @rule()
-    def begin(self) -> None:
-        with self.noted("iter") as program:
-            program.begin("iter")
+    @rule(place=pressed)
+    def begin(self, place: int | None) -> None:
+        with self.noted("iter" if place is None else "Ctrl-C in iter") as program:
+            program.begin("iter", place=place)
 
     @precondition(lambda self: self.can_begin and not self.live)
-    @rule(epochs=st.integers(1, 3))
-    def begin_epochs(self, epochs: int) -> None:
+    @rule(epochs=st.integers(1, 3), place=pressed)
+    def begin_epochs(self, epochs: int, place: int | None) -> None:
         with self.noted("epochs") as program:
-            program.begin("epochs", epochs)
+            program.begin("epochs", epochs, place=place)
 
     @precondition(lambda self: self.can_begin and not self.live)
-    @rule(epochs=st.integers(1, 3), depth=st.integers(1, 3))
-    def begin_prefetch(self, epochs: int, depth: int) -> None:
+    @rule(epochs=st.integers(1, 3), depth=st.integers(1, 3), place=pressed)
+    def begin_prefetch(self, epochs: int, depth: int, place: int | None) -> None:
         with self.noted("prefetch") as program:
-            program.begin("prefetched", epochs, depth)
+            program.begin("prefetched", epochs, depth, place)
 
     @precondition(lambda self: self.live)
     @rule(which=some, count=st.integers(1, 4) | st.integers(5, 40))
@@ -179,10 +182,10 @@ class Programs(RuleBasedStateMachine):
             program.note()
 
     @precondition(lambda self: self.program.states)
-    @rule(which=st.integers(0, 9))
-    def load(self, which: int) -> None:
+    @rule(which=st.integers(0, 9), place=pressed)
+    def load(self, which: int, place: int | None) -> None:
         with self.noted("load_state_dict") as program:
-            program.load(which % len(program.states))
+            program.load(which % len(program.states), place)
 
     @precondition(lambda self: self.program.former is not None)
     @rule()

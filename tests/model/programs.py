@@ -397,17 +397,31 @@ class Program:
 
     # --- iterations
 
-    def begin(self, how: str, epochs: int = 1, depth: int = 1) -> None:
-        """Begins an iteration: by "iter", "epochs", or with a function "prefetched"."""
-        with self.step(f"begin {how}, epochs={epochs}, depth={depth}"):
-            batches: Any = iter(self.loader) if how == "iter" else self.loader.epochs(epochs)
+    def begin(self, how: str, epochs: int = 1, depth: int = 1, place: int | None = None) -> None:
+        """Begins an iteration: by "iter", "epochs", or with a function "prefetched".
+
+        Args:
+            how: which of these.
+            epochs: how many.
+            depth: of prefetch.
+            place: where Ctrl-C comes in what begins: then that is done once more.
+        """
+        with self.step(f"begin {how}, epochs={epochs}, depth={depth}, Ctrl-C at {place}"):
+            batches: Any = None if how == "iter" else self.loader.epochs(epochs)
+            if how == "iter" and place is not None:
+                batches = interrupted(self.loader.__iter__, place).value
+                self.disturbed |= self.loader.num_workers > 0
+            if batches is None:
+                batches = iter(self.loader)
             if how == "prefetched":
                 batches = prefetch(self.loader.epochs(epochs), same, depth)
             # The first next of epochs begins.
             run = self.model.begin(1 if how == "iter" else epochs)
             self.runs.append((batches, run, how))
-            if how != "iter":
+            if how != "iter" and place is None:
                 self.take(-1)
+            elif how != "iter":
+                self.interrupt(-1, place or 0, OURS)
 
     def take(self, which: int, count: int = 1) -> bool:
         """Takes batches; says whether there may be more."""
@@ -534,19 +548,21 @@ class Program:
     def state(self) -> Place:
         return self.model.state()
 
-    def _loaded(self, which: int) -> None:
+    def _loaded(self, which: int, interrupt: int | None = None) -> None:
         state, place = self.states[which]
         self.went_on = self.disturbed = True
         self.former = self.runs[-1][0] if self.runs and self.runs[-1][2] != "prefetched" else None
         while self.runs:
             self.drop(-1)
-        self.loader.load_state_dict(copy.deepcopy(state))
+        load = partial(self.loader.load_state_dict, copy.deepcopy(state))
+        if interrupt is None or interrupted(load, interrupt).interrupted:
+            load()
         self.model.load(place)
 
-    def load(self, which: int) -> None:
-        """Goes on from a state, in the same loader."""
-        with self.step(f"load state {which}"):
-            self._loaded(which)
+    def load(self, which: int, place: int | None) -> None:
+        """Goes on from a state, in the same loader, perhaps after Ctrl-C in that."""
+        with self.step(f"load state {which}, Ctrl-C at {place}"):
+            self._loaded(which, place)
 
     def use_former(self) -> None:
         """An iterator from before a state was loaded refuses to go on."""
