@@ -793,6 +793,23 @@ def test_an_interrupt_anywhere_in_close_leaves_nothing(way, stride):
     assert step
 
 
+@pytest.mark.parametrize(
+    ("call", "within"),
+    [(Loader.start, ""), (lambda loader: next(iter(loader)), OURS)],
+    ids=["start", "next"],
+)
+def test_an_interrupt_anywhere_in_a_start_leaves_no_thread(call, within):
+    before, step, reached = set(threading.enumerate()), 0, True
+    while reached:
+        with Loader(Echo(), range(4), **THREADS) as loader:
+            reached = interrupted(partial(call, loader), step, within).reached
+            loader.epoch = 0
+            assert list(loader) == [0, 1, 2, 3]
+        assert eventually(lambda: set(threading.enumerate()) <= before), step
+        step += 2
+    assert step > 100
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import BrokenExecutor, CancelledError, Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from minloader._checks import copied
-from minloader._memory.files import SharedFile
+from minloader._memory.files import SharedFile, interrupts_held
 from minloader._pools.base import Death, Pool, finish
 from minloader._worker.heartbeat import shortened
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
@@ -57,8 +58,10 @@ class ThreadPool(Pool):
     def _start(self) -> None:
         if self._closed:
             raise RuntimeError("the pool is closed")
-        for index in range(len(self._threads), self.num_workers):
-            self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
+        missing = range(len(self._threads), self.num_workers)
+        with interrupts_held() if missing else nullcontext():  # one would be known to nobody
+            for index in missing:
+                self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
 
     def submit(self, task: Task) -> Future[Reply]:
         future: Future[Reply] = Future()
@@ -71,7 +74,7 @@ class ThreadPool(Pool):
     def watch(self) -> None:
         if self.timeout is None:
             return
-        with self._lock:
+        with self._lock, interrupts_held():
             for threads in (self._threads, self._leaving):
                 threads[:] = [self._replace_if_late(thread, self.timeout) for thread in threads]
 
