@@ -298,6 +298,7 @@ def test_states_that_do_not_fit():
     refuses(state | {"beyond": [[1]]}, "damaged")
     refuses(state | {"sampler": {}}, "damaged")
     refuses(state | {"check": 5}, "damaged")
+    refuses(state | {"check": [10**6, "x"]}, "damaged.*from later")
     refuses(state | {"stream": {}}, r"a stream \(an iterable dataset\), but this one has a sampler")
     sampler = Stateful(range(20))
     refuses(state_of(Guarded(), sampler=sampler), "has no load_state_dict")

@@ -124,8 +124,7 @@ class ShardReader:
             if self.iterator is None:
                 self._open({})
             self._take(size)
-            is_put = self.is_fresh and self.start.state is not None
-            if not samples and not self.position and is_put:
+            if not samples and not self.position and self.is_fresh and self.start.state is not None:
                 self._open({})  # it was the state of an end, and does not stand for a beginning
                 self._take(size)
                 if not samples and self.beginning is not None:

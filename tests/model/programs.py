@@ -407,21 +407,25 @@ class Program:
             place: where Ctrl-C comes in what begins: then that is done once more.
         """
         with self.step(f"begin {how}, epochs={epochs}, depth={depth}, Ctrl-C at {place}"):
-            batches: Any = None if how == "iter" else self.loader.epochs(epochs)
-            if how == "iter" and place is not None:
-                batches = interrupted(self.loader.__iter__, place).value
-                self.disturbed |= self.loader.num_workers > 0
-            if batches is None:
-                batches = iter(self.loader)
+            batches: Any = self.iterator(place) if how == "iter" else self.loader.epochs(epochs)
             if how == "prefetched":
-                batches = prefetch(self.loader.epochs(epochs), same, depth)
-            # The first next of epochs begins.
+                batches = prefetch(batches, same, depth)
             run = self.model.begin(1 if how == "iter" else epochs)
             self.runs.append((batches, run, how))
-            if how != "iter" and place is None:
+            if how == "iter":
+                return
+            if place is None:  # the first next of epochs begins
                 self.take(-1)
-            elif how != "iter":
-                self.interrupt(-1, place or 0, OURS)
+            else:
+                self.interrupt(-1, place, OURS)
+
+    def iterator(self, place: int | None) -> Any:
+        """Calls ``iter``; where Ctrl-C comes in it, once more."""
+        if place is None:
+            return iter(self.loader)
+        self.disturbed |= self.loader.num_workers > 0
+        outcome = interrupted(self.loader.__iter__, place)
+        return iter(self.loader) if outcome.interrupted else outcome.value
 
     def take(self, which: int, count: int = 1) -> bool:
         """Takes batches; says whether there may be more."""
