@@ -3,10 +3,10 @@
 ::
 
       |=========== the consumer ===========|           |=== the thread ===|
-       next(batches) --> entry --> submit -----------------> fn(batch)
+       next(batches) --> entry --> queue ------------------> fn(batch)
                            | note of the state                  |
                            v                                    v
-                    [ entry ][ entry ][ entry ] <--------- its future is done
+                    [ entry ][ entry ][ entry ] <--------- what it made, and the bell
                         | popleft, wait
                         v
                       batch, or its error
@@ -27,13 +27,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 from minloader._checks import check_int, copied, shown
+from minloader._epochs.pending import Bell
 from minloader._epochs.state import Note
 
 GRACE = 0.5
@@ -236,7 +236,7 @@ class Prefetch(Generic[B]):
         self._end()
         for entry in copied(self._entries):
             entry.batch.clear()  # the thread need not make it
-            _finish(entry.future, RuntimeError(CLOSED))  # another thread may wait for it
+            entry.finish(RuntimeError(CLOSED))  # another thread may wait for it
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_over:  # else the loader is still told what the consumer was given
@@ -277,7 +277,8 @@ class _Entry:
         batch: as the source gave it, in a list that is empty before; the thread empties it.
         error: what the source raised in its place.
         note: the state as of this batch.
-        future: of what ``fn`` makes of it.
+        made: what ``fn`` raised, and what it returned. The first of them counts: from the thread,
+            or from ``close()``.
         is_drawn: whether the first three are there.
         is_ready: whether the thread has it, too.
     """
@@ -286,20 +287,28 @@ class _Entry:
         self.batch: list[Any] = []
         self.error: Exception | None = None
         self.note: Note = _no_state
-        self.future: Future[Any] = Future()
+        self.made: list[tuple[BaseException | None, Any]] = []
+        self._bell = Bell()  # no future: Ctrl-C within one of its locks would leave it taken
         self.is_drawn = self.is_ready = False
+
+    def finish(self, error: BaseException | None, value: Any = None) -> None:
+        """Say what has come of the batch. From any thread."""
+        self.made.append((error, value))
+        self._bell.ring()
 
     def wait(self) -> BaseException | None:
         """Wait until ``fn`` is done; return its error, or that of the source."""
-        return self.error or self.future.exception()
+        while self.error is None and not self.made:
+            self._bell.wait(-1)
+        return self.error or self.made[0][0]
 
     @property
     def is_done(self) -> bool:
-        return self.is_ready and (self.error is not None or self.future.done())
+        return self.is_ready and (self.error is not None or bool(self.made))
 
     @property
     def value(self) -> Any:
-        return self.future.result()
+        return self.made[0][1]
 
 
 def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
@@ -307,7 +316,7 @@ def _run(fn: Callable[[Any], Any], tasks: queue.SimpleQueue[Any]) -> None:
     while (entry := tasks.get()) is not None:
         with suppress(IndexError):  # it was made already, or is not wanted any more
             batch = [entry.batch.pop()]
-            _finish(entry.future, *_attempt(fn, batch))
+            entry.finish(*_attempt(fn, batch))
         del entry
 
 
@@ -320,14 +329,6 @@ def _attempt(fn: Callable[[Any], Any], batch: list[Any]) -> tuple[BaseException 
         return stop, None
     except BaseException as error:  # SystemExit too: the consumer's to see
         return error, None
-
-
-def _finish(future: Future[Any], error: BaseException | None, value: Any = None) -> None:
-    with suppress(InvalidStateError):  # the other side was first: the thread, or close()
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
 
 
 def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:

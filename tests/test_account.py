@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -701,6 +702,15 @@ def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
     with Loader(Echo(), itertools.count(), num_workers=0) as other:
         other.load_state_dict(state)
         assert next(iter(other)) == len(given) + 1
+
+
+@pytest.mark.parametrize("way", ["threads", "processes"])
+@pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
+def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):
+    """Else a thread waits for it for ever, or the consumer."""
+    with Loader(Echo(), itertools.count(), **WAYS[way]) as loader:
+        given = taken_through(begin(loader), range(80), str(Path(threading.__file__).parent))
+    assert given == list(range(len(given)))
 
 
 @pytest.mark.parametrize("stride", [97, pytest.param(5, marks=pytest.mark.slow)])

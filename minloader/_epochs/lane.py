@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from minloader._checks import copied, shown
@@ -38,6 +39,7 @@ from minloader._epochs.pending import Bell, Pending, Ready, SamplerError, replie
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._errors import WorkerDied
+from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import Death, Pool
 from minloader._worker.messages import Failure, Reply, Task
@@ -183,9 +185,11 @@ class Lane(ABC):
             if pool.slots is not None:
                 pending.slot = pool.slots.lend()
                 packed = packed._replace(slot=pool.slots.address(pending.slot))
-            future = pool.submit(packed)
-            future.add_done_callback(pending.arrived)
-            pending.future = future
+            # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
+            with interrupts_held() if pool.replaces else nullcontext():
+                future = pool.submit(packed)
+                future.add_done_callback(pending.arrived)
+                pending.future = future
         except BrokenExecutor as error:
             pending.discard_slot()
             pending.lost = error.with_traceback(None)

@@ -66,7 +66,10 @@ class Bell:
             self._lock.release()
 
     def wait(self, seconds: float) -> None:
-        """Return when it rings, or after ``seconds``; also when it has rung since the last time."""
+        """Return when it rings, or after ``seconds``; also when it has rung since the last time.
+
+        With -1, only then.
+        """
         self._lock.acquire(timeout=seconds)
 
 

@@ -42,7 +42,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -262,9 +262,8 @@ class _Executor(Executor):
 
     def send(self, task: Task) -> Future[Reply]:
         """Submit a task to the workers."""
-        with interrupts_held() if self.may_start_workers else nullcontext():
-            future = self.submit(run, task)
-            self.tasks.add(task.id, future)
+        future = self.submit(run, task)
+        self.tasks.add(task.id, future)
         return future
 
     def start_one(self) -> None:
