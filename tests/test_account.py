@@ -704,6 +704,27 @@ def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
         assert next(iter(other)) == len(given) + 1
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: BatchSampler(30, 2, True), lambda: BatchSampler(BatchSampler(30, 2, True), 2)]
+)
+def test_an_interrupt_in_a_sampler_that_two_iterators_read(monkeypatch, make):
+    """The sampler tells where the later one is, which is not where the earlier one goes on."""
+    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)  # it is asked each time
+    expected = list(make())
+    step, reached = 0, True
+    while reached:
+        with Loader(Echo(), make(), num_workers=0) as loader:
+            batches, later = iter(loader), iter(loader)
+            given = [next(batches)]
+            assert len(list(itertools.islice(later, 4))) == 4
+            outcome = interrupted(partial(next, batches), step, f"{OURS}/_sampling")
+            reached = outcome.reached
+            given += [] if reached else [outcome.value]
+            assert given + list(batches) == expected, step
+        step += 1
+    assert step > 5
+
+
 @pytest.mark.parametrize("way", ["threads", "processes"])
 @pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
 def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):

@@ -49,12 +49,14 @@ class Told:
         sampler: the loader's.
         items: the same, made to refuse a second pass where that would be empty.
         epoch: None if it was told none.
+        readings: how often reading it was begun. It tells where the last of them is.
     """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.items = Repeatable("sampler", sampler)
         self.epoch: int | None = None
+        self.readings = 0
 
     def tell(self, epoch: int) -> None:
         """Tell the sampler the number of the epoch, if it wants to know."""
@@ -107,6 +109,7 @@ class Source:
         self._is_stateful = is_stateful(told.sampler)
         self._put_back = put_back
         self._iterator: Any = None
+        self._reading = -1
         self._peeked: list[Any] = []  # drawn while going on, and still to be given
         self.is_inside = False
         self._due = 0.0  # when to ask for its state next
@@ -139,6 +142,7 @@ class Source:
         if self.is_ended:
             self._put_back = False
             return
+        told.readings = self._reading = told.readings + 1
         iterator = iter(told.items)  # once: some samplers begin anew with each
         if known is not None and known.at:
             _check_put_back(sampler, iterator, known)
@@ -205,7 +209,7 @@ class Source:
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
     def _state_now(self) -> SamplerState | None:
-        if self._is_stateful:
+        if self._is_stateful and self._reading == self.told.readings:
             try:
                 state = copy.deepcopy(self.told.sampler.state_dict())
                 return SamplerState(self.position, state)
