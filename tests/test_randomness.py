@@ -112,6 +112,37 @@ def test_samples_that_are_read_at_the_same_time_draw_alike(kind):
     assert len({sample[2] for sample in got}) == 40  # rng, too, is each sample's own
 
 
+class Wrapped:
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[39 - index]
+
+
+@pytest.mark.parametrize(
+    ("make", "items"),
+    [
+        (Wrapped, [[0, 1, 2], [3, 4]]),
+        (lambda dataset: dataset, [[[0, 1], [2, 3]]]),
+        (lambda dataset: Concatenated([dataset, dataset]), [[(0, 1), (0, 2), (1, 1), (1, 2)]]),
+    ],
+)
+def test_what_reads_several_times_for_a_batch_draws_other_numbers(make, items):
+    dataset = make(concurrent(Drawn()))
+    options: Any = {"transform": lambda sample: sample[2], "collate_fn": list, "num_workers": 0}
+    with Loader(dataset, items, **options) as loader:
+        drawn = list(np.concatenate([np.ravel(batch) for batch in loader]))
+    assert len(set(drawn)) == len(drawn) >= 4
+
+
+def test_a_wrapper_decides_what_the_index_of_a_sample_is():
+    assert (
+        samples_of(Wrapped(concurrent(Drawn())), [[5]], num_workers=0)[0][1]
+        == (samples_of(Wrapped(Drawn()), [[5]], num_workers=0)[0][1])
+    )
+
+
 def test_another_epoch_or_seed_draws_other_numbers():
     def drawn(seed: int, epoch: int) -> set[int]:
         with Loader(Drawn(), batch_size=4, collate_fn=list, num_workers=0, seed=seed) as loader:
@@ -145,6 +176,27 @@ def test_transform_draws_for_the_sample_and_collate_fn_cannot():
         pytest.raises(RuntimeError, match="sample_rng is for code that makes one sample"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, concurrent])
+@pytest.mark.parametrize("on_error", ["raise", "skip_sample"])
+@pytest.mark.parametrize("items", [range(4), [[0, 1], [2, 3]]])
+def test_the_dataset_and_transform_draw_other_numbers_however_batches_are_made(
+    wrap, on_error, items
+):
+    def draw(sample: Any) -> Any:
+        return sample[1], int(get_worker_info().sample_rng.integers(1 << 60))
+
+    def drawn(dataset: Any, items: Any, **options: Any) -> list[Any]:
+        options |= {"transform": draw, "num_workers": 0}
+        if type(items) is list:
+            options["collate_fn"] = list
+        with Loader(dataset, items, **options) as loader:
+            return list(np.concatenate([np.ravel(batch) for batch in loader]))
+
+    expected = drawn(Drawn(), range(4))
+    assert len(set(expected)) == 8
+    assert set(drawn(wrap(Drawn()), items, on_error=on_error)) == set(expected)
 
 
 def test_whole_lists_streams_and_odd_indices_have_no_samples_generator():

@@ -21,6 +21,9 @@ class Concatenated:
 
     It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
 
+    Put :func:`concurrent` around it, not into it: else samples of the same index in two datasets
+    have the same ``sample_rng``.
+
     Args:
         datasets: at least one. Each has ``__getitem__``, for indices from 0 or other keys. If one
             has ``__getitems__``, its samples of a batch are fetched at once.

@@ -36,7 +36,7 @@ class BatchMaker:
     """
 
     job: Job
-    turn_to: Callable[[Any], None] = lambda index: None
+    turn_to: Callable[..., None] = lambda index, *stage: None
     place: Any = field(default_factory=lambda: [-1])
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
@@ -59,7 +59,10 @@ class BatchMaker:
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self._get(item)
-            return batch if self.job.transform is None else self.combine([batch])
+            if self.job.transform is None:
+                return batch
+            self.turn_to(item, "transform")
+            return self.combine([batch])
         # A function of torch's kind: it gets whatever __getitems__ gives.
         as_torch = getattr(self.job.collate_fn, "takes_anything", False)
         if _is_nested(item) and not as_torch:
@@ -82,7 +85,9 @@ class BatchMaker:
         samples, indices = self._without_skipped(samples, indices)
         if transform is not None:
             begin = time.perf_counter()
-            samples = self._each(transform, samples, indices, exact=len(samples) == len(given))
+            samples = self._each(
+                transform, samples, indices, "transform", exact=len(samples) == len(given)
+            )
             self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples, ())
         if isinstance(samples, list) and not samples and len(given):
@@ -131,7 +136,7 @@ class BatchMaker:
         function: Callable[[Any], Any],
         values: Sequence[Any],
         indices: Sequence[Any],
-        *,
+        *stage: str,
         exact: bool = True,
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on.
@@ -147,7 +152,7 @@ class BatchMaker:
             try:
                 if indices:
                     place[0] = n
-                    self.turn_to(indices[n])
+                    self.turn_to(indices[n], *stage)
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[n : n + 1])

@@ -119,7 +119,7 @@ class Concurrent:
                 self._read, self._pid = self._begin(), os.getpid()
             read = self._read
         futures: Futures = [Future() for _ in indices]
-        read(futures, [(each, info and info._of_sample(n, each)) for n, each in enumerate(indices)])
+        read(futures, [(each, info and info._of_sample(each)) for each in indices])
         return futures
 
     def _begin(self) -> Callable[[Futures, Reads], None]:

@@ -260,6 +260,8 @@ class WorkerInfo:
     _key: tuple[int, ...] = field(default=(), repr=False)
     _sample: Any = field(default=NO_SAMPLE, repr=False, compare=False)  # whose turn it is
     _sample_rng: np.random.Generator | None = field(default=None, repr=False, compare=False)
+    _stage: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    _reads: int = field(default=0, repr=False, compare=False)  # at the same time, in this batch
 
     @property
     def rng(self) -> np.random.Generator:
@@ -298,7 +300,7 @@ class WorkerInfo:
             )
         if self._sample_rng is None:
             key = sample_key(self._sample)
-            self._sample_rng = generator("sample", self.seed, self.epoch, key)
+            self._sample_rng = generator("sample", self.seed, self.epoch, key, *self._stage)
         return self._sample_rng
 
     def __getstate__(self) -> dict[str, Any]:
@@ -308,15 +310,19 @@ class WorkerInfo:
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key
+        self._reads = 0
         self._turn_to(NO_SAMPLE)
 
-    def _turn_to(self, index: Any) -> None:
-        """Note whose turn it is: the sample of this index."""
-        self._sample, self._sample_rng = index, None
+    def _turn_to(self, index: Any, *stage: str) -> None:
+        """Note whose turn it is: the sample of this index, in the dataset or in another stage."""
+        self._sample, self._sample_rng, self._stage = index, None, stage
 
-    def _of_sample(self, place: int, index: Any) -> WorkerInfo:
+    def _of_sample(self, index: Any) -> WorkerInfo:
         """Return what holds for one sample of the batch, which may be made beside others."""
-        key = (*self._key, place)
+        key = (*self._key, self._reads)
+        self._reads += 1
+        if self._sample is not NO_SAMPLE:
+            index = self._sample  # of a wrapper around what reads
         return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)
 
 
