@@ -334,6 +334,29 @@ def test_parts_with_states_are_not_read_again():
         assert part.drawn == 100
 
 
+def test_a_part_that_does_not_fit_its_state_is_refused():
+    def make(seed: int) -> Any:
+        return Mixture([6, BatchSampler(6, None, True, seed=seed)], [1, 1], stop="last")
+
+    lived = make(0)
+    next(iter(lived))
+    with pytest.raises(ValueError, match="seed is 1, but the state is of seed 0"):
+        make(1).load_state_dict(lived.state_dict())
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float16", "float32"])
+def test_lengths_of_any_type_are_shares(dtype):
+    lengths = [np.full(100, 120, dtype), np.full(100, 30, dtype)]
+    mixture = Mixture([100, 100], [1, 1], stop="never", lengths=Concatenated(lengths))
+    parts = Counter(part for part, _ in first(200, iter(mixture)))
+    assert parts == {0: 40, 1: 160}
+
+
+def test_lengths_may_be_tiny():
+    mixture = Mixture([100, 100], [1, 1], stop="never", lengths=lambda item: 1e-9)
+    assert Counter(part for part, _ in first(50, iter(mixture))) == {0: 25, 1: 25}
+
+
 def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
     lived = Mixture([9, 9], [1, 1])
     lived.set_epoch(5)

@@ -209,7 +209,7 @@ class Draws:
         length = self._length_of(draw)
         if not 0 <= length < math.inf:
             raise ValueError(f"lengths[{draw!r}] is {length}, but must be at least 0")
-        return round((length or 1) * GRAIN)
+        return max(1, round((float(length) or 1) * GRAIN))
 
     def _choose(self) -> int:
         """Choose a part such that each has been given its share to within the longest item.

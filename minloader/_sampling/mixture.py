@@ -12,8 +12,8 @@ from typing import Any, Literal
 from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
-from minloader._sampling.draws import Draws, Part, Weights, check_weights
-from minloader._sampling.source import LookUp, check_has_state, look_up
+from minloader._sampling.draws import PASS, Draws, Part, Weights, check_weights
+from minloader._sampling.source import LookUp, look_up
 
 
 class _Run(StepRun):
@@ -132,6 +132,5 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {here}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (*_, (_, state, _)) in zip(self._parts, known["parts"], strict=True):
-            if state is not None:
-                check_has_state(part.name, part.items)
+        for part, (number, _, at) in zip(self._parts, known["parts"], strict=True):
+            part.restore(epoch + number * PASS, at)
