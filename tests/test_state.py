@@ -16,8 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alive, eventually, lists, making, plain, printed_by, require, variants, workers
-from helpers import Guarded, SelfIterating, Stateful
+from conftest import (
+    alive,
+    eventually,
+    lists,
+    making,
+    outcomes,
+    plain,
+    printed_by,
+    require,
+    variants,
+    workers,
+)
+from helpers import Echo, Guarded, SelfIterating, Stateful
 
 from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader, prefetch
 from minloader._epochs.sampled import STATE_COST, Source
@@ -552,3 +563,40 @@ def begin(*source):
 kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
 """
     printed_by(code)
+
+
+class Raising:
+    """Gives numbers, and raises two errors before each third one."""
+
+    def __init__(self) -> None:
+        self.at = self.failed = 0
+
+    def __iter__(self) -> Any:
+        self.at = self.failed = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 9:
+            raise StopIteration
+        if self.at % 3 == 2 and self.failed < 2:
+            self.failed += 1
+            raise ValueError(f"before {self.at}")
+        self.at, self.failed = self.at + 1, 0
+        return self.at - 1
+
+
+@pytest.mark.parametrize("make", [Raising, lambda: BatchSampler(Raising(), None)])
+@pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}])
+def test_errors_that_the_sampler_has_raised_do_not_keep_a_run_from_going_on(make, way):
+    with Loader(Echo(), make(), **way) as loader:
+        whole = outcomes(iter(loader))
+    places = [n for n, outcome in enumerate(whole) if type(outcome) is int]
+    assert len(places) == 9
+    assert len(whole) > 9
+    for place in places:  # of batches; an error right after one that was raised comes again
+        with Loader(Echo(), make(), **way) as loader:
+            given = outcomes(iter(loader), place + 1)
+            state = plain(loader.state_dict())
+        with Loader(Echo(), make(), **way) as resumed:
+            resumed.load_state_dict(state)
+            assert list(map(str, given + outcomes(iter(resumed)))) == list(map(str, whole))

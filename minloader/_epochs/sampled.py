@@ -41,6 +41,9 @@ STATE_COST = 100
 """A sampler is asked for its state only if it last took less than this fraction of the time since
 then. A run that goes on draws a few items more instead."""
 
+ERRORS = 1_000
+"""Where items are drawn again, so many errors in a row are passed over, which had come before."""
+
 
 class Told:
     """A sampler, and the number of the epoch that it was told last.
@@ -111,6 +114,7 @@ class Source:
         self._iterator: Any = None
         self._reading = -1
         self._peeked: list[Any] = []  # drawn while going on, and still to be given
+        self._failed: list[Exception] = []  # raised while going on, and still to be raised
         self.is_inside = False
         self._due = 0.0  # when to ask for its state next
 
@@ -170,7 +174,9 @@ class Source:
         ordinal, expected = self.check
         stop = max(self.position, ordinal + 1, self.position + peek)
         for here in range(at, stop):
-            found, first = first or list(_take(iterator)), []
+            found, first = first or self._known(iterator, here), []
+            if self._failed:
+                return
             if not found:
                 if here > ordinal:  # no more is known to have been there: the rest was skipped
                     self.position = min(self.position, here)
@@ -193,6 +199,18 @@ class Source:
             self._peeked = found
         elif first:
             self._peeked = first
+
+    def _known(self, iterator: Any, here: int) -> list[Any]:
+        """Return the next item, in a list, past the errors that came before it."""
+        for _ in range(ERRORS):
+            try:
+                return list(_take(iterator))
+            except Exception as error:
+                if here >= self.position:  # it comes in its turn
+                    self._failed.append(error)
+                    return []
+                last = error
+        raise last
 
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
@@ -242,6 +260,8 @@ class Source:
         another pass begins, so that nothing is drawn after it.
         """
         count = len(items)
+        if self._failed:
+            raise self._failed.pop()
         if self._peeked:
             items.extend(map(self._peeked.pop, (0,)))
         else:
