@@ -231,13 +231,12 @@ def alive(pid: int) -> bool:
 
 def belongings() -> dict[str, set[Any]]:
     """What there is now of this process, but for what the standard library keeps by design."""
-    server: Any = forkserver._forkserver
-    kept = {getattr(resource_tracker._resource_tracker, "_pid", None), server._forkserver_pid}
+    kept = [getattr(resource_tracker._resource_tracker, "_pid", None)]
+    kept += vars(forkserver._forkserver).values()  # its process, and what it is held alive by
     children = psutil.Process().children(recursive=True)
-    fds = {fd: _target(fd) for fd in os.listdir("/proc/self/fd")}
-    fds.pop(str(server._forkserver_alive_fd), None)
+    fds = {fd: _target(fd) for fd in os.listdir("/proc/self/fd") if int(fd) not in kept}
     return {
-        "children": {child.pid for child in children} - kept,
+        "children": {child.pid for child in children if child.pid not in kept},
         "threads": set(threading.enumerate()),
         "descriptors": {(fd, target) for fd, target in fds.items() if target},
         "files": {str(path) for path in Path(tempfile.gettempdir()).glob("minloader-*")},

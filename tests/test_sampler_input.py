@@ -294,6 +294,10 @@ def test_lengths_of_mixed_types(kind):
     assert (flat(dropping), dropping.dropped) == ([0], 1)
 
 
+def test_lengths_that_no_integer_of_numpy_holds():
+    assert list(DynamicBatchSampler([10**30] * 5, 2.5e30)) == [[0, 1], [2, 3], [4]]
+
+
 @planned
 def test_a_window_is_planned_by_itself_and_read_again(monkeypatch, kind):
     monkeypatch.setattr(windows, "WINDOW", 20)

@@ -7,13 +7,14 @@ epoch has several.
 import json
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -602,6 +603,54 @@ def test_a_limit_may_come_with_another_world_size(kind):
     assert len({*first, *rest}) == len(first) + len(rest) == N - sampler.dropped
     with pytest.raises(ValueError, match="but the state is of"):
         makes[kind](3).load_state_dict(saved(lived))
+
+
+@pytest.mark.parametrize(("former", "later"), [(30, 60), (60, 30), (15, 30)])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", ["max_total", "max_padded"])
+def test_what_is_too_long_may_be_other_samples_in_another_world(name, lazy, former, later):
+    """What was given was planned with what was too long then, and is left out now as it was."""
+    lengths = Lazy(LENGTHS[::-1]) if lazy else LENGTHS[::-1]
+
+    def make(budget: int, **world: int) -> Any:
+        options: Any = {name: budget, "long": "drop", "shuffle": True}
+        return DynamicBatchSampler(lengths, **options, **world)
+
+    given: list[Any] = []
+    for rank in range(2):
+        lived = make(former, rank=rank, world_size=2)
+        given += items_of("", islice(iter(lived), 2))
+    resumed = make(later)
+    resumed.load_state_dict(saved(lived))
+    given += items_of("", resumed)
+    too_long = {n for n in range(N) if LENGTHS[::-1][n] > later}
+    assert len(set(given)) == len(given)
+    assert set(range(N)) - set(given) <= too_long
+    assert resumed.dropped == N - len(given)
+
+
+def test_states_of_two_epochs_in_one_sampler():
+    def state(epoch: int) -> Any:
+        lived = DynamicBatchSampler(LENGTHS, 60, world_size=3)
+        lived.set_epoch(epoch)
+        deque(islice(iter(lived), len(lived) - 1), 0)
+        return saved(lived)
+
+    once, again = DynamicBatchSampler(LENGTHS, 60), DynamicBatchSampler(LENGTHS, 60)
+    for epoch in range(8):
+        once.load_state_dict(state(epoch))
+        again.load_state_dict(state(0))
+        list(again)
+        again.load_state_dict(state(epoch))
+        assert list(again) == list(once)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_in_mid_epoch_begins_where_the_epoch_began(kind):
+    sampler = KINDS[kind]()
+    expected = list(KINDS[kind]())
+    next(iter(sampler))
+    assert list(cloudpickle.loads(cloudpickle.dumps(sampler))) == expected
 
 
 def test_no_sample_is_dropped_in_every_epoch():

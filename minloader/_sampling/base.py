@@ -195,6 +195,9 @@ class Sampler:
         """
         return self._counts()[0]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_run": None}  # a copy begins where the epoch has begun
+
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
 

@@ -51,14 +51,12 @@ class Window:
         samples: number of the sample of each entry; None: they are the same.
         spans: where each entry starts and stops in its sample; None: they are whole.
         names: what the samples are called; None: by their numbers.
-        dropped: number of samples that are too long.
     """
 
     costs: NDArray[Any]
     samples: NDArray[Any] | None
     spans: NDArray[Any] | None
     names: Sequence[Any] | None
-    dropped: int
 
     def items(self, entries: NDArray[Any]) -> list[Any]:
         """Return the items of a batch."""
@@ -187,18 +185,15 @@ class WindowSampler(Sampler):
                         f"lengths must be one {word} for each sample, got {shown(one)} for {name}"
                     )
                 # Numbers of mixed types; none is too large for numpy then.
-                numbers[n] = 0 if n in errors else max(-1, min(one, 2**62))
+                numbers[n] = 0 if n in errors else max(-1, one if one < 2**62 else float(one))
             values = np.array(numbers)
         wrong = ~(values >= 0)  # NaN is wrong too
         failed: dict[int, Exception] = {}
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
         errors |= {n: failed[n] for n in failed if not wrong[n]}
         wrong[list(errors)] = True
-        too_long = costs > self._limit
-        dropped = int(np.count_nonzero(too_long & ~wrong)) if self.long == "drop" else 0
-        if self.long == "refuse":
-            wrong |= too_long
-        for at in np.flatnonzero(wrong)[:WINDOW].tolist():
+        too_long = (costs > self._limit) & (self.long == "refuse")
+        for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
             price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
             error = ValueError(
                 f"lengths[{called[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
@@ -207,8 +202,8 @@ class WindowSampler(Sampler):
             )
             errors.setdefault(at, error)
         samples = spans = None
-        if wrong.any() or dropped:
-            samples = np.flatnonzero(~(wrong | too_long) if self.long == "drop" else ~wrong)
+        if wrong.any():
+            samples = np.flatnonzero(~wrong)
             costs = costs[samples]
         if self.long == "split":
             pieces, spans = cut(costs, int(self._limit))
@@ -216,7 +211,7 @@ class WindowSampler(Sampler):
             costs = np.maximum(1, spans[:, 1] - spans[:, 0])
         elif not costs.all():  # what costs nothing would let batches grow without end
             costs = np.where(costs == 0, min(1, self._limit), costs)
-        return Window(costs, samples, spans, names, dropped), [errors[at] for at in sorted(errors)]
+        return Window(costs, samples, spans, names), [errors[at] for at in sorted(errors)]
 
     def _price(self, lengths: NDArray[Any], errors: dict[int, Exception]) -> NDArray[Any]:
         """Return what samples cost, at least 0, for their lengths, which are at least 0.
@@ -241,7 +236,8 @@ class WindowSampler(Sampler):
 
     def _deal(self, window: Window, epoch: int, place: Place) -> Dealt:
         """Return the batches of a window after those of the legs before."""
-        key = epoch if self.shuffle or self.world_size > 1 else 0, place["legs"]
+        is_drawn = self.shuffle or self.world_size > 1 or place["legs"]
+        key = epoch if is_drawn else 0, place["legs"]
         if window is self._all and self._dealt is not None and self._dealt[0] == key:
             return self._dealt[1]
         n, begun = len(window.costs), place["begun"]
@@ -250,15 +246,18 @@ class WindowSampler(Sampler):
         for part, (*values, until) in enumerate(legs):
             by = dict(zip(self._dealt_by, values, strict=True))
             rng = np.random.default_rng(self._derive(epoch, place["begun"], part))
-            numbers, starts, stops = self._plan(window.costs[left], rng, by)
-            numbers, end = left[numbers], begun + len(starts) // by["world_size"]
+            limit = by.get("max_padded") or by.get("max_total") or self._limit
+            fits = left[window.costs[left] <= limit]
+            numbers, starts, stops = self._plan(window.costs[fits], rng, by)
+            numbers, end = fits[numbers], begun + len(starts) // by["world_size"]
             if part == len(legs) - 1 or end < until:
                 break
             count = (until - begun) * by["world_size"]
             given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
             left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
             begun = until
-        dropped = window.dropped + len(left) - int((stops - starts).sum())
+        there = left if self.long == "drop" else fits
+        dropped = len(there) - int((stops - starts).sum())
         dealt = Dealt((numbers, starts, stops), begun, end, dropped, legs[part:-1])
         if window is self._all:
             self._dealt = key, dealt
