@@ -709,16 +709,28 @@ def _oldest_run(group: PoolGroup, run: int) -> int:
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:
-    if group.needs(threading.current_thread()):
-        # The garbage collector has come here in a thread that would wait for itself. Where the
-        # system has no more threads, the workers leave when CPython ends their executor.
-        closing = threading.Thread(target=_finish, args=(group, counters), daemon=True)
-        closing.name = "minloader-close"
-        with suppress(RuntimeError):
-            closing.start()
+    if group.needs(threading.current_thread()):  # it would wait for itself: the collector came here
+        _finish_later(group, counters)
         return
-    group.close()
-    counters.end_trace()
+    try:
+        group.close()
+        counters.end_trace()
+    except (
+        BaseException
+    ):  # Ctrl-C: nobody can ask for it again, and the exit would wait for batches
+        _finish_later(group, counters)
+        raise
+
+
+def _finish_later(group: PoolGroup, counters: Counters) -> None:
+    """Close a loader in a thread of its own.
+
+    Where the system has no more threads, the workers leave when CPython ends their executor.
+    """
+    closing = threading.Thread(target=_finish, args=(group, counters), daemon=True)
+    closing.name = "minloader-close"
+    with suppress(RuntimeError):
+        closing.start()
 
 
 def _make_sampler(
