@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, in_a_fork, making, variants, workers
+from conftest import alive, eventually, in_a_fork, making, outcomes, variants, workers
 from helpers import Echo, Squares, TwoArguments
 from raising import (
     FailsToLoad,
@@ -31,7 +32,7 @@ from raising import (
 )
 from trouble import Trap
 
-from minloader import BatchError, Loader, TransportError, WorkerDied
+from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
 from minloader._checks import amount, duration
 from minloader._inspect import inspect
 
@@ -340,3 +341,24 @@ def test_spans_and_amounts_in_words():
     assert [duration(seconds) for seconds in spans] == list(spans.values())
     amounts = {0: "0 bytes", 1500: "1.5 kB", 999_900: "1 MB", 2.43e7: "24.3 MB", 5e12: "5,000 GB"}
     assert [amount(count) for count in amounts] == list(amounts.values())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "the user's"])
+@pytest.mark.parametrize("concurrently", [True, False])
+def test_errors_that_are_no_exceptions_come_once_from_threads(own, concurrently):
+    def fail(index: int) -> int:
+        if index == 3:
+            raise asyncio.CancelledError("of the dataset")
+        return index
+
+    class Failing:
+        def __getitem__(self, index: int) -> int:
+            return fail(index)
+
+    dataset = concurrent(Failing(), 2) if concurrently else Failing()
+    with ThreadPoolExecutor(2) as threads:
+        options: Any = {"executor": "thread" if own else threads, "num_workers": 2}
+        with Loader(dataset, range(6), **options) as loader:
+            got = outcomes(iter(loader), 9)
+    assert got.pop(3).args[0].endswith("CancelledError: of the dataset")
+    assert got == [0, 1, 2, 4, 5]

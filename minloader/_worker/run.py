@@ -136,7 +136,7 @@ class Worker:
             try:
                 begun.append(self._maker.begin(_unpacked(task, item), info))
             except BaseException as error:
-                if self._packer is None and not isinstance(error, Exception | SystemExit):
+                if self._borrow is not None and not isinstance(error, Exception | SystemExit):
                     raise  # Ctrl-C
                 begun.append(error)  # comes when the batch is made
         self._begun[task.id] = begun
@@ -277,7 +277,7 @@ class Worker:
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
-        if self._packer is None and not isinstance(error, Exception | SystemExit):
+        if self._borrow is not None and not isinstance(error, Exception | SystemExit):
             raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
         self._exit_fork()
         sample, self._maker.failing = self._packed(self._maker.failing), ()
