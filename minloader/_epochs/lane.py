@@ -186,7 +186,7 @@ class Lane(ABC):
                 pending.slot = pool.slots.lend()
                 packed = packed._replace(slot=pool.slots.address(pending.slot))
             # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
-            with interrupts_held() if pool.replaces else nullcontext():
+            with interrupts_held() if pool.num_workers else nullcontext():
                 future = pool.submit(packed)
                 future.add_done_callback(pending.arrived)
                 pending.future = future
