@@ -445,7 +445,7 @@ def test_the_batch_being_made_here_is_not_lost():
         assert through_interrupts(iter(loader)) == (list(range(300)), 5)
 
 
-PLACES = 600
+PLACES = [200, pytest.param(400, marks=SLOW)]
 """Interrupts in a test. A batch of a task that has come passes 10 places of ours, a task 300."""
 
 
@@ -482,12 +482,13 @@ INTERRUPTED: dict[str, tuple[Any, Any, Callable[[Loader], Any], int, Any]] = {
 """Dataset, sampler, how it is begun, how far apart interrupts are, and what must come."""
 
 
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", INTERRUPTED)
-def test_an_interrupt_anywhere_loses_nothing(case, way):
+def test_an_interrupt_anywhere_loses_nothing(case, way, places):
     dataset, sampler, begin, most, expected = INTERRUPTED[case]
     with Loader(dataset, sampler(), **WAYS[way]) as loader:
-        given = taken_through(begin(loader), some_steps(1, PLACES, most))
+        given = taken_through(begin(loader), some_steps(places, places, most))
         assert given == list(itertools.islice(expected(), len(given)))
         # What was being sent when an interrupt came may be under way: then a shard is read again.
         assert loader.stats.reread == 0 or way != "inline"
@@ -519,7 +520,7 @@ def test_interrupts_close_to_each_other_lose_nothing(kind):
     """Where items are drawn: the second comes while what the first has left is gone on with."""
     of_epoch, rng = SHORT[kind][1], random.Random(9)
     with with_short_epochs(kind, "threads") as loader:
-        steps = (rng.randrange(80) for _ in range(2 * PLACES))
+        steps = (rng.randrange(80) for _ in range(800))
         where = "streams" if kind == "stream" else "sampled"
         given = taken_through(loader.epochs(), steps, f"{OURS}/_epochs/{where}.py")
     expected = ((number, item) for number in itertools.count() for item in of_epoch(number))
@@ -655,10 +656,11 @@ def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, str
     assert step > stride
 
 
-def test_an_interrupt_anywhere_loses_nothing_out_of_order():
+@pytest.mark.parametrize("places", PLACES)
+def test_an_interrupt_anywhere_loses_nothing_out_of_order(places):
     with Loader(Echo(), itertools.count(), in_order=False, **THREADS) as loader:
         batches = iter(loader)
-        given = taken_through(batches, some_steps(1, PLACES, 2_000))
+        given = taken_through(batches, some_steps(places, places, 2_000))
         unseen = set(range(max(given))) - set(given)
         while unseen:  # they are under way, and come before long
             given.append(next(batches))
@@ -667,11 +669,12 @@ def test_an_interrupt_anywhere_loses_nothing_out_of_order():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
-def test_an_interrupt_anywhere_loses_no_error(begin, way):
+def test_an_interrupt_anywhere_loses_no_error(begin, way, places):
     with Loader(fail, itertools.count(), **WAYS[way]) as loader:
         batches = outcomes_of(begin(loader))
-        given = taken_through(batches, some_steps(8, PLACES // 2, 500))
+        given = taken_through(batches, some_steps(places, places // 2, 500))
     expected = (f"{n} is bad" if n % 4 == 2 else n for n in itertools.count())
     assert given == list(itertools.islice(expected, len(given)))
 
@@ -689,13 +692,14 @@ class outcomes_of:  # noqa: N801  # no generator: that would end with the first 
             return str(error)
 
 
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way):
+def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way, places):
     with (
         Loader(Echo(), itertools.count(), **WAYS[way]) as loader,
         prefetch(loader, abs) as batches,
     ):
-        given = taken_through(batches, some_steps(4, PLACES, 2_000))
+        given = taken_through(batches, some_steps(places, places, 2_000))
         assert given == list(range(len(given)))
         assert next(batches) == len(given)
         state = loader.state_dict()
@@ -738,7 +742,7 @@ def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):
 def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
     reached, step = True, 0
     while reached:
-        with Loader(Echo(), range(40), **PROCESSES) as loader:
+        with Loader(Echo(), range(40), num_workers=2) as loader:
             begun: list[Iterator[int]] = []
             given: list[int] = []
 
@@ -759,7 +763,7 @@ def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
 def test_an_interrupt_while_lost_tasks_are_sent_again_loses_nothing(data, tmp_path):
     deadly = Deadly(set(range(100, 10**5, 300)), str(tmp_path))
     with Loader(*data, transform=deadly, retries=5, **PROCESSES) as loader:
-        given = taken_through(iter(loader), some_steps(7, PLACES // 3, 2_000))
+        given = taken_through(iter(loader), some_steps(7, 200, 2_000))
         assert loader.stats.replaced
     assert given == list(range(len(given)))
 
