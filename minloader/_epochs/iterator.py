@@ -110,6 +110,7 @@ class Batches:
         self._lock = threading.RLock()
         self._lanes: list[Lane] = []
         self._count = count
+        self._until: int | None = None
         self._numbered = numbered
         self._behind: Note | None = None
         self._watch: Any = None
@@ -426,6 +427,8 @@ class Batches:
         index = account.index
         self._check_fruit(account, index)
         self._watch.count_empty(self._lanes)
+        if self._until is not None and account.next_epoch is not None:
+            self._count = index + 1 + max(0, self._until - account.next_epoch)
         if self._count is not None and index + 1 >= self._count:
             account.is_over = True
             raise StopIteration
