@@ -638,3 +638,17 @@ def test_where_there_is_no_loader():
         inspect(loader)
     list(loader)
     assert inspect(loader).executor == "process"
+
+
+class Node:
+    def __init__(self, value: int) -> None:
+        self.value, self.owner = value, [self]
+
+
+def test_objects_that_lead_back_to_themselves_are_compared():
+    numbers = itertools.count()
+    assert check_reproducible(lambda: Loader(Node, range(6), num_workers=0), workers=(0, 1))
+    with pytest.raises(IrreproducibleError):
+        check_reproducible(
+            lambda: Loader(lambda item: Node(next(numbers)), range(6), num_workers=0), workers=(0,)
+        )

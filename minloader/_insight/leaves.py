@@ -146,7 +146,12 @@ def _digest(value: Any) -> bytes:
     """Return the digest of the type and the value of anything."""
     hashed = _Hashed()
     try:
-        hashed.dump(value)
+        try:
+            hashed.dump(value)
+        except ValueError:  # it leads back to itself, which needs the memo
+            hashed = _Hashed()
+            hashed.fast = False
+            hashed.dump(value)
     except Exception as error:  # such an object was made in this process
         logger.debug("%s cannot be looked into: %r", shown(value), error)
         return _kind(value).encode()
