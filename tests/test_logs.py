@@ -277,6 +277,14 @@ def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
     assert "RuntimeError: not this one" in capfd.readouterr().err
 
 
+def test_a_root_logger_that_takes_everything(caplog):
+    with caplog.at_level(logging.NOTSET):
+        assert logging.getLogger().level == logging.NOTSET
+        with Loader(Talkative(), [("debug", "here", {})], num_workers=1, collate_fn=None) as loader:
+            list(loader)
+    assert (logger.name, logging.DEBUG, "here") in caplog.record_tuples
+
+
 def set_up_logging(info: Any) -> None:
     logging.basicConfig(format="worker %(name)s %(message)s", level="DEBUG")
 

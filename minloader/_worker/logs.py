@@ -48,7 +48,7 @@ class LogSettings(NamedTuple):
         levels = {
             name: each.level
             for name, each in loggers.items()
-            if isinstance(each, logging.Logger) and each.level
+            if isinstance(each, logging.Logger) and (each.level or each is root)
         }
         filters: list[tuple[Any, ...]] = [
             (action, _text(message), category, _text(module), line)
