@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from minloader._checks import shown
-
-logger = logging.getLogger("minloader")
 
 MOST_LEAVES = 1_000
 """Leaves of a batch that are kept one by one, at some 300 bytes each. Of the others only a sum is
@@ -116,10 +113,10 @@ class _Hashed(pickle.Pickler):
     memory that an array, or a tensor, is a view of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fast: bool) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
         super().__init__(self, protocol=4)
-        self.fast = True  # each object as if it were the only one
+        self.fast = fast  # each object as if it were the only one
 
     def write(self, data: bytes) -> None:
         self.digest.update(data)
@@ -142,17 +139,11 @@ class _Hashed(pickle.Pickler):
         return _kind(value), str(value.dtype), tuple(value.shape), data
 
 
-def _digest(value: Any) -> bytes:
-    """Return the digest of the type and the value of anything."""
-    hashed = _Hashed()
+def _digest(value: Any, fast: bool = True) -> bytes:
+    """Return the digest of the type and the value of anything; of the type, if that is all."""
+    hashed = _Hashed(fast)
     try:
-        try:
-            hashed.dump(value)
-        except ValueError:  # it leads back to itself, which needs the memo
-            hashed = _Hashed()
-            hashed.fast = False
-            hashed.dump(value)
-    except Exception as error:  # such an object was made in this process
-        logger.debug("%s cannot be looked into: %r", shown(value), error)
-        return _kind(value).encode()
+        hashed.dump(value)
+    except Exception:  # it leads back to itself, which needs the memo; or it cannot be pickled
+        return _digest(value, False) if fast else _kind(value).encode()
     return hashed.digest.digest()
