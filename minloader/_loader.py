@@ -476,7 +476,8 @@ class Loader(Generic[B]):
         run, group, former = self._new_run(), self._group, self._account
         if resume is not None:
             places = resume["stream"]["shards"]
-            checks.tell_rereading(places)
+            if not checks.is_stateful(self.dataset):
+                checks.tell_rereading(places)
             firsts = [ShardPass.of(self.epoch, run, place) for place in places]
         elif former is not None:
             left = former.behind is not None or not all(lane.is_over for lane in former.lanes)

@@ -10,8 +10,9 @@ from typing import Any
 import idioms
 import numpy as np
 import pytest
-from conftest import WAYS, variants
-from idioms import Counting, OwnIterator, Resuming
+from conftest import WAYS, plain, variants
+from helpers import Deadly
+from idioms import Counting, OwnIterator, Resuming, Sticky
 
 from minloader import Loader, shuffled
 
@@ -130,6 +131,35 @@ def test_loaders_go_on_at_every_batch(kind, options):
         for k, state in enumerate(states):
             other.load_state_dict(state)
             assert [batch.tolist() for _, batch in other.epochs(until=2)] == batches[k:], k
+
+
+@pytest.mark.parametrize("kind", [*STREAMS, Sticky])
+def test_loaders_go_on_in_the_first_half_of_a_later_epoch(kind, caplog):
+    """What comes before it may be the state of an end, which gives nothing."""
+    with (
+        Loader(shuffled(kind(), 8), num_workers=0) as loader,
+        Loader(shuffled(kind(), 8), num_workers=0) as other,
+    ):
+        list(loader)
+        states, given = [], []
+        for batch in loader:
+            given.append(batch)
+            states.append(plain(loader.state_dict()))
+        assert len(given) == 14
+        for k, state in enumerate(states, 1):
+            other.load_state_dict(state)
+            assert list(other) == given[k:], k
+    assert "has no state" not in caplog.text
+
+
+def test_a_death_in_the_first_half_of_a_later_epoch_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 1)
+    stream = shuffled(Resuming(14), 16)
+    deadly = Deadly({102, 105}, str(tmp_path))
+    with Loader(stream, transform=deadly, num_workers=1) as loader:
+        for epoch in range(2):
+            assert sorted(loader) == list(range(100 * epoch, 100 * epoch + 14))
+        assert loader.stats.retries == 2
 
 
 @pytest.mark.parametrize("options", list(WAYS.values())[:2])

@@ -211,6 +211,15 @@ class Shuffle:
 class StatefulShuffle(Shuffle):
     """The same, of a stream that can be put back."""
 
+    @property
+    def _is_at_beginning(self) -> bool:
+        """Whether its state would have the stream's own from before the epoch.
+
+        That may be of the end of the epoch before. Only who reads the shard knows how to begin
+        from one, so no state is taken: the shard is read again from its beginning.
+        """
+        return self._number < 1 and is_stateful(self._owner.stream)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what has been given out, with no samples."""
         if self._resume is not None:

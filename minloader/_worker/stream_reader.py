@@ -220,6 +220,8 @@ class ShardReader:
     def parts(self) -> dict[str, Any]:
         """What has a state, by names: the shard, or at its end the next pass, goes on from that."""
         dataset, own = self.info.dataset, self._is_own_iterator
+        if not self.ended and getattr(self.iterator, "_is_at_beginning", False):
+            return {}
         parts = {"dataset": None if own else dataset, "iterator": self.iterator}
         if self.ended:
             whole = own or not (self._failed or self.reading)
