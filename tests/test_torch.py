@@ -51,7 +51,7 @@ from torch.utils.data import (  # noqa: E402
     default_convert,
 )
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
-from torch_helpers import Eager, Sharded, Span, Tensors  # noqa: E402
+from torch_helpers import Eager, Placed, Sharded, Span, Tensors  # noqa: E402
 
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
@@ -686,6 +686,24 @@ def test_streams_in_shards(options):
         theirs = list(TorchLoader(Sharded(11), num_workers=num_workers, **options))
         with DataLoader(Sharded(11), num_workers=num_workers, **options) as loader:
             assert_all_same(list(loader), theirs)
+
+
+@pytest.mark.parametrize("kind", [Sharded, Placed])
+def test_the_calling_process_reads_each_shard(kind):
+    """Of a state of two workers, whose shards are known by torch's ``get_worker_info``."""
+    with Loader(kind(11), batch_size=2, num_workers=2) as loader:
+        state = loader.state_dict()  # from before they are started
+    given, states = [], []
+    with Loader(kind(11), batch_size=2, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        for batch in loader:
+            given.append(batch[:, 0].tolist())
+            states.append(loader.state_dict())
+            assert torch.utils.data.get_worker_info() is None
+        assert given == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9]]
+        for k, state in enumerate(states, 1):
+            loader.load_state_dict(state)
+            assert [batch[:, 0].tolist() for batch in loader] == given[k:]
 
 
 @pytest.mark.slow

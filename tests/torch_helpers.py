@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,24 @@ class Sharded(IterableDataset):  # type: ignore[type-arg]
         if self.length is None:
             raise TypeError("no length")
         return self.length
+
+
+class Placed(Sharded):
+    """The same, with a state."""
+
+    i = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in islice(super().__iter__(), self.i, None):
+            self.i += 1
+            yield value
+        self.i = 0
+
+    def state_dict(self) -> int:
+        return self.i
+
+    def load_state_dict(self, state: int) -> None:
+        self.i = state
 
 
 class Span(IterableDataset):  # type: ignore[type-arg]

@@ -22,7 +22,8 @@ from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.messages import Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.seeds import borrow_globals, in_turn, seed_globals
+from minloader._worker.seeds import in_turn, seed_globals
+from minloader._worker.torch_conventions import borrow_with_torch, tell_torch_of_shards
 
 logger = logging.getLogger("minloader")
 
@@ -261,7 +262,13 @@ class InlinePool(Pool):
     def _run(self, task: Task) -> Reply:
         if self._worker is None:
             info = self.settings.info(0)
-            self._worker = Worker(self.job, info, seed=seed_globals, borrow=borrow_globals)
+            self._worker = Worker(
+                self.job,
+                info,
+                seed=seed_globals,
+                borrow=borrow_with_torch,
+                tell=tell_torch_of_shards,
+            )
         return self._worker.run(task)
 
     def replace_workers(self) -> None:

@@ -79,7 +79,7 @@ class Worker:
         beat: called before each item is begun.
         place: its one element is set to the place of each sample in its item.
         reload: gives the dataset once more, for a stream that is read in several places.
-        tell: called with what the user's code is to be told, before that is another.
+        tell: called with what the user's code is to be told, before each call of it.
 
     Attributes:
         id: number of the worker in its replies.
@@ -103,7 +103,6 @@ class Worker:
     ) -> None:
         info.dataset, info.rank = job.dataset, job.rank
         self._tell = tell
-        self._told: WorkerInfo | None = None
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._process = lifetimes.process
@@ -259,8 +258,7 @@ class Worker:
         try:
             try:
                 current_info.set(self.info)
-                if self._tell is not None and self._told is not self.info:
-                    self._told = self.info
+                if self._tell is not None:
                     self._tell(self.info)
                 if self._seed is not None:
                     self._seed(place)

@@ -9,15 +9,16 @@ arrives in the parent as a tensor over the same memory.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from minloader._errors import SKIP
-from minloader._worker.import_hook import when_imported
+from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.seeds import global_states
+from minloader._worker.seeds import borrow_globals, global_states
 
 logger = logging.getLogger("minloader")
 
@@ -125,20 +126,49 @@ class Stream(PassesState):
         return iter(self.dataset)
 
 
-_told: Any = None
-"""What torch's ``get_worker_info`` shall answer, as a :class:`WorkerInfo`."""
+_told: WorkerInfo | None = None
+"""What torch's ``get_worker_info`` shall answer; None if we have not told it anything."""
+
+_MODULE = "torch.utils.data._utils.worker"
 
 
 def tell_torch(info: WorkerInfo) -> None:
     """Make torch's ``get_worker_info`` answer in this process, also if torch is imported later."""
     global _told
-    _told = info
-    when_imported("torch.utils.data._utils.worker", _write_worker_info)
+    if info is not _told:
+        _told = info
+        when_imported(_MODULE, _write_worker_info)
+
+
+def tell_torch_of_shards(info: WorkerInfo) -> None:
+    """The same, if a stream is read that has several shards: without workers too it reads one."""
+    if info.num_workers > 1:
+        tell_torch(info)
+
+
+def borrow_with_torch() -> Callable[[], None]:
+    """Borrow the global generators, and what torch's ``get_worker_info`` answers."""
+    former, answer = _told, getattr(sys.modules.get(_MODULE), "_worker_info", None)
+    give_globals_back = borrow_globals()
+
+    def give_back() -> None:
+        global _told
+        if _told is not former:
+            if former is None:
+                forget(_MODULE, _write_worker_info)
+            if _MODULE in sys.modules:
+                vars(sys.modules[_MODULE])["_worker_info"] = answer
+            _told = former  # last: if Ctrl-C comes, all of this is done again
+        give_globals_back()
+
+    return give_back
 
 
 def _write_worker_info(module: ModuleType) -> None:
     torchs: Any = module
-    dataset = _told.dataset.dataset if type(_told.dataset) is Stream else _told.dataset
+    told = _told
+    assert told is not None
+    dataset = told.dataset.dataset if type(told.dataset) is Stream else told.dataset
     torchs._worker_info = torchs.WorkerInfo(
-        id=_told.id, num_workers=_told.num_workers, seed=_told.seed + _told.id, dataset=dataset
+        id=told.id, num_workers=told.num_workers, seed=told.seed + told.id, dataset=dataset
     )
