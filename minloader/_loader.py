@@ -480,7 +480,8 @@ class Loader(Generic[B]):
                 checks.tell_rereading(places)
             firsts = [ShardPass.of(self.epoch, run, place) for place in places]
         elif former is not None:
-            left = former.behind is not None or not all(lane.is_over for lane in former.lanes)
+            # Not whether the shards are over: that is known earlier or later, as workers go.
+            left = former.behind is not None or not former.is_over
             firsts = [lane.next_pass(self.epoch, run, left=left) for lane in former.lanes]
         else:
             firsts = [ShardPass.of(self.epoch, run, BEGINNING) for _ in range(self._shards)]

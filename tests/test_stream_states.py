@@ -152,6 +152,18 @@ def test_an_epoch_that_is_left_early(make):
 
 
 @own
+@pytest.mark.parametrize("stream", [Counting, Separate, OwnIterator])
+def test_who_is_not_told_of_the_end_has_left_early(make, stream):
+    """Who takes all batches, and no more: whether workers know of the end does not matter."""
+    loader = make(stream(), batch_size=2)
+    expected = epoch(0, max(1, loader.num_workers))
+    for _ in range(2):
+        assert lists(islice(loader, len(expected))) == expected
+    assert lists(loader) == expected
+    assert lists(loader) == epoch(1, max(1, loader.num_workers))
+
+
+@own
 @every_idiom
 def test_a_state_from_before_the_first_batch(make, stream):
     """It leads back to the beginning, whatever was read since, also where that had no state."""
