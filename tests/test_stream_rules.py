@@ -283,6 +283,16 @@ def test_a_shuffled_stream_that_draws_random_numbers_goes_on_alike(kind, workers
     assert wrong == []
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shuffled_stream_draws_alike_after_an_epoch_that_was_left(workers):
+    """Also where it is the user's own object that is read again."""
+    with Loader(shuffled(Random(), 6), num_workers=0) as loader:
+        whole = [list(loader) for _ in range(2)]
+    with Loader(shuffled(Random(), 6), num_workers=workers) as loader:
+        assert list(itertools.islice(loader, 1)) == whole[0][:1]
+        assert list(loader) == whole[1]
+
+
 # --- what a stream costs --------------------------------------------------------------------------
 
 

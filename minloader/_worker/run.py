@@ -305,7 +305,6 @@ class Worker:
     def _prepare(self, info: WorkerInfo) -> None:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info
-        info._seeds_globals = self._seed is not None
         if self._job.worker_init_fn is not None:
             self._call((info.seed, -1, info.id, info.rank), self._job.worker_init_fn, info)
 
@@ -322,6 +321,7 @@ class Worker:
     def _read(self, task: Task, n: int, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info, start = reader.info, reader.start
+        self.info._seeds_globals = self._seed is not None
         if not reader.position and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)
