@@ -107,9 +107,9 @@ def test_going_on_reads_no_more_than_the_buffer_again(k):
     state = json.loads(json.dumps(samples.state_dict()))
     assert len(json.dumps(state)) < 120
     other: Any = iter(shuffled(Placed(40), 8))
+    PlacedReading.read = 0
     other.load_state_dict(state)
     assert other.state_dict() == state
-    PlacedReading.read = 0
     assert head + list(other) == whole
     assert PlacedReading.read <= 40 - k + 8
 
@@ -184,11 +184,12 @@ class FaultyReading(PlacedReading):
         return number
 
 
-def test_errors_are_raised_once():
+@pytest.mark.parametrize("size", [8, 11, 14])
+def test_errors_are_raised_once(size):
     """Also where a run goes on, which reads past them again."""
 
     def make() -> Loader:
-        return Loader(shuffled(Faulty(30), 8), num_workers=0)
+        return Loader(shuffled(Faulty(30), size), num_workers=0)
 
     def rest(loader: Loader) -> list[Any]:
         batches, found = iter(loader), []

@@ -263,20 +263,26 @@ class Random:
             yield number + random.random()
 
 
+def noisy(value: float) -> float:
+    return value + 100 * random.random()
+
+
 @pytest.mark.parametrize("kind", ["no state", "global", "own"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shuffled_stream_that_draws_random_numbers_goes_on_alike(kind, workers):
+    """So does a transform that draws behind it."""
+
     def stream() -> Any:
         return shuffled(Random() if kind == "no state" else Noisy(kind), 6)
 
-    with Loader(stream(), num_workers=workers) as loader:
+    with Loader(stream(), transform=noisy, num_workers=workers) as loader:
         given, states = [], []
         for batch in loader:
             given.append(batch)
             states.append(loader.state_dict())
     wrong = []
     for k, state in enumerate(states[:-1], 1):
-        with Loader(stream(), num_workers=0) as loader:
+        with Loader(stream(), transform=noisy, num_workers=0) as loader:
             loader.load_state_dict(state)
             if list(loader) != given[k:]:
                 wrong.append(k)

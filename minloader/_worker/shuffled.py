@@ -103,14 +103,11 @@ class Shuffle:
         self._failed_filling = 0
         self._is_noted = False  # whether the state before the other half is known
         self._ended = False
-        self._resume: dict[str, Any] | None = None
 
     def __iter__(self) -> Shuffle:
         return self
 
     def __next__(self) -> Any:
-        if self._resume is not None:
-            self._go_on(self._resume)
         if self._source is None:
             self._open(self._owner.loaded)
         if self._half:
@@ -179,34 +176,6 @@ class Shuffle:
             stream.load_state_dict(state)
         self._source = iter(stream)
 
-    def _go_on(self, state: dict[str, Any]) -> None:
-        """Read again what the buffer held when a state was taken."""
-        self._resume = None
-        known = state["stream"] or {}
-        if self._source is None:
-            self._open(known.get("dataset"))
-        if "iterator" in known:
-            self._source.load_state_dict(known["iterator"])
-        if state["number"] < 0:
-            return
-        self._number = state["number"] - 1
-        self._before_filled, self._is_noted = state["stream"], True
-        self._fill_again(self._size, state["failed"])
-        self._turn()
-        self._given = state["given"]
-        del self._half[len(self._half) - self._given :]
-        self._fill_again(self._given, state["failed"] - self._failed)
-
-    def _fill_again(self, size: int, failures: int) -> None:
-        """Read past errors, which were raised when this was read before."""
-        while True:
-            try:
-                return self._fill(size)
-            except Exception as error:
-                if self._failed_filling > failures:
-                    raise
-                logger.debug("a sample of a shuffled stream fails again: %r", error)
-
 
 class StatefulShuffle(Shuffle):
     """The same, of a stream that can be put back."""
@@ -222,11 +191,37 @@ class StatefulShuffle(Shuffle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been given out, with no samples."""
-        if self._resume is not None:
-            return dict(self._resume)
         place = {"number": self._number, "given": self._given, "stream": self._before}
         return place | {"failed": self._failed + self._failed_filling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next sample the one after those that a state has given out."""
-        self._resume = dict(state)
+        """Make the next sample the one after those that a state has given out.
+
+        What the buffer held is read at once: a batch finds the generators as they would be.
+        """
+        known = state["stream"] or {}
+        if self._source is None:
+            self._open(known.get("dataset"))
+        if "iterator" in known:
+            self._source.load_state_dict(known["iterator"])
+        if state["number"] >= 0:
+            self._number = state["number"] - 1
+            self._before_filled, self._is_noted = state["stream"], True
+            self._fill_again(self._size, state["failed"])
+            self._turn()
+            self._given = state["given"]
+            del self._half[len(self._half) - self._given :]
+        # With the first sample of a half none of the other was read.
+        self._fill_again(self._given - 1, state["failed"] - self._failed)
+
+    def _fill_again(self, size: int, failures: int) -> None:
+        """Read until so many samples are there, and past errors that were raised before."""
+        while len(self._filled) < self._size and not self._ended:
+            if len(self._filled) >= size and self._failed_filling >= failures:
+                break
+            try:
+                self._fill(len(self._filled) + 1)
+            except Exception as error:
+                if self._failed_filling > failures:
+                    raise
+                logger.debug("a sample of a shuffled stream fails again: %r", error)
