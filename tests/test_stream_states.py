@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import in_a_fork, lists, plain, variants
-from helpers import Deadly, Numbers, StatefulIterator, StatefulNumbers
+from helpers import Deadly, Numbers, Refuses, StatefulIterator, StatefulNumbers
 from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
 from interrupts import interrupted
 from test_streams import in_turns
@@ -305,6 +305,24 @@ def test_an_error_in_the_stream_begins_it_anew():
             next(batches)
         assert list(batches) == []
         assert list(loader) == list(range(14))
+
+
+@own
+def test_an_epoch_with_an_error_is_repeated_also_when_it_is_resumed(make):
+    """An iterator gets past the error; but who counts the epoch does not know of it."""
+    options: Any = {"batch_size": 2, "num_workers": int(make.name != "inline"), "on_error": "skip"}
+    expected = [batch for batch in epoch(0, 1) if 3 not in batch]
+    loader = make(Separate(14, Refuses(3)), **options)
+    states = []
+    for batch in loader:
+        assert batch.tolist() == expected[len(states)]
+        states.append(plain(loader.state_dict()))
+    assert lists(loader) == expected
+    for k, state in enumerate(states[1:], 2):
+        other = make(Separate(14, Refuses(3)), **options)
+        other.load_state_dict(state)
+        assert lists(other) == expected[k:]
+        assert lists(other) == expected
 
 
 class Bad:

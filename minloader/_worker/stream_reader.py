@@ -283,6 +283,7 @@ class ShardReaders:
             del self._readers[former]
         reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
         reader.reading_id, reader.beginning = shard.reading, self._beginning
+        reader._failed = bool(start.failed)
         self._readers[key] = reader
         return reader
 
