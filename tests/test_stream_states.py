@@ -308,6 +308,23 @@ def test_an_error_in_the_stream_begins_it_anew():
 
 
 @own
+def test_an_error_ends_a_generator_for_a_resumed_run_too(make):
+    """Its stream could go on from its state, but this run does not."""
+    options: Any = {"batch_size": 2, "num_workers": int(make.name != "inline")}
+    loader, other = (make(Counting(14, Refuses(5)), **options) for _ in range(2))
+    for _ in range(2):
+        batches = iter(loader)
+        assert lists(islice(batches, 2)) == epoch(0, 1)[:2]
+        with pytest.raises(ValueError, match="5 is bad"):
+            next(batches)
+        state = plain(loader.state_dict())
+        assert list(batches) == []
+    other.load_state_dict(state)
+    assert list(other) == []
+    assert lists(islice(other, 2)) == epoch(0, 1)[:2]
+
+
+@own
 def test_an_epoch_with_an_error_is_repeated_also_when_it_is_resumed(make):
     """An iterator gets past the error; but who counts the epoch does not know of it."""
     options: Any = {"batch_size": 2, "num_workers": int(make.name != "inline"), "on_error": "skip"}

@@ -87,6 +87,11 @@ class ShardReader:
         is_put = self.is_fresh and self.start.at and not self._is_own_iterator
         return self.ended and not self._failed and not (is_put and is_stateful(self.info.dataset))
 
+    @property
+    def _is_dead(self) -> bool:
+        """Whether the iterator is a generator that has raised, or returned."""
+        return isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
+
     def begin(self, index: int | None = None) -> Place:
         """Prepare for a batch of the shard, by default the next, and return its place.
 
@@ -132,7 +137,10 @@ class ShardReader:
                     self._open({})  # it begins each time where it was put last
                     self._take(size)
         except Exception:
-            self.ended |= self.iterator is None  # what cannot be begun is over
+            # What cannot be begun is over, and so is a generator that has raised. It must be known
+            # now: what has that for its place would be read on by who has its state.
+            self.ended |= self.iterator is None or self._is_dead
+            self._failed = True
             self._samples, self.last = [], None
             self.position += 1  # it takes the place of a batch
             raise
@@ -152,10 +160,9 @@ class ShardReader:
         """
         # An iterator that has no state and is the stream itself can only be read on.
         is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
-        is_dead = isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
         size = self.maker.job.batch_size or 1
         inside = self._is_inside and len(self._samples) < size
-        if not self.is_inline or (inside and (is_dead or not is_own)):
+        if not self.is_inline or (inside and (self._is_dead or not is_own)):
             return False  # what raised an interrupt may be over
         if start.batches == self.position - 1 and self._former is not None:
             self._samples, self._former = self._former, None
