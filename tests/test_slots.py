@@ -826,6 +826,37 @@ def test_a_fork_does_not_write_into_the_batches_of_its_parent(retired, monkeypat
         assert [batch.any() for batch in batches] == [True] * 4
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3b11fnuz", "float8_e5m2"])
+def test_small_arrays_of_types_with_letters_that_numpy_uses(name):
+    dtype = np.dtype(getattr(require("ml_dtypes"), name))
+    with Loader(np.ones(4).astype(dtype).__add__, [0, 1], num_workers=1) as loader:
+        for n, batch in enumerate(loader):
+            assert batch.astype(int).tolist() == [1 + n] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_see_what_its_parent_writes_later():
+    (told, tell), (answer, say) = os.pipe(), os.pipe()
+    with Loader(numbered, range(1, 5), num_workers=1) as loader:
+        batches = list(loader)
+        expected = [batch.copy() for batch in batches]
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            try:
+                os.read(told, 1)
+                os.write(say, b"same" if all(map(np.array_equal, batches, expected)) else b"other")
+            finally:
+                os._exit(0)
+        for batch in batches:
+            batch[...] = 0
+        os.write(tell, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.read(answer, 5) == b"same"
+        assert not any(batch.any() for batch in batches)
+    for fd in (told, tell, answer, say):
+        os.close(fd)
+
+
 def test_a_fork_keeps_what_it_looks_at():
     code = """
 import os, helpers, minloader

@@ -203,7 +203,7 @@ class SharedMapping:
         when_gone(self, libc.munmap, address, size)
 
     def make_private(self, fd: int) -> None:
-        """Keep from others what this process, a fork, writes from now on.
+        """Keep from others what this process writes from now on.
 
         Args:
             fd: of the file, whose pages are then copied as they are written to; -1 if there is none

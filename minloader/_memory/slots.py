@@ -247,19 +247,21 @@ _forking = threading.local()  # .found: what this thread's fork is to have for i
 
 
 def before_fork() -> None:
-    _forking.found = [each for slots in copied(all_slots) for each in slots.retire_leased()]
+    found = [each for slots in copied(all_slots) for each in slots.retire_leased()]
+    for mapping, fd in found:
+        if fd >= 0:  # in both processes: the other must not see what one writes from now on
+            mapping.make_private(fd)
+            os.close(fd)
+    _forking.found = [mapping for mapping, fd in found if fd < 0]
 
 
 def in_parent() -> None:
-    for _, fd in _forking.__dict__.pop("found", ()):
-        if fd >= 0:
-            os.close(fd)
+    _forking.__dict__.pop("found", None)
 
 
 def in_forked_child() -> None:
-    for mapping, fd in _forking.__dict__.get("found", ()):
-        mapping.make_private(fd)
-    in_parent()
+    for mapping in _forking.__dict__.pop("found", ()):
+        mapping.make_private(-1)  # not before the fork: another thread may look at it
     for slots in copied(all_slots):
         slots.close_in_fork()
 

@@ -98,7 +98,7 @@ def _stacked(samples: Sequence[Any]) -> Leaf | None:
 
 def _is_plain(array: Any) -> bool:
     """Whether torch has tensors of the type of an array."""
-    return array.dtype.char in PLAIN_DTYPES
+    return array.dtype.char in PLAIN_DTYPES and array.dtype.isbuiltin < 2  # of ml_dtypes: 2
 
 
 def convert(sample: Any) -> Any:
