@@ -15,7 +15,14 @@ from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minloader import BatchSampler, Concatenated, DynamicBatchSampler, Loader, PackedBatchSampler
+from minloader import (
+    BatchSampler,
+    Concatenated,
+    DynamicBatchSampler,
+    Loader,
+    PackedBatchSampler,
+    concurrent,
+)
 from minloader import MixtureSampler as Mixture
 from minloader._sampling import windows
 
@@ -470,6 +477,8 @@ def test_impossible_datasets():
         Concatenated([])
     with pytest.raises(TypeError, match=r"datasets\[1\] must have __getitem__, got 3"):
         Concatenated(["ab", 3])
+    with pytest.raises(TypeError, match=r"datasets\[0\] is concurrent; write concurrent\(Conc"):
+        Concatenated([concurrent([1, 2])])
 
 
 def test_a_mixture_of_datasets_through_a_loader():

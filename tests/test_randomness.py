@@ -125,7 +125,6 @@ class Wrapped:
     [
         (Wrapped, [[0, 1, 2], [3, 4]]),
         (lambda dataset: dataset, [[[0, 1], [2, 3]]]),
-        (lambda dataset: Concatenated([dataset, dataset]), [[(0, 1), (0, 2), (1, 1), (1, 2)]]),
     ],
 )
 def test_what_reads_several_times_for_a_batch_draws_other_numbers(make, items):

@@ -21,8 +21,7 @@ class Concatenated:
 
     It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
 
-    Put :func:`concurrent` around it, not into it: else samples of the same index in two datasets
-    have the same ``sample_rng``.
+    Put :func:`concurrent` around it: reads within it would know the index in one dataset alone.
 
     Args:
         datasets: at least one. Each has ``__getitem__``, for indices from 0 or other keys. If one
@@ -32,7 +31,7 @@ class Concatenated:
         datasets: these datasets, in a list.
 
     Raises:
-        TypeError: one of them is no dataset.
+        TypeError: one of them is no dataset, or is concurrent.
         ValueError: there are none.
     """
 
@@ -43,6 +42,10 @@ class Concatenated:
         for part, dataset in enumerate(self.datasets):
             if not hasattr(type(dataset), "__getitem__"):
                 raise TypeError(f"datasets[{part}] must have __getitem__, got {shown(dataset)}")
+            if hasattr(dataset, "__getfutures__"):  # samples of two datasets would draw alike
+                raise TypeError(
+                    f"datasets[{part}] is concurrent; write concurrent(Concatenated([...])) instead"
+                )
 
     def __len__(self) -> int:
         """Return the number of samples of all datasets.
