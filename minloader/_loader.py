@@ -356,18 +356,24 @@ class Loader(Generic[B]):
         """
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        told, account = self._told, self._account
-        former = told.epoch
+        told, account, sampler = self._told, self._account, self.sampler
         under_way = account is not None and not account.is_left and not account.is_over
-        epoch = account.epoch if account is not None and under_way else self.epoch
+        source = account.lanes[0].sources[0] if account is not None and under_way else None
+        former, epoch = told.epoch, self.epoch if source is None else source.epoch
         try:
-            if not hasattr(type(self.sampler), "__len__") or epoch == former:
-                return len(self.sampler)  # type: ignore[arg-type]
+            is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
+            if not is_told or epoch == former:
+                return len(sampler)  # type: ignore[arg-type]
+            if source is not None:  # the sampler is in an epoch that is read ahead
+                if source.length is None:
+                    raise TypeError("it was not known when the epoch was begun")
+                length: int = source.length
+                return length
             told.tell(epoch)
-            length = len(self.sampler)  # type: ignore[arg-type]
+            length = len(sampler)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
-                f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
+                f"this loader has no length, since its sampler, {shown(sampler)}, has none"
             ) from error
         if former is not None:
             told.tell(former)

@@ -383,6 +383,28 @@ def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
         assert len(loader) == 1  # that of the next
 
 
+class Restarting(SelfIterating):
+    """Another epoch, whichever, is another number of items. To be told one begins anew."""
+
+    def __len__(self) -> int:
+        return len(self.items) + self.epoch
+
+    def __next__(self) -> Any:
+        if self.position == len(self):
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("inner", [False, True])
+def test_to_ask_for_the_length_does_not_disturb_the_epoch_that_is_read_ahead(inner, num_workers):
+    sampler = BatchSampler(Restarting(range(6)), None) if inner else Restarting(range(6))
+    with Loader(Echo(), sampler, num_workers=num_workers, executor="thread") as loader:
+        found = [(epoch, batch, len(loader)) for epoch, batch in loader.epochs(3)]
+    assert found == [(n, batch, 6 + n) for n in range(3) for batch in range(6 + n)]
+
+
 @pytest.mark.parametrize("taking", ["iter", "epochs", "prefetch"])
 @pytest.mark.parametrize("depth", [0, 2, 40])
 def test_what_an_epoch_has_left_does_not_depend_on_how_far_it_was_read_ahead(taking, depth):

@@ -67,6 +67,14 @@ class Told:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
+    def length(self) -> int | None:
+        """Return the number of batches of the epoch that was told; None where it is not known."""
+        try:
+            return len(self.sampler)
+        except Exception as error:
+            logger.debug("the sampler has no length: %r", error)
+            return None
+
 
 class Source:
     """Reads the sampler for one epoch.
@@ -86,6 +94,7 @@ class Source:
         holes: from, to: ordinals ahead that an earlier run has delivered.
         is_ended: whether there are no more items.
         is_inside: whether the sampler's own code runs, or what it says at its end is noted.
+        length: number of batches of the epoch, of a sampler that is told; None if not known.
     """
 
     def __init__(
@@ -116,6 +125,7 @@ class Source:
         self._peeked: list[Any] = []  # drawn while going on, and still to be given
         self._failed: list[Exception] = []  # raised while going on, and still to be raised
         self.is_inside = False
+        self.length: int | None = None
         self._due = 0.0  # when to ask for its state next
 
     @property
@@ -143,6 +153,9 @@ class Source:
             _put_back(sampler, known)
             if not known.at:
                 told.tell(self.epoch)
+        if hasattr(sampler, "set_epoch"):
+            # Once it has been told the next epoch, to tell it this one would disturb that.
+            self.length = told.length()
         if self.is_ended:
             self._put_back = False
             return
