@@ -357,8 +357,9 @@ class Loader(Generic[B]):
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
         told, account, sampler = self._told, self._account, self.sampler
-        under_way = account is not None and not account.is_left and not account.is_over
-        source = account.lanes[0].sources[0] if account is not None and under_way else None
+        source = None
+        if account is not None and account.is_under_way:
+            source = account.lanes[0].sources[0]
         former, epoch = told.epoch, self.epoch if source is None else source.epoch
         try:
             is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
@@ -535,7 +536,7 @@ class Loader(Generic[B]):
             if has_begun(resume) and account is None and isinstance(self.sampler, Sampler):
                 self.sampler._forget()  # it was put to a place of that epoch, or before
             resume = None
-        if account is not None and not account.is_over and not account.is_left:
+        if account is not None and account.is_under_way:
             account.next_epoch = epoch
         own.update(_epoch=epoch, _resume=resume)
 
@@ -567,7 +568,7 @@ class Loader(Generic[B]):
         account, resume = self._account, self._resume
         if account is not None:
             with account.lock:
-                if resume is None and not (account.is_left or account.is_over):
+                if resume is None and account.is_under_way:
                     account.lanes[0].skip(n)
                     return
         if resume is None:
@@ -648,11 +649,6 @@ class Loader(Generic[B]):
         self._check_open()
         seed = None if self._any_seed else self.seed
         known = check_state(state, seed, stream=self._shards is not None)
-        if self._any_seed:
-            self._group.reseed(known["seed"])
-            vars(self)["seed"] = known["seed"]
-            if self._own_sampler and isinstance(self.sampler, Sampler):
-                self.sampler.seed = self.seed
         if self._shards is not None:
             theirs = known["stream"]["batch_size"]
             if theirs != self._batch_size:
@@ -663,11 +659,15 @@ class Loader(Generic[B]):
             self._shards = len(known["stream"]["shards"])
             checks.tell_idle_workers(self.num_workers, self._shards)
         else:
-            self._told.tell(known["epoch"])
-            check_sampler(known, self.sampler, self._length(known["epoch"]))
+            if self._account is None or not self._account.is_under_way:
+                self._told.tell(known["epoch"])  # else the length is compared when it is told
+            length = self._length(known["epoch"])
+            check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
+        # Only now: the epoch under way goes on after a state that was refused.
+        self._group.reseed(known["seed"])
         own = vars(self)
         self._settings.loaded += 1  # and this is one step, which nothing can interrupt:
-        own.update(_epoch=known["epoch"], _resume=known, _account=None)
+        own.update(seed=known["seed"], _epoch=known["epoch"], _resume=known, _account=None)
 
     def _length(self, epoch: int) -> int | None:
         """Return the number of batches of an epoch; None where it is not known now."""

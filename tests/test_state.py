@@ -28,7 +28,7 @@ from conftest import (
     variants,
     workers,
 )
-from helpers import Echo, Guarded, SelfIterating, Stateful
+from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
 
 from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader, prefetch
 from minloader._epochs.sampled import STATE_COST, Source
@@ -350,6 +350,75 @@ def test_a_refused_state_is_not_forgotten():
         assert [batch[0] for batch in loader] == [8, 7, 6, 5]
 
 
+class Restarting:
+    """Its own iterator, without a state. To be told another epoch, which is longer, begins anew."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = self.position = 0
+
+    def __len__(self) -> int:
+        return self.size + self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def __iter__(self) -> Restarting:
+        self.position = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.position == len(self):
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+
+REFUSED: dict[str, Any] = {  # what a loader is made with, and another whose states it refuses
+    "any seed": lambda n: {"batch_size": n, "shuffle": True, "seed": None},
+    "ours": lambda n: {"sampler": BatchSampler(12, n, shuffle=True)},
+    "theirs": lambda n: {"sampler": Restarting(12) if n == 2 else Stateful(range(12))},
+    "theirs in ours": lambda n: {"sampler": BatchSampler(Restarting(12), n)},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_refused_state_does_not_disturb_the_epoch_under_way(kind, num_workers, monkeypatch):
+    """Its batches, the epoch after it and the states of both are what they would have been."""
+    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    foreign = state_of(Noise(), **REFUSED[kind](3)) | {"epoch": 3}
+    options = REFUSED[kind](2) | {"num_workers": num_workers, "executor": "thread"}
+    with Loader(Noise(), **options) as loader:
+        whole = [list(map(repr, loader)) for _ in range(2)]
+        loader.set_epoch(0)
+        batches = map(repr, loader)
+        first = next(batches)
+        with pytest.raises(ValueError, match="the state"):
+            loader.load_state_dict(foreign)
+        second = next(batches)
+        state = loader.state_dict()
+        rest = [list(batches), list(map(repr, loader))]
+        assert [[first, second, *rest[0]], rest[1]] == whole
+        loader.load_state_dict(state)
+        assert [list(map(repr, loader)), list(map(repr, loader))] == rest
+
+
+def test_within_an_epoch_the_length_of_another_is_compared_when_that_begins():
+    """A sampler is not told of it before: that might disturb the epoch under way."""
+    foreign = state_of(Echo(), sampler=Restarting(7)) | {"epoch": 3}
+    with Loader(Echo(), Restarting(6), num_workers=0) as loader:
+        batches = iter(loader)
+        assert next(batches) == 0
+        loader.load_state_dict(foreign)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"has 9 batches in epoch 3, but .* one with 7"):
+                iter(loader)
+        loader.set_epoch(0)
+        assert list(loader) == list(range(6))
+
+
 def test_a_closed_loader_takes_no_state():
     loader = Loader(Guarded(), range(3), num_workers=0)
     state = loader.state_dict()
@@ -383,23 +452,10 @@ def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
         assert len(loader) == 1  # that of the next
 
 
-class Restarting(SelfIterating):
-    """Another epoch, whichever, is another number of items. To be told one begins anew."""
-
-    def __len__(self) -> int:
-        return len(self.items) + self.epoch
-
-    def __next__(self) -> Any:
-        if self.position == len(self):
-            raise StopIteration
-        self.position += 1
-        return self.position - 1
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("inner", [False, True])
 def test_to_ask_for_the_length_does_not_disturb_the_epoch_that_is_read_ahead(inner, num_workers):
-    sampler = BatchSampler(Restarting(range(6)), None) if inner else Restarting(range(6))
+    sampler = BatchSampler(Restarting(6), None) if inner else Restarting(6)
     with Loader(Echo(), sampler, num_workers=num_workers, executor="thread") as loader:
         found = [(epoch, batch, len(loader)) for epoch, batch in loader.epochs(3)]
     assert found == [(n, batch, 6 + n) for n in range(3) for batch in range(6 + n)]

@@ -69,6 +69,11 @@ class Account:
         self.behind: Note | None = None
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether the consumer has the iterator, and may ask it for more."""
+        return not (self.is_left or self.is_over)
+
+    @property
     def index(self) -> int:
         """Index of the epoch that the consumer is in, of those of the iterator."""
         index: int = min(lane.sources[0].index for lane in self.lanes)

@@ -28,7 +28,15 @@ from minloader._epochs import failures
 from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, SamplerError, SamplerState
 from minloader._epochs.settings import Settings
-from minloader._epochs.state import Note, State, check_state, digest, has_begun, sampler_place
+from minloader._epochs.state import (
+    Note,
+    State,
+    check_length,
+    check_state,
+    digest,
+    has_begun,
+    sampler_place,
+)
 from minloader._pools.base import HeldItem, Pool
 from minloader._sampling.base import Sampler, ranks_of
 from minloader._sampling.source import Repeatable
@@ -116,6 +124,7 @@ class Source:
         self.is_ended = bool(place and place["ended"])
         self.last: tuple[int, Any] | None = None
         self.check = (place["check"] if place else None) or (-1, None)
+        self._place = place
         # Our samplers tell the truth before their first item, too. Others may be in another epoch.
         self._is_exact = isinstance(told.sampler, Sampler)
         self._is_stateful = is_stateful(told.sampler)
@@ -155,7 +164,10 @@ class Source:
                 told.tell(self.epoch)
         if hasattr(sampler, "set_epoch"):
             # Once it has been told the next epoch, to tell it this one would disturb that.
-            self.length = told.length()
+            length = told.length()
+            if self._place is not None and not self._is_exact:
+                check_length(self._place, sampler, length)
+            self.length = length
         if self.is_ended:
             self._put_back = False
             return

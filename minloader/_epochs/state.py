@@ -117,14 +117,28 @@ def _plain(value: Any) -> Any:
 # --- a state that is loaded
 
 
-def check_sampler(state: State, sampler: Any, length: int | None) -> None:
+def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed: bool) -> None:
     """Refuse a state whose sampler was another one, as far as that can be told.
 
     Args:
         state: a checked one. If it is of another world size, it becomes one of the sampler's.
-        sampler: the loader's, which has been told the state's epoch.
+        sampler: the loader's. If the state is refused, it stays as it was.
         length: number of its batches in that epoch; None if that is not known.
+        takes_seed: whether it takes over the seed of the state, if it is of ours.
     """
+    if not takes_seed or not isinstance(sampler, Sampler):
+        _check_sampler(state, sampler, length)
+        return
+    former = sampler.seed
+    try:
+        sampler.seed = state["seed"]
+        _check_sampler(state, sampler, length)
+    except BaseException:
+        sampler.seed = former
+        raise
+
+
+def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
     if state["sampler"] is not None and not is_stateful(sampler):
         raise ValueError(
             f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
@@ -139,6 +153,11 @@ def check_sampler(state: State, sampler: Any, length: int | None) -> None:
         return
     if state["sampler"] is None and state["epoch"] and not state["batches"]:
         _refuse_own_generator(sampler)
+    check_length(state, sampler, length)
+
+
+def check_length(state: State, sampler: Any, length: int | None) -> None:
+    """Refuse a state if its epoch had another number of batches, as far as these are known."""
     if None not in (length, state["length"]) and length != state["length"]:
         raise ValueError(
             f"the sampler has {length} batches in epoch {state['epoch']}, but the state is of one "
