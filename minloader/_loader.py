@@ -545,10 +545,11 @@ class Loader(Generic[B]):
 
         They count as handed over, for a state too. All other batches stay as they are. In the
         middle of an epoch, the next batches in the order of the sampler are left out, up to the end
-        of the epoch. Otherwise it is the first ones of the next ``iter``, also after
-        :meth:`load_state_dict`. A batch that :func:`minloader.prefetch` has taken ahead is not left
-        out. While another thread waits for a batch, this waits too. After Ctrl-C in it, some of the
-        batches are left out, and :meth:`state_dict` says where the consumer is.
+        of the epoch, or to an error of the sampler, which the next ``next`` raises. Otherwise it is
+        the first ones of the next ``iter``, also after :meth:`load_state_dict`. A batch that
+        :func:`minloader.prefetch` has taken ahead is not left out. While another thread waits for a
+        batch, this waits too. After Ctrl-C in it, some of the batches are left out, and
+        :meth:`state_dict` says where the consumer is.
 
         Args:
             n: how many batches, as the sampler gives them.

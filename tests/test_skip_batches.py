@@ -149,6 +149,33 @@ def test_after_an_epoch_that_was_left_the_next_one_is_meant(make):
         assert loader.epoch == 2
 
 
+class Unreachable:
+    """Gives three items, and raises from then on."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def __iter__(self) -> Unreachable:
+        return self
+
+    def __next__(self) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the store is gone")
+        return self.left
+
+
+def test_a_sampler_that_goes_on_raising_is_not_asked_for_ever(make):
+    """What it raises comes with the next batch, also if it was read ahead."""
+    with make(echo, Unreachable()) as loader:
+        batches = iter(loader)
+        assert next(batches) == 2
+        for _ in range(3):
+            loader.skip(5)
+            with pytest.raises(OSError, match="the store is gone"):
+                next(batches)
+
+
 def test_a_stream_refuses():
     with (
         Loader(Numbers(9), num_workers=0) as loader,

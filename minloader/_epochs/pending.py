@@ -131,6 +131,11 @@ class Pending:
         return self.outcomes is not None and self.given < len(self.outcomes)
 
     @property
+    def is_left(self) -> bool:
+        """Whether there is more to hand over: a batch, made or not, or an error of the sampler."""
+        return self.given < len(self.outcomes or self.items)
+
+    @property
     def is_over(self) -> bool:
         """Whether all that it stands for was handed over."""
         return self.outcomes is not None and self.given >= len(self.outcomes) >= len(self.items)

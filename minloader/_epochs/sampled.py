@@ -438,18 +438,19 @@ class SamplerLane(Lane):
             self._replace(pending, [pending, *added] if pending.items else [*added])
 
     def skip(self, n: int) -> None:
-        """Leave out the next items of the consumer's epoch, up to its end.
+        """Leave out the next items of the consumer's epoch, up to its end, or to an error.
 
         What was drawn leaves the account as if it had been handed over. What is under way need not
-        be made, and what was cut off from a task is sent again.
+        be made, and what was cut off from a task is sent again. What the sampler raises comes with
+        the next batch: some raise it for ever.
         """
         while n:
             mine = (each for each in self.pending if each.source is self.sources[0])
-            here = next((each for each in mine if each.ends or each.given < len(each.items)), None)
+            here = next((each for each in mine if each.ends or each.is_left), None)
             if here is None:
                 self._draw()
                 continue
-            if here.ends:
+            if not here.items:
                 return
             count = min(n, len(here.items) - here.given)
             n -= count
