@@ -11,6 +11,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,16 @@ from conftest import (
 )
 from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
 
-from minloader import SKIP, BatchError, BatchSampler, DynamicBatchSampler, Loader, prefetch
+from minloader import (
+    SKIP,
+    BatchError,
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    PackedBatchSampler,
+    prefetch,
+)
 from minloader._epochs.sampled import STATE_COST, Source
 
 N = 40  # batches of an epoch of each of SAMPLERS
@@ -490,6 +500,50 @@ def test_what_an_epoch_has_left_does_not_depend_on_how_far_it_was_read_ahead(tak
         sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
         sampler.set_epoch(3)
         assert list(loader) == list(sampler)
+
+
+def rollover() -> BatchSampler:
+    return BatchSampler(5, 2, last_batch="rollover")
+
+
+def mixed(stop: str, *parts: Any, batch_size: int | None = 2) -> MixtureSampler:
+    return MixtureSampler(parts, [1] * len(parts), batch_size, stop)
+
+
+WITH_ROLLOVER: dict[str, Callable[[], Any]] = {
+    "part": lambda: mixed("first", rollover(), 30),
+    "part of a part": lambda: mixed("first", mixed("last", rollover(), 6, batch_size=None), 7),
+    "batches": lambda: BatchSampler(rollover(), 2),
+    "packed": lambda: PackedBatchSampler(len, 4, sampler=rollover()),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_ROLLOVER)
+@pytest.mark.parametrize("way", ["inline", "thread-3"])
+def test_an_epoch_that_was_left_is_followed_by_a_clean_one(kind, way, monkeypatch):
+    """Whatever the inner samplers have read of it."""
+    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
+        clean = list(loader)
+    for taken in range(1, len(clean) + 1):
+        with Loader(plain, WITH_ROLLOVER[kind](), **WAYS[way]) as loader:
+            assert list(itertools.islice(loader, taken)) == clean[:taken]
+            assert list(loader) == clean
+
+
+@pytest.mark.parametrize("kind", WITH_ROLLOVER)
+def test_inner_samplers_have_nothing_left_that_no_state_tells_of(kind, monkeypatch):
+    """As they would where the sampler over them ends its epoch before they do."""
+    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    states, given = [], []
+    with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
+        for batch in loader.epochs(3):
+            states.append(loader.state_dict())
+            given.append(batch)
+    for n, state in enumerate(states, 1):
+        with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
+            loader.load_state_dict(state)
+            assert list(loader.epochs(until=3)) == given[n:]
 
 
 def test_what_an_epoch_has_left_after_a_state_that_is_not_gone_on_from():

@@ -21,7 +21,7 @@ so each knows what all were given, and what is left to deal out when there are m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from minloader._checks import check_bool, check_int, shown
@@ -296,8 +296,12 @@ class Sampler:
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
         self._run = self._known = None
-        if self._source is not None:
-            self._source.stands = None
+        for source in self._sources():
+            source.forget()
+
+    def _sources(self) -> Sequence[Source]:
+        """Return all that this one reads."""
+        return [] if self._source is None else [self._source]
 
     def _position(self) -> Place:
         """Return where the present epoch stands."""

@@ -104,6 +104,9 @@ class MixtureSampler(StepSampler):
         weights = self.weights(epoch, step)
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
+    def _sources(self) -> Sequence[Part]:
+        return self._parts
+
     def _beginning(self) -> Place:
         parts = [[0, False, part.beginning()] for part in self._parts]
         return super()._beginning() | {"source": Draws.beginning(parts)}

@@ -167,6 +167,13 @@ class Source:
         self.stands = self.state()  # nobody can tell it the epoch again
         return BEGINNING if self.stands is None else [0, self.stands, True]
 
+    def forget(self) -> None:
+        """Have the next epoch begin with nothing that the one before has left."""
+        self.stands = None
+        if hasattr(self.items, "_forget"):
+            self.items._forget()
+            self.was_put = False
+
     def restore(self, epoch: int, place: Sequence[Any]) -> None:
         """Put the iterable to a place.
 
@@ -197,6 +204,7 @@ class Source:
         if place[1] is None or place[2]:
             self.set_epoch(epoch)
         if list(place) == BEGINNING:
+            self.forget()  # ours would begin with what they still have, which no state tells of
             if self.was_put and iter(self.items) is not self.items:
                 next(iter(self.items), None)  # else it would go on where it was put
             if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
