@@ -664,6 +664,7 @@ class Loader(Generic[B]):
                 self._told.tell(known["epoch"])  # else the length is compared when it is told
             length = self._length(known["epoch"])
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
+            self._told.epoch = None  # the sampler may stand where the epoch before has ended
         # Only now: the epoch under way goes on after a state that was refused.
         self._group.reseed(known["seed"])
         own = vars(self)

@@ -732,3 +732,16 @@ def test_errors_that_the_sampler_has_raised_do_not_keep_a_run_from_going_on(make
         with Loader(Echo(), make(), **way) as resumed:
             resumed.load_state_dict(state)
             assert list(map(str, given + outcomes(iter(resumed)))) == list(map(str, whole))
+
+
+def test_the_length_after_a_state_was_loaded_is_that_of_its_epoch():
+    def make() -> Loader:
+        return Loader(range(23), batch_size=4, last_batch="rollover", num_workers=0)
+
+    with make() as loader, make() as resumed:
+        for length in (5, 6, 6):
+            for n, _ in enumerate(loader):
+                if n == 0:
+                    resumed.load_state_dict(loader.state_dict())
+                    assert len(resumed) == length
+            assert n + 1 == length
