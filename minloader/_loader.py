@@ -529,9 +529,14 @@ class Loader(Generic[B]):
 
         Within :meth:`epochs` it is for the next epoch of that loop. After :meth:`load_state_dict`,
         a number other than the state's begins that epoch anew.
+
+        Raises:
+            RuntimeError: :func:`minloader.prefetch` takes batches of :meth:`epochs` ahead.
         """
         epoch = check_int("epoch", epoch, 0)
         own, account, resume = vars(self), self._account, self._resume
+        if account is not None and account.several:
+            account.check_not_ahead("set_epoch within epochs()")
         if resume is not None and resume["epoch"] != epoch:
             if has_begun(resume) and account is None and isinstance(self.sampler, Sampler):
                 self.sampler._forget()  # it was put to a place of that epoch, or before
@@ -546,10 +551,9 @@ class Loader(Generic[B]):
         They count as handed over, for a state too. All other batches stay as they are. In the
         middle of an epoch, the next batches in the order of the sampler are left out, up to the end
         of the epoch, or to an error of the sampler, which the next ``next`` raises. Otherwise it is
-        the first ones of the next ``iter``, also after :meth:`load_state_dict`. A batch that
-        :func:`minloader.prefetch` has taken ahead is not left out. While another thread waits for a
-        batch, this waits too. After Ctrl-C in it, some of the batches are left out, and
-        :meth:`state_dict` says where the consumer is.
+        the first ones of the next ``iter``, also after :meth:`load_state_dict`. While another
+        thread waits for a batch, this waits too. After Ctrl-C in it, some of the batches are left
+        out, and :meth:`state_dict` says where the consumer is.
 
         Args:
             n: how many batches, as the sampler gives them.
@@ -557,7 +561,8 @@ class Loader(Generic[B]):
         Raises:
             TypeError, ValueError: ``n`` is no number of batches; or the dataset is a stream, which
                 can only be read on: take its batches, and drop them.
-            RuntimeError: the loader is closed.
+            RuntimeError: the loader is closed; or :func:`minloader.prefetch` takes batches ahead of
+                the consumer.
         """
         n = check_int("n", n, 0)
         self._check_open()
@@ -569,6 +574,8 @@ class Loader(Generic[B]):
         account, resume = self._account, self._resume
         if account is not None:
             with account.lock:
+                if resume is None:
+                    account.check_not_ahead("skip")
                 if resume is None and account.is_under_way:
                     account.lanes[0].skip(n)
                     return

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import Noise, Numbers, SelfIterating, Stateful
 
-from minloader import BatchSampler, DynamicBatchSampler, Loader
+from minloader import BatchSampler, DynamicBatchSampler, Loader, prefetch
 
 N = 24
 
@@ -147,6 +147,36 @@ def test_after_an_epoch_that_was_left_the_next_one_is_meant(make):
         loader.skip(7)
         assert list(loader) == [7, 8]
         assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("n", [9, 3])
+def test_skip_is_refused_while_prefetch_takes_batches_ahead(make, n):
+    """Which ones it has taken depends on the workers; here it may be all of them."""
+    with make(echo, range(n)) as loader:
+        batches = prefetch(loader, echo, 4)
+        assert next(batches) == 0
+        with pytest.raises(RuntimeError, match="skip is refused while prefetch"):
+            loader.skip(3)
+        assert next(batches) == 1
+        loader.load_state_dict(loader.state_dict())
+        loader.skip(3)
+        assert list(prefetch(loader, echo, 4)) == [*range(5, n)]
+        loader.skip(1)
+        assert list(prefetch(loader, echo, 4)) == [*range(1, n)]
+
+
+def test_set_epoch_is_refused_while_prefetch_takes_epochs_ahead(make):
+    with make(echo, range(3)) as loader:
+        batches = prefetch(loader.epochs(3), echo, 4)
+        assert next(batches) == (0, 0)
+        with pytest.raises(RuntimeError, match="set_epoch within epochs"):
+            loader.epoch = 7
+        assert list(batches) == [(0, 1), (0, 2), *((e, n) for e in (1, 2) for n in range(3))]
+        batches = prefetch(loader, echo, 4)
+        next(batches)
+        loader.epoch = 7  # as after each other epoch
+        assert list(batches) == [1, 2]
+        assert loader.epoch == 7
 
 
 class Unreachable:

@@ -48,6 +48,7 @@ class Account:
 
     Attributes:
         lanes: of the iterator.
+        several: whether the iterator is one of :meth:`Loader.epochs`.
         lock: held while a batch is taken. Reentrant: ``on_error`` may take another batch.
         fruitful: index of the last epoch of which a batch was handed over.
         is_over: whether the consumer was told that there are no more batches.
@@ -58,8 +59,11 @@ class Account:
             :func:`minloader.prefetch` takes batches ahead of the consumer.
     """
 
-    def __init__(self, lanes: list[Any], lock: Any, loaded: int, *, fruitful: bool) -> None:
+    def __init__(
+        self, lanes: list[Any], lock: Any, loaded: int, *, fruitful: bool, several: bool
+    ) -> None:
         self.lanes = lanes
+        self.several = several
         self.lock = lock
         self.fruitful = 0 if fruitful else -1
         self.is_over = False
@@ -72,6 +76,18 @@ class Account:
     def is_under_way(self) -> bool:
         """Whether the consumer has the iterator, and may ask it for more."""
         return not (self.is_left or self.is_over)
+
+    def check_not_ahead(self, call: str) -> None:
+        """Refuse a call about the consumer's next batches while others were taken ahead of it.
+
+        Where it would take effect depends on how far that is.
+        """
+        if self.behind is not None and not self.is_left:
+            raise RuntimeError(
+                f"{call} is refused while prefetch takes batches ahead of you: call it before "
+                "prefetch begins, or after loader.load_state_dict(loader.state_dict()), and then "
+                "begin another prefetch"
+            )
 
     @property
     def index(self) -> int:
@@ -128,7 +144,8 @@ class Batches:
 
     def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
         """Take the lanes, which have begun the first epoch. Return the account of it."""
-        account = Account(lanes, self._lock, self.settings.loaded, fruitful=fruitful)
+        common = {"fruitful": fruitful, "several": self._numbered}
+        account = Account(lanes, self._lock, self.settings.loaded, **common)
         account.behind = self._behind
         self._watch = ShardWatch(self.settings, len(lanes), compares=not fruitful)
         self._lanes = lanes
