@@ -944,6 +944,28 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where, no_collector
 
 
 def test_prefetch_draws_in_the_consumers_thread():
+def test_batches_that_came_early_are_fruit_of_their_epoch():
+    """What is left of it may fail then, in a resumed run as in an undisturbed one."""
+    gate = threading.Event()
+
+    def fail_late(item: int) -> int:
+        if item == 0:
+            gate.wait()
+            raise OSError("the disk is full")
+        return item
+
+    options = {"on_error": "skip", "executor": "thread", "in_order": False}
+    with Loader(fail_late, range(4), num_workers=2, **options) as loader:
+        batches = iter(loader)
+        assert sorted(next(batches) for _ in range(3)) == [1, 2, 3]
+        state = loader.state_dict()
+        gate.set()
+        assert list(batches) == []
+    with Loader(fail_late, range(4), num_workers=0, **options) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == []
+
+
     """So the generators of the process are seeded for a batch in no other thread."""
     threads: set[Any] = set()
 

@@ -63,7 +63,7 @@ def sampler_place(
 def has_begun(state: Mapping[str, Any]) -> bool:
     """Return whether anything of the epoch of a checked state was delivered."""
     places = state["stream"]["shards"] if "stream" in state else [state]
-    return any(place["batches"] or place["ended"] for place in places)
+    return any(place["batches"] or place["ended"] or place.get("beyond") for place in places)
 
 
 def skipped(state: State, n: int) -> State:
