@@ -5,6 +5,7 @@ epoch has several.
 """
 
 import json
+import pickle
 import random
 import threading
 from collections import Counter, deque
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -275,6 +276,28 @@ def test_items_of_every_kind_are_left_for_the_next_epoch():
 
 
 @every_kind
+class Cut(NamedTuple):
+    name: str
+    start: int
+
+
+def test_named_tuples_are_left_with_their_names():
+    """JSON alone has no names: it makes plain tuples of them."""
+    items = [Cut("a", start) for start in range(5)]
+
+    def second(state: Any) -> Any:
+        sampler = BatchSampler(items, 2, last_batch="rollover")
+        sampler.load_state_dict(state)
+        return next(iter(begun(sampler, 1)))[0]
+
+    lived = BatchSampler(items, 2, last_batch="rollover")
+    list(lived)
+    state = lived.state_dict()
+    assert type(second(pickle.loads(pickle.dumps(state)))) is Cut
+    assert type(second(json.loads(json.dumps(state)))) is tuple
+    assert type(next(iter(begun(lived, 1)))[0]) is Cut
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_state_leads_to_the_rest_and_to_the_next_epochs(kind, world_size):
     ranks = {"rank": world_size - 1, "world_size": world_size}

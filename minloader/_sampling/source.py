@@ -76,11 +76,16 @@ def is_sequence(items: Any) -> bool:
 
 
 def plain(item: Any) -> Any:
-    """Return an item as JSON keeps it: numpy's numbers and tuples it does not."""
-    if isinstance(item, tuple | list):
+    """Return an item as JSON keeps it: numpy's numbers and tuples it does not.
+
+    A tuple of another kind, as a named one, stays as it is: JSON makes a tuple without names of it.
+    """
+    if type(item) in (tuple, list, Piece):
         parts = list(map(plain, item))
         name = "Piece" if isinstance(item, Piece) else "tuple"
         return parts if isinstance(item, list) else {name: parts}
+    if isinstance(item, tuple):
+        return {"tuple": item}
     return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
 
 
@@ -90,7 +95,8 @@ def unplain(item: Any) -> Any:
         return list(map(unplain, item))
     for name, kind in ("tuple", tuple), ("Piece", Piece._make):
         if isinstance(item, dict) and item.keys() == {name}:
-            return kind(map(unplain, item[name]))
+            parts = item[name]
+            return parts if isinstance(parts, tuple) else kind(map(unplain, parts))
     return item
 
 
