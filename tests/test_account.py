@@ -207,6 +207,40 @@ def test_an_order_that_nothing_repeats_is_refused(make, torchs, epochs, taken):
     assert "sampler" in refusal
 
 
+OVER: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda sampler: sampler,
+    "batches": lambda sampler: BatchSampler(sampler, 2),
+    "batches of batches": lambda sampler: BatchSampler(BatchSampler(sampler, 2), 2),
+    "mixture": lambda sampler: MixtureSampler([sampler, N], [1, 1], 2, stop="last"),
+}
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("way", [HERE, THREADS])
+def test_an_order_that_nothing_repeats_is_refused_below_ours_and_anywhere_in_an_epoch(over, way):
+    """One item alone may be the same by chance: it proves nothing. Another epoch is not known."""
+
+    def loader(sampler: Any, way: Any = HERE) -> Loader:
+        return Loader(Echo(), OVER[over](sampler), **way)
+
+    for kind, is_refused in (OwnGenerator, True), (Told, False), (ToldWithState, False):
+        states, given = [], []
+        with loader(kind(N), way) as whole:
+            for batch in whole.epochs(2):
+                given.append(batch)
+                states.append((len(given), plain(whole.state_dict())))
+        for taken, state in states:
+            with loader(kind(N)) as other:
+                if is_refused and (state["epoch"] or state["ended"]):
+                    with pytest.raises(ValueError, match="draws its order from a generator"):
+                        other.load_state_dict(state)
+                    continue
+                other.load_state_dict(state)
+                rest = list(other.epochs(until=1 if is_refused else 2))
+                assert rest == given[taken : taken + len(rest)]
+                assert is_refused or len(rest) == len(given) - taken
+
+
 def test_an_iterator_that_goes_later_does_not_undo_set_epoch(make):
     with make(Echo(), range(6)) as loader:
         batches = prefetch(loader.epochs(3), str, 2)
@@ -910,6 +944,28 @@ def test_an_epoch_in_which_every_batch_failed_is_an_error(make, on_error, way):
         next(batches)
 
 
+def test_batches_that_came_early_are_fruit_of_their_epoch():
+    """What is left of it may fail then, in a resumed run as in an undisturbed one."""
+    gate = threading.Event()
+
+    def fail_late(item: int) -> int:
+        if item == 0:
+            gate.wait()
+            raise OSError("the disk is full")
+        return item
+
+    options = {"on_error": "skip", "executor": "thread", "in_order": False}
+    with Loader(fail_late, range(4), num_workers=2, **options) as loader:
+        batches = iter(loader)
+        assert sorted(next(batches) for _ in range(3)) == [1, 2, 3]
+        state = loader.state_dict()
+        gate.set()
+        assert list(batches) == []
+    with Loader(fail_late, range(4), num_workers=0, **options) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == []
+
+
 def test_an_epoch_of_which_all_was_left_out_on_purpose_is_no_error(make):
     """The dataset says SKIP itself."""
     loader = make(lambda item: SKIP, range(3))
@@ -944,28 +1000,6 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where, no_collector
 
 
 def test_prefetch_draws_in_the_consumers_thread():
-def test_batches_that_came_early_are_fruit_of_their_epoch():
-    """What is left of it may fail then, in a resumed run as in an undisturbed one."""
-    gate = threading.Event()
-
-    def fail_late(item: int) -> int:
-        if item == 0:
-            gate.wait()
-            raise OSError("the disk is full")
-        return item
-
-    options = {"on_error": "skip", "executor": "thread", "in_order": False}
-    with Loader(fail_late, range(4), num_workers=2, **options) as loader:
-        batches = iter(loader)
-        assert sorted(next(batches) for _ in range(3)) == [1, 2, 3]
-        state = loader.state_dict()
-        gate.set()
-        assert list(batches) == []
-    with Loader(fail_late, range(4), num_workers=0, **options) as loader:
-        loader.load_state_dict(state)
-        assert list(loader) == []
-
-
     """So the generators of the process are seeded for a batch in no other thread."""
     threads: set[Any] = set()
 

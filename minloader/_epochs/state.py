@@ -139,6 +139,8 @@ def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed:
 
 
 def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
+    if state["epoch"] or state["ended"]:
+        _refuse_own_generator(sampler, is_put_back=state["sampler"] is not None)
     if state["sampler"] is not None and not is_stateful(sampler):
         raise ValueError(
             f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
@@ -151,8 +153,6 @@ def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
         else:
             sampler.load_state_dict(known)  # says itself what differs
         return
-    if state["sampler"] is None and state["epoch"] and not state["batches"]:
-        _refuse_own_generator(sampler)
     check_length(state, sampler, length)
 
 
@@ -165,14 +165,24 @@ def check_length(state: State, sampler: Any, length: int | None) -> None:
         )
 
 
-def _refuse_own_generator(sampler: Any) -> None:
-    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back."""
-    if getattr(sampler, "puts_generators_back", False):
+def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
+    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back.
+
+    Args:
+        sampler: one of ours, which is judged by those that it reads; or another.
+        is_put_back: whether the state has one of it.
+    """
+    if isinstance(sampler, Sampler):
+        for source in sampler._sources():
+            if source.values is None:
+                _refuse_own_generator(source.items, is_put_back=is_stateful(source.items))
         return
-    for each in with_inner(sampler):
-        if hasattr(each, "set_epoch"):
-            return  # it is told what its order follows from
-    for each in with_inner(sampler):
+    if is_put_back or getattr(sampler, "puts_generators_back", False):
+        return
+    others = [each for each in with_inner(sampler) if not isinstance(each, Sampler)]
+    if any(hasattr(each, "set_epoch") for each in others):
+        return  # it is told what its order follows from
+    for each in others:
         for name, value in getattr(each, "__dict__", {}).items():
             if type(value).__name__ in ("Random", "Generator", "RandomState"):
                 raise ValueError(
