@@ -798,6 +798,24 @@ def test_other_ranks_go_on_with_a_later_epoch(kind):
         assert len(items) == len(set(items)) >= N - 4 * 5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_for_other_ranks_is_no_matter_of_how_far_was_read(kind):
+    """Also after the last batch, when workers have seen the end of the epoch."""
+    steps = len(list(begun(KINDS[kind](world_size=8), 0)))
+    for taken in {1, steps - 1, steps}:
+        found = []
+        for workers in 0, 2:
+            options = {"num_workers": workers, "executor": "thread", "prefetch_factor": 4}
+            with Loader(repr, KINDS[kind](world_size=8), **options) as loader:
+                batches = iter(loader)
+                assert all(next(batches) for _ in range(taken))
+                state = loader.state_dict()
+            with Loader(repr, KINDS[kind](), num_workers=0) as loader:
+                loader.load_state_dict(state)
+                found.append(list(loader))
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", ["batch shuffled", "dynamic shuffled", "packed", "mixture"])
 def test_batches_out_of_turn_cannot_be_dealt_anew(kind):
     """Those that came before their turn are others in each rank."""

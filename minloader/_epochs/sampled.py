@@ -98,6 +98,7 @@ class Source:
     Attributes:
         position: ordinal of the next item.
         state: a state of the sampler, from there or before.
+        inside: when our sampler has ended: a state of it from before that.
         last: ordinal and item of the one drawn last.
         holes: from, to: ordinals ahead that an earlier run has delivered.
         is_ended: whether there are no more items.
@@ -122,6 +123,7 @@ class Source:
         self.holes = [list(hole) for hole in place["beyond"]] if place else []
         self.ranks = ranks_of(told.sampler)  # each has other items, and the state of one serves all
         self.is_ended = bool(place and place["ended"])
+        self.inside: SamplerState | None = None
         self.last: tuple[int, Any] | None = None
         self.check = (place["check"] if place else None) or (-1, None)
         self._place = place
@@ -294,6 +296,8 @@ class Source:
             self.is_inside = True
             items.extend(taken)
         if len(items) == count:
+            if self._is_exact and self.position:
+                self.inside = self.state
             state, nothing = self._state_now(), iter(())
             self.state, self._iterator, self.is_ended, self.is_inside = state, nothing, True, False
             return
@@ -490,6 +494,10 @@ class SamplerLane(Lane):
             known = check[0], partial(source.digest, check[1])
         ranges = [(start, stop) for start, stop, _ in parts]
         ended = end is not None and not ranges
+        if ended and source.inside is not None:
+            # Another world deals out what is left, which the state of the end does not have. And
+            # without workers the end is not read ahead.
+            state, ended = source.inside, False
         return partial(sampler_place, ranges, position, list(source.holes), ended, state, known)
 
 
