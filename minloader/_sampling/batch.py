@@ -113,7 +113,8 @@ class BatchSampler(StepSampler):
         batch_size: number of indices in a batch. None: single indices in place of lists.
         shuffle: whether each epoch has another order, of a number of samples or of a sequence.
         last_batch: what to do with an incomplete last batch, or step: "keep" it, "discard" it, or
-            "rollover", which lets the next epoch begin with it.
+            "rollover", which lets the next epoch begin with it. Over a sampler that has ranks of
+            its own, what is left is this rank's, and so is the state at the end of an epoch.
         seed: non-negative int. The order depends on it and on the epoch.
         rank: number of this rank, from 0.
         world_size: number of ranks.
