@@ -356,29 +356,15 @@ class Loader(Generic[B]):
         """
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        told, account, sampler = self._told, self._account, self.sampler
-        source = None
+        account, source = self._account, None
         if account is not None and account.is_under_way:
             source = account.lanes[0].sources[0]
-        former, epoch = told.epoch, self.epoch if source is None else source.epoch
         try:
-            is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
-            if not is_told or epoch == former:
-                return len(sampler)  # type: ignore[arg-type]
-            if source is not None:  # the sampler is in an epoch that is read ahead
-                if source.length is None:
-                    raise TypeError("it was not known when the epoch was begun")
-                length: int = source.length
-                return length
-            told.tell(epoch)
-            length = len(sampler)  # type: ignore[arg-type]
+            return self._told.length_in(self.epoch, source)
         except TypeError as error:
             raise TypeError(
-                f"this loader has no length, since its sampler, {shown(sampler)}, has none"
+                f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
             ) from error
-        if former is not None:
-            told.tell(former)
-        return length
 
     # --- epochs
 
@@ -636,7 +622,7 @@ class Loader(Generic[B]):
     def _note(self, epoch: int, notes: list[Note]) -> Note:
         if self._shards is not None:
             return partial(stream_state, self.seed, epoch, notes, self._batch_size)
-        return partial(sampler_state, self.seed, epoch, notes[0], self._length(epoch))
+        return partial(sampler_state, self.seed, epoch, notes[0], self._told.length(epoch))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.
@@ -669,7 +655,7 @@ class Loader(Generic[B]):
         else:
             if self._account is None or not self._account.is_under_way:
                 self._told.tell(known["epoch"])  # else the length is compared when it is told
-            length = self._length(known["epoch"])
+            length = self._told.length(known["epoch"])
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
             self._told.epoch = None  # the sampler may stand where the epoch before has ended
         # Only now: the epoch under way goes on after a state that was refused.
@@ -677,15 +663,6 @@ class Loader(Generic[B]):
         own = vars(self)
         self._settings.loaded += 1  # and this is one step, which nothing can interrupt:
         own.update(seed=known["seed"], _epoch=known["epoch"], _resume=known, _account=None)
-
-    def _length(self, epoch: int) -> int | None:
-        """Return the number of batches of an epoch; None where it is not known now."""
-        if self._told.epoch != epoch and hasattr(self.sampler, "set_epoch"):
-            return None  # to tell the sampler might disturb the epoch that it is in
-        try:
-            return len(self.sampler)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
 
     # --- workers
 

@@ -75,13 +75,40 @@ class Told:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def length(self) -> int | None:
-        """Return the number of batches of the epoch that was told; None where it is not known."""
+    def length(self, epoch: int) -> int | None:
+        """Return the number of batches of an epoch; None where it is not known now."""
+        if self.epoch != epoch and hasattr(self.sampler, "set_epoch"):
+            return None  # to tell the sampler might disturb the epoch that it is in
         try:
             return len(self.sampler)
         except Exception as error:
             logger.debug("the sampler has no length: %r", error)
             return None
+
+    def length_in(self, epoch: int, source: Source | None) -> int:
+        """Return the number of batches of an epoch.
+
+        Args:
+            epoch: the next one.
+            source: what is read of the consumer's, which counts then; None: it is between epochs.
+
+        Raises:
+            TypeError: it is not known.
+        """
+        sampler, former = self.sampler, self.epoch
+        epoch = epoch if source is None else source.epoch
+        is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
+        if not is_told or epoch == former:
+            return len(sampler)
+        if source is not None:  # the sampler is in an epoch that is read ahead
+            if source.length is None:
+                raise TypeError("it was not known when the epoch was begun")
+            return source.length
+        self.tell(epoch)
+        length = len(sampler)
+        if former is not None:
+            self.tell(former)
+        return length
 
 
 class Source:
@@ -166,7 +193,7 @@ class Source:
                 told.tell(self.epoch)
         if hasattr(sampler, "set_epoch"):
             # Once it has been told the next epoch, to tell it this one would disturb that.
-            length = told.length()
+            length = told.length(self.epoch)
             if self._place is not None and not self._is_exact:
                 check_length(self._place, sampler, length)
             self.length = length
@@ -489,6 +516,10 @@ class SamplerLane(Lane):
         if parts:
             first, _, pending = parts[0]
             check, state = (first, pending.item(pending.given)), pending.before
+        mine = (each for each in self.pending if each.source is source)
+        raised = next((each for each in mine if each.is_open and not each.items), None)
+        if raised is not None and (not parts or raised.ordinal <= parts[0][0]):
+            state = raised.before  # it is still to come
         known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
         if check is not None:
             known = check[0], partial(source.digest, check[1])
