@@ -46,7 +46,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, Self
@@ -429,15 +429,17 @@ class Loader(Generic[B]):
         # forgotten. Not after: nothing is drawn for an iterator that the loader does not know.
         own, epoch = vars(self), self._epoch + 1
         batches.account = account
-        own.update(_account=account, _resume=None, _epoch=epoch)
-        batches.fill()
+        with account.lock:  # no other thread notes a state while the first batches are drawn
+            own.update(_account=account, _resume=None, _epoch=epoch)
+            batches.fill()
         self._settings.counters.began_epoch(begin)
         return account
 
     def _begin_again(self, account: Account | None) -> None:
         """Have the next epoch be one whose iterator an interrupt has kept from the user."""
         if account is not None and account is self._account:
-            known = check_state(self._note_of(account)(), None, stream=self._shards is not None)
+            state = self._note_of(account, self.epoch)()
+            known = check_state(state, None, stream=self._shards is not None)
             if self._shards is None and not has_begun(known):
                 known["check"] = None  # another order may be drawn: nobody has seen this one
             vars(self).update(_epoch=known["epoch"], _resume=known, _account=None)
@@ -521,14 +523,12 @@ class Loader(Generic[B]):
         """
         epoch = check_int("epoch", epoch, 0)
         own, account, resume = vars(self), self._account, self._resume
-        if account is not None and account.several:
-            account.check_not_ahead("set_epoch within epochs()")
         if resume is not None and resume["epoch"] != epoch:
             if has_begun(resume) and account is None and isinstance(self.sampler, Sampler):
                 self.sampler._forget()  # it was put to a place of that epoch, or before
             resume = None
-        if account is not None and account.is_under_way:
-            account.next_epoch = epoch
+        if account is not None:
+            account.set_next_epoch(epoch)
         own.update(_epoch=epoch, _resume=resume)
 
     def skip(self, n: int) -> None:
@@ -586,20 +586,29 @@ class Loader(Generic[B]):
 
     def _note_state(self) -> Note:
         """Note the state as of what the consumer was given."""
-        resume, account = self._resume, self._account
+        while True:
+            account = self._account
+            with nullcontext() if account is None else account.lock:
+                known = vars(self).copy()  # one step: another thread may begin the next epoch
+                if known["_account"] is account:
+                    return self._note_now(account, known["_resume"], known["_epoch"])
+
+    def _note_now(self, account: Account | None, resume: Any, epoch: int) -> Note:
         if resume is not None:
             return lambda: in_one_shape(copy.deepcopy(resume))
         if account is None:
-            return self._note(self.epoch, self._note_between(None))
-        with account.lock:
-            if account.behind is not None:
-                return account.behind
-            return self._note_of(account)
+            return self._note(epoch, self._note_between(None))
+        return account.behind or self._note_of(account, epoch)
 
-    def _note_of(self, account: Account) -> Note:
-        """Note the state as of what an iterator has handed over, to whomever."""
+    def _note_of(self, account: Account, epoch: int) -> Note:
+        """Note the state as of what an iterator has handed over, to whomever.
+
+        Args:
+            account: of the iterator.
+            epoch: the loader's, which is the next one where the iterator has ended.
+        """
         if account.is_over:
-            return self._note(self.epoch, self._note_between(account))
+            return self._note(epoch, self._note_between(account))
         return self._note(account.epoch, [lane.note() for lane in account.lanes])
 
     def _note_between(self, account: Account | None) -> list[Note]:
@@ -643,6 +652,7 @@ class Loader(Generic[B]):
         self._check_open()
         seed = None if self._any_seed else self.seed
         known = check_state(state, seed, stream=self._shards is not None)
+        own, epoch = vars(self), known["epoch"]
         if self._shards is not None:
             theirs = known["stream"]["batch_size"]
             if theirs != self._batch_size:
@@ -654,15 +664,14 @@ class Loader(Generic[B]):
             checks.tell_idle_workers(self.num_workers, self._shards)
         else:
             if self._account is None or not self._account.is_under_way:
-                self._told.tell(known["epoch"])  # else the length is compared when it is told
-            length = self._told.length(known["epoch"])
+                self._told.tell(epoch)  # else the length is compared when it is told
+            length = self._told.length(epoch)
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
             self._told.epoch = None  # the sampler may stand where the epoch before has ended
         # Only now: the epoch under way goes on after a state that was refused.
         self._group.reseed(known["seed"])
-        own = vars(self)
         self._settings.loaded += 1  # and this is one step, which nothing can interrupt:
-        own.update(seed=known["seed"], _epoch=known["epoch"], _resume=known, _account=None)
+        own.update(seed=known["seed"], _epoch=epoch, _resume=known, _account=None)
 
     # --- workers
 

@@ -245,8 +245,8 @@ def test_an_iterator_that_goes_later_does_not_undo_set_epoch(make):
     with make(Echo(), range(6)) as loader:
         batches = prefetch(loader.epochs(3), str, 2)
         next(batches)
-        loader.set_epoch(0)
         batches.close()
+        loader.set_epoch(0)
         del batches
         assert loader.epoch == 0
 

@@ -23,7 +23,7 @@ from conftest import in_threads, printed_by
 from helpers import Numbers
 from interrupts import at_each_step
 
-from minloader import Loader, get_worker_info
+from minloader import BatchSampler, Loader, get_worker_info
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
 from minloader._inspect import inspect
@@ -55,6 +55,32 @@ def test_a_task_ends_while_a_thread_of_the_dataset_uses_its_slot(function):
         assert at_each_step(function, call, lambda: slot_writer.use(None)) > 5
     finally:
         slot_writer.use(None)
+
+
+def test_an_epoch_begins_while_a_state_is_taken():
+    """The state is of before or after that: it leads to the same batches."""
+
+    def make() -> Loader:
+        sampler = BatchSampler(5, 2, shuffle=True, last_batch="rollover")
+        return Loader(tuple, sampler, num_workers=0)
+
+    kept: list[Any] = []
+    states: list[Any] = []
+
+    def prepare() -> None:
+        kept[:] = [make()]
+        list(kept[0])
+
+    def call() -> None:
+        states.append(kept[0].state_dict())
+
+    assert at_each_step(Loader, call, lambda: kept.append(iter(kept[0])), prepare) > 50
+    with make() as loader:
+        _, *expected = [list(loader) for _ in range(3)]
+    for state in states:
+        with make() as loader:
+            loader.load_state_dict(state)
+            assert [list(loader) for _ in range(2)] == expected
 
 
 # --- threads that make batches -----------------------------------------------------------------

@@ -89,6 +89,13 @@ class Account:
                 "begin another prefetch"
             )
 
+    def set_next_epoch(self, epoch: int) -> None:
+        """Have the epoch after the consumer's be of a number, if it is the iterator's."""
+        if self.several:
+            self.check_not_ahead("set_epoch within epochs()")
+        if self.is_under_way:
+            self.next_epoch = epoch
+
     @property
     def index(self) -> int:
         """Index of the epoch that the consumer is in, of those of the iterator."""
@@ -187,8 +194,10 @@ class Batches:
         """Note the state as of what was handed over, to whomever."""
         with self._lock:
             account, owner = self.account, self.owner
-            note: Note = owner._note_state() if account is None else owner._note_of(account)
-            return note
+            if account is None:
+                note: Note = owner._note_state()
+                return note
+            return owner._note_of(account, owner.epoch)  # type: ignore[no-any-return]
 
     def set_behind(self, note: Note | None) -> None:
         """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
