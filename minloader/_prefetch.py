@@ -241,6 +241,7 @@ class Prefetch(Generic[B]):
             try:
                 if not self._is_over:  # else the loader is still told what the consumer was given
                     self._source = None
+                    self._take = _no_state  # which leads to the source, too
                 self._entries.clear()
                 self._is_drawn = self._is_over
             finally:

@@ -275,7 +275,6 @@ def test_items_of_every_kind_are_left_for_the_next_epoch():
             assert (first, type(first)) == (sampler.sampler[4], type(sampler.sampler[4]))
 
 
-@every_kind
 class Cut(NamedTuple):
     name: str
     start: int
@@ -298,6 +297,7 @@ def test_named_tuples_are_left_with_their_names():
     assert type(next(iter(begun(lived, 1)))[0]) is Cut
 
 
+@every_kind
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_state_leads_to_the_rest_and_to_the_next_epochs(kind, world_size):
     ranks = {"rank": world_size - 1, "world_size": world_size}
