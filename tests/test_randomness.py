@@ -233,7 +233,7 @@ def test_all_pieces_and_parts_of_a_mixture_draw_for_their_sample():
 def test_each_use_of_a_seed_has_numbers_of_its_own():
     cases = [
         derive(domain, *case)
-        for domain in ("order", "part", "batch", "sample", "worker", "shuffled")
+        for domain in ("order", "part", "batch", "sample", "worker", "shuffled", "epoch")
         for case in [(0,), (0, 0), (0, 0, 0), (0, (0, 0)), ("0",), (1,), (0, 1), (2**40, 1)]
     ]
     assert len(set(cases)) == len(cases)

@@ -51,7 +51,7 @@ from torch.utils.data import (  # noqa: E402
     default_convert,
 )
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
-from torch_helpers import Eager, Placed, Sharded, Span, Tensors  # noqa: E402
+from torch_helpers import Eager, Placed, Sharded, Shuffled, Span, Tensors  # noqa: E402
 
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
@@ -764,6 +764,29 @@ def test_streams_count_their_epochs_in_workers(persistent):
         loader.load_state_dict(state)
         assert values(loader) == epochs[2]
     assert epochs[2][0] == ([200, 202] if persistent else [0, 2])
+
+
+@pytest.mark.parametrize("init", [None, torch_helpers.keep_seed])
+@variants("persistent", [False, True])
+def test_the_seed_that_torch_offers_is_of_the_epoch(init, persistent):
+    """Unless workers persist, as with torch; and a resumed run has that of its epoch."""
+    options: dict[str, Any] = {"worker_init_fn": init, "persistent_workers": persistent}
+
+    def make(loader_class: Any) -> Any:
+        torch.manual_seed(3)
+        return loader_class(Shuffled(), 4, num_workers=2, **options)
+
+    theirs = make(TorchLoader)
+    distinct = {str(values(theirs)) for _ in range(3)}
+    with make(DataLoader) as loader, make(DataLoader) as other:
+        epochs = [values(loader) for _ in range(2)]
+        batches = iter(loader)
+        third = values(islice(batches, 3))
+        other.load_state_dict(as_json(loader.state_dict()))
+        rest = values(batches)
+        assert values(other) == rest
+        assert len({str(each) for each in (*epochs, third + rest)}) == len(distinct)
+        assert values(other) == values(loader)
 
 
 def test_the_length_of_a_stream():

@@ -75,6 +75,25 @@ def split_span(worker_id: int) -> None:
         dataset.start = middle
 
 
+class Shuffled(IterableDataset):  # type: ignore[type-arg]
+    """Shuffles each epoch by a seed that torch offers: of the worker, or in worker_init_fn."""
+
+    seed: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        seed = info.seed if self.seed is None else self.seed
+        yield from torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+
+
+def keep_seed(worker_id: int) -> None:
+    """A worker_init_fn for it."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.seed = torch.initial_seed()
+
+
 class Eager(Sampler):  # type: ignore[type-arg]
     """Draws its order as soon as it is begun."""
 

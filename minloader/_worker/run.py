@@ -306,7 +306,8 @@ class Worker:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info
         if self._job.worker_init_fn is not None:
-            self._call((info.seed, -1, info.id, info.rank), self._job.worker_init_fn, info)
+            place = info.seed, -1 - info.epoch, info.id, info.rank
+            self._call(place, self._job.worker_init_fn, info)
 
     def _find_reader(self, task: Task, outcomes: list[Any]) -> ShardReader | None:
         """Return the reader for a task; None if there is none, for the reason that outcomes has."""

@@ -285,7 +285,7 @@ class ShardReaders:
             return reader
         if start.state is None and self.is_inline and self._beginning is not None:
             start = start._replace(state=self._beginning)
-        info, is_fresh = self._take_copy(shard, start, pid, prepare)
+        info, is_fresh = self._take_copy(shard, start, epoch, pid, prepare)
         for former in [former for former in self._readers if former[0] < shard.oldest]:
             del self._readers[former]
         reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
@@ -309,7 +309,12 @@ class ShardReaders:
             self.maker.job.dataset = self._original
 
     def _take_copy(
-        self, shard: Shard, start: Start, pid: int, prepare: Callable[[WorkerInfo], None]
+        self,
+        shard: Shard,
+        start: Start,
+        epoch: int,
+        pid: int,
+        prepare: Callable[[WorkerInfo], None],
     ) -> tuple[WorkerInfo, bool]:
         """Return a copy of the dataset to read, with its info, and whether it must be put back."""
         follows = -1 if start.follows is None or start.batches else start.follows
@@ -320,6 +325,10 @@ class ShardReaders:
         dataset, is_prepared = self._copy(shard, start)
         info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
         info.rank = self.maker.job.rank
+        if is_read_once(dataset):
+            # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
+            # same for a copy that is made in a later epoch, to replace another.
+            info.epoch = epoch
         if not is_prepared:
             prepare(info)
         return info, True

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from minloader._errors import SKIP
+from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.seeds import borrow_globals, global_states
@@ -168,7 +169,13 @@ def _write_worker_info(module: ModuleType) -> None:
     torchs: Any = module
     told = _told
     assert told is not None
-    dataset = told.dataset.dataset if type(told.dataset) is Stream else told.dataset
+    dataset, seed = told.dataset, told.seed
+    if type(dataset) is Stream:
+        if dataset.read_once and told.epoch:
+            # Torch draws another for each epoch, which datasets shuffle by. This one follows from
+            # the epoch, for resumed runs.
+            seed = derive("epoch", seed, told.epoch) >> 66  # with the id it is below 2**63
+        dataset = dataset.dataset
     torchs._worker_info = torchs.WorkerInfo(
-        id=told.id, num_workers=told.num_workers, seed=told.seed + told.id, dataset=dataset
+        id=told.id, num_workers=told.num_workers, seed=seed + told.id, dataset=dataset
     )
