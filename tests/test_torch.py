@@ -163,6 +163,16 @@ def assert_all_same(ours: list[Any], theirs: list[Any]) -> None:
         assert_same(mine, other)
 
 
+def test_tensors_of_several_types():
+    """In a worker as without one: of a type that has the values of all, whichever is first."""
+    ones = [torch.ones(2, dtype=dtype) for dtype in (torch.int32, torch.bool, torch.bfloat16)]
+    others = [torch.tensor([2**40, -1]), torch.tensor([2, 3]), torch.tensor([0.1, 1e300]).double()]
+    data = list(chain(*zip(ones, others, strict=True)))
+    theirs = list(TorchLoader(data, 2))
+    with DataLoader(data, 2, num_workers=1) as loader:
+        assert_all_same(list(loader), theirs)
+
+
 @pytest.mark.slow
 def test_tensors_that_cannot_be_stacked():
     for samples in (

@@ -71,7 +71,9 @@ def _collated(samples: Sequence[Any], path: str) -> Any:
     if isinstance(first, Sequence) and len(set(map(len, samples))) == 1:
         return DEEPER
     torch: Any = importlib.import_module("torch")
-    if isinstance(first, np.ndarray):  # which torch, in a worker, would make the type of the first
+    # Of these torch would, in a worker, make the type of the first.
+    plain = set(map(type, samples)) == {torch.Tensor} and all(map(is_plain_tensor, samples))
+    if plain or isinstance(first, np.ndarray):
         return torch.stack(list(map(torch.as_tensor, samples)))
     return torch.utils.data.default_collate(samples)
 
@@ -89,6 +91,8 @@ def _stacked(samples: Sequence[Any]) -> Leaf | None:
             return Leaf(numbers)
     elif torch is not None and type(first) is torch.Tensor and is_plain_tensor(first):
         dtype, like = first.dtype, numpy_like(first.dtype)
+        if any(each.dtype != dtype for each in samples):
+            return None  # torch.stack would cast them, and large numbers wrap
         batch = empty((len(samples), *first.shape), torch.empty(0, dtype=like).numpy().dtype)
         with suppress(RuntimeError):  # they differ, or one requires a gradient
             torch.stack(list(samples), out=as_tensor(batch, dtype))
