@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict, UserDict, UserList, namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,30 @@ class Fixed(UserList):  # type: ignore[type-arg]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TypeError("fixed")
+
+
+class Summary(Mapping):  # type: ignore[type-arg]
+    """Cannot be changed, and looks at its values when it is made."""
+
+    def __init__(self, values: Any) -> None:
+        self.values_ = dict(values)
+        self.tag = str(values)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.values_[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+class Doubling(UserList):  # type: ignore[type-arg]
+    """Keeps not what it is given, but twice that."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value + value)
 
 
 def tagged(n: int) -> Tagged:
@@ -74,6 +99,8 @@ KINDS: dict[str, Any] = {
     "named": lambda n: Pair(n, Pair(np.full(2, n), str(n))),
     "user list": lambda n: UserList([n, np.full(2, n)]),
     "range": lambda n: range(n, n + 2),
+    "summary": lambda n: Summary({"a": np.float32(n), "b": [np.full(2, n), n]}),
+    "doubling": lambda n: Doubling([np.full(2, n), [Doubling([np.full(2, n), np.int8(n)])]]),
     "fixed": lambda n: Fixed(),
     "None": lambda n: None,
     "set": lambda n: {n},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +55,29 @@ def collate(samples: Sequence[Any]) -> Any:
         RuntimeError: the samples differ in shape, or in the length of a sequence.
         KeyError: the samples differ in their keys.
     """
-    return walk(samples, _collated, alike)
+    return walk(samples, _collated, _alike)
+
+
+_PLAIN = frozenset({list, tuple, range, dict, OrderedDict, defaultdict, deque, UserDict, UserList})
+
+
+def _has_code(value: Any) -> bool:
+    """Whether a container's type may look at what is put into it."""
+    kind = type(value)
+    return kind not in _PLAIN and kind.__bases__ != (tuple,)  # those of a named tuple
+
+
+def _alike(like: Any, values: Any) -> Any:
+    """Return a container like another. One with code of its own sees tensors, as with torch."""
+    return alike(like, walk([values], _arrived, alike) if _has_code(like) else values)
+
+
+def _arrived(parts: Sequence[Any], path: str) -> Any:
+    """A policy: tensors in the place of what arrives as one. Containers with code have them."""
+    (part,) = parts
+    if type(part) is Leaf:
+        return as_tensor(part.array, part.dtype)
+    return part if _has_code(part) else DEEPER
 
 
 def _collated(samples: Sequence[Any], path: str) -> Any:
@@ -114,7 +137,7 @@ def convert(sample: Any) -> Any:
     Raises:
         TypeError: torch has no tensors of the type of an array.
     """
-    return walk([sample], _converted, alike)
+    return walk([sample], _converted, _alike)
 
 
 def _converted(parts: Sequence[Any], path: str) -> Any:
