@@ -116,6 +116,7 @@ KINDS: dict[str, Any] = {
     "ragged list": lambda n: [0] * (n + 1),
     "other keys": lambda n: {n: n},
     "too large": lambda n: 2**63,
+    "too large, negative": lambda n: [2**63, -1, 2**64 - 1][n],
     "None last": lambda n: [1, 2, None][n],
 }
 

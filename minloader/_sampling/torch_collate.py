@@ -110,7 +110,9 @@ def _stacked(samples: Sequence[Any]) -> Leaf | None:
             return Leaf(np.stack(samples, out=batch))
     elif isinstance(first, np.generic | float | int):
         numbers = np.array(samples)
-        if _is_plain(numbers) and (isinstance(first, np.generic) or numbers.dtype.kind != "u"):
+        # Python's ints that are too large for torch: numpy has unsigned ones, or makes floats.
+        refused = isinstance(first, int) and numbers.dtype.kind in "uf"
+        if _is_plain(numbers) and not refused:
             return Leaf(numbers)
     elif torch is not None and type(first) is torch.Tensor and is_plain_tensor(first):
         dtype, like = first.dtype, numpy_like(first.dtype)
