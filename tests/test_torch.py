@@ -1097,14 +1097,37 @@ def test_a_sampler_that_counts_its_epochs_while_it_is_read():
             assert len(numbers(other)) == 2
 
 
-def test_state_before_anything():
-    generator = torch.Generator().manual_seed(4)
-    loader = DataLoader(Numbers(), 4, True, generator=generator)
-    state = json.loads(json.dumps(loader.state_dict()))
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", ["shuffle", "replacement", "weighted", "random batches", "eager"])
+def test_state_before_anything(name, own):
+    """It fixes the first order, whatever is drawn before that epoch begins."""
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(4) if own else None
+    loader = DataLoader(Numbers(), generator=generator, **samplers(20, None)[name])
+    state = as_json(loader.state_dict())
+    torch.rand(1)
     first = numbers(loader)
     assert numbers(loader) != first
     loader.load_state_dict(state)
+    torch.rand(1)
     assert numbers(loader) == first
+
+
+def test_state_before_a_sampler_that_counts_as_it_begins():
+    class Counting(DistributedSampler):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            self.set_epoch(self.epoch + 1)
+            yield from super().__iter__()
+
+    ours, other, theirs = (
+        loader_class(Numbers(), 2, sampler=Counting(range(20), 2, 0))
+        for loader_class in (DataLoader, DataLoader, TorchLoader)
+    )
+    state = as_json(ours.state_dict())
+    expected = numbers(theirs)
+    assert numbers(ours) == expected
+    other.load_state_dict(state)
+    assert numbers(other) == expected
 
 
 def test_an_iterator_does_not_go_on_after_a_state_was_loaded():

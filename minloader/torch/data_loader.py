@@ -208,7 +208,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._seed: int | None = None
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
-        self._prepared: EpochStart | None = None  # of the first epoch, drawn for a state
+        # Of the first epoch, drawn for a state; and the epoch that the sampler had after that.
+        self._prepared: tuple[EpochStart, int | None] | None = None
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
         self._loads = 0  # how many states were loaded
@@ -292,8 +293,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            start, self._prepared = self._prepared, None
-            if start is None or start.told != told:
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None and prepared[1] == told:
+                start, told = prepared[0], prepared[0].told
+            else:
                 start = self._begin_order(order)
         batches = self._iterate(order, start._replace(told=told))
         self._resume, self._begun, self._behind = None, True, None
@@ -490,8 +493,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         if self._loader is None:
             # The first epoch's order is drawn now, and kept: the state fixes it.
-            start = self._begin_order(self._sync_order())._replace(told=self._sampler_epoch())
-            self._prepared = start
+            order = self._sync_order()
+            start = self._begin_order(order)._replace(told=self._sampler_epoch())
+            order.draw_first()
+            self._prepared = start, self._sampler_epoch()
             self._start = start._replace(epoch=self._ready().epoch)
         now = EpochStart.now(self._generators(), seeded=False)
         now = now._replace(shared=None, told=self._sampler_epoch())

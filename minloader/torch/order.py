@@ -130,9 +130,13 @@ class Order(PassesState):
             self.begin()
             if start.seeded:
                 draw_seed(owner)
-            if self._items is not None:  # now: most draw a seed, or all they need, with the first
-                first = list(itertools.islice(self._items, 1))
-                self._items = itertools.chain(first, self._items)
+            self.draw_first()
+
+    def draw_first(self) -> None:
+        """Read the first item now: most samplers draw a seed, or all they need, with it."""
+        if self._items is not None:
+            first = list(itertools.islice(self._items, 1))
+            self._items = itertools.chain(first, self._items)
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is None and self._start is not None and not is_stateful(self.sampler):
