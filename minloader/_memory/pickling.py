@@ -284,7 +284,9 @@ def _reduce_array(writer: NoSlot, array: Any) -> Any:
     it writes of a type takes longer than small arrays do. The axes keep their order in memory.
     """
     dtype, flags = array.dtype, array.flags
-    is_small = array.nbytes < LARGE and dtype.char in PLAIN_DTYPES and dtype.isbuiltin == 1
+    # Types of ml_dtypes (2) have letters of numpy's own.
+    is_plain = dtype.char in PLAIN_DTYPES and dtype.isnative and dtype.isbuiltin < 2
+    is_small = array.nbytes < LARGE and is_plain
     axes = None if flags.c_contiguous else order_in_memory(array)
     if is_small and axes is None:
         return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
