@@ -206,8 +206,10 @@ def test_what_was_added_to_torchs_collating(monkeypatch):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_batch_is_fetched_by(num_workers):
     lists = [[[0, 1], [2, 3]], [[4, 5]]]  # an index may be a list
+    items = [slice(2), (1, 2), torch.tensor([3, 1]), range(2), np.arange(2), *lists, []]
     for options in (
         {"dataset": zoo.Whole(5), "batch_size": 2, "collate_fn": zoo.same},
+        {"dataset": zoo.Whole(5), "batch_sampler": items, "collate_fn": zoo.same},
         {"dataset": zoo.Slices(6), "batch_sampler": lists},
     ):
         theirs = list(TorchLoader(**options))

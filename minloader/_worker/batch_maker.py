@@ -120,16 +120,21 @@ class BatchMaker:
             return check_samples(dataset.__getitems__([item]), [item])[0]
         return dataset(item)
 
-    def _gather(self, indices: Any, as_torch: bool = False) -> Any:
-        indices = check_indices(indices)
+    def _gather(self, item: Any, as_torch: bool = False) -> Any:
         dataset = self.job.dataset
         # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
         kind = type(dataset)
         if self.begun or not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
+            indices = check_indices(item)
             return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)
-        samples = dataset.__getitems__(indices)
-        return self.combine(samples if as_torch else check_samples(samples, indices), indices)
+        if as_torch:  # the sampler's own item, of any kind
+            indices = list(item) if hasattr(type(item), "__len__") else []
+            if type(item) is tuple and indices and type(indices[0]) is list:
+                item = indices  # as it was before minloader.torch made it no list of batches
+            return self.combine(dataset.__getitems__(item), indices)
+        indices = check_indices(item)
+        return self.combine(check_samples(dataset.__getitems__(indices), indices), indices)
 
     def _each(
         self,
