@@ -59,6 +59,7 @@ def use_in_accelerate() -> ExitStack:
     module.DataLoader = make
     undo = ExitStack()
     undo.callback(setattr, module, "DataLoader", former)
+    undo.callback(_read.clear)  # of a loader that was read, and none made of it
     return undo
 
 
@@ -76,9 +77,16 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
     Returns:
         The prepared object, or a tuple of them.
+
+    Raises:
+        ValueError: Accelerate is told to make torchdata's loaders.
     """
     from minloader.torch.data_loader import DataLoader
 
+    if getattr(accelerator, "use_stateful_dataloader", False):
+        raise ValueError(
+            "drop use_stateful_dataloader: save_state has the states of minloader's loaders anyhow"
+        )
     with use_in_accelerate():
         prepared = accelerator.prepare(*objects)
     for each in prepared if len(objects) > 1 else [prepared]:

@@ -135,8 +135,7 @@ class Order(PassesState):
     def draw_first(self) -> None:
         """Read the first item now: most samplers draw a seed, or all they need, with it."""
         if self._items is not None:
-            first = list(itertools.islice(self._items, 1))
-            self._items = itertools.chain(first, self._items)
+            self._items = itertools.chain(list(itertools.islice(self._items, 1)), self._items)
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is None and self._start is not None and not is_stateful(self.sampler):

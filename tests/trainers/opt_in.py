@@ -1,15 +1,20 @@
-"""Accelerate makes loaders of minloader's class only where that was asked for; it warns once."""
+"""Accelerate makes loaders of minloader's class only where that was asked for; it warns once.
+
+Where it would make loaders of another kind, it is refused.
+"""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import accelerate.data_loader
+import pytest
 import torch
 from accelerate import Accelerator
 from task import Numbers
 
-from minloader.torch import DataLoader, use_in_accelerate
+from minloader.torch import DataLoader, prepare, use_in_accelerate
 
 accelerator = Accelerator(cpu=True)
 
@@ -32,3 +37,13 @@ with use_in_accelerate():
     loader = accelerator.prepare(DataLoader(Numbers(0.0), 4, retries=3, on_error="skip"))
     assert (loader.retries, loader.on_error) == (3, "skip")
 assert prepared(DataLoader) == (torchs, 0)
+
+accelerator.dataloader_config.use_stateful_dataloader = True
+with pytest.raises(ValueError, match="drop use_stateful_dataloader"):
+    prepare(accelerator, DataLoader(Numbers(0.0), 4))
+accelerator.dataloader_config.use_stateful_dataloader = False
+with use_in_accelerate():
+    look = "from_it = loader.multiprocessing_context"  # as Accelerate does, and then makes none
+    exec(look, vars(accelerate.data_loader) | {"loader": DataLoader(Numbers(0.0), 4)})
+with use_in_accelerate():
+    assert prepared(torchs) == (torchs, 0)
