@@ -62,7 +62,8 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
 
     Args:
         batches: iterated once, here; for several epochs call ``prefetch`` for each, or give
-            ``loader.epochs(n)``.
+            ``loader.epochs(n)``. Each must have memory of its own: with ``num_workers=0`` a dataset
+            must not fill the same buffer again.
         fn: called in the thread with each batch.
         depth: most batches that are ready, or being made ready, beyond the one that the
             consumer has. So many more are held in memory.
