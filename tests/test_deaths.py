@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -350,6 +351,26 @@ def test_a_worker_that_dies_before_it_is_told_what_to_run(method, monkeypatch):
         assert len(pids) == 3
         assert (loader.stats.retries, loader.stats.replaced) == (0, 3)
         assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_start_that_failed_leaves_nothing_to_the_collector(monkeypatch):
+    """An executor's semaphores may not go while another counts its own: CPython 3.12 refuses."""
+    executors: weakref.WeakSet[Any] = weakref.WeakSet()
+    make = ProcessPoolExecutor.__init__
+
+    def note(executor: Any, *args: Any, **kwargs: Any) -> None:
+        executors.add(executor)
+        make(executor, *args, **kwargs)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "__init__", note)
+    with (
+        dead_at_once(monkeypatch, "forkserver", times=2),
+        Loader(Squares(6), num_workers=1, mp_context="forkserver") as loader,
+    ):
+        assert list(loader) == [i * i for i in range(6)]
+        assert len(executors) >= 1
+    assert eventually(lambda: not executors)
 
 
 @pytest.mark.parametrize("method", STARTS)

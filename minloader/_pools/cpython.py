@@ -98,6 +98,7 @@ def start_worker(process: BaseProcess) -> None:
             process.kill()
             process.join()
             raise
+        error.__traceback__ = None  # its frames, whose variables were looked at, lead to it
     finally:
         _starting.pid = None
     if sys.platform != "win32":
