@@ -24,7 +24,7 @@ from minloader._insight.counters import Stats
 from minloader._insight.memory import WorkerCount
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
-from minloader._worker import processor_time
+from minloader._worker import lifetimes, processor_time
 from minloader._worker.messages import Reply
 from tests.conftest import eventually, variants
 from tests.helpers import Squares
@@ -499,6 +499,20 @@ def test_where_there_are_no_such_files(monkeypatch, tmp_path):
     assert waited(str(tmp_path)) == {}
     monkeypatch.setattr(processor_time, "waited", partial(waited, str(tmp_path)))
     assert processor_time.Meter().add(100) is None
+
+
+def test_what_no_descriptor_is_left_for_is_not_told():
+    """And it is no error of the batch: a dataset may have opened all that a process may have."""
+    resource = pytest.importorskip("resource")
+    meter = processor_time.Meter()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        told = meter.add(100)
+        lifetimes.kill_descendants()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert told is None
 
 
 @pytest.mark.parametrize(

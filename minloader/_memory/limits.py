@@ -55,6 +55,14 @@ def words(folder: str, *names: str) -> list[str]:
     return []
 
 
+def names(folder: str) -> list[str]:
+    """Names in a folder of the kernel; [] where there is none, or no descriptor to look."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def most_files() -> int:
     """How many descriptors this process may have."""
     try:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from minloader._memory.files import at_fork
+from minloader._memory.limits import names
 
 process = object()
 """Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""
@@ -134,7 +135,7 @@ def _send(send: Callable[[int], None], name: str) -> None:
 
 def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
     """Read a file of each process, with its pid. There are none where there is no /proc."""
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    for pid in filter(str.isdigit, names("/proc")):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:
                 content = file.read()

@@ -12,7 +12,7 @@ import math
 import os
 import time
 
-from minloader._memory.limits import words
+from minloader._memory.limits import names, words
 
 COST = 0.002
 """Most of a worker's time that the reading may take. With many threads it is slow."""
@@ -20,8 +20,7 @@ COST = 0.002
 
 def waited(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
     """Return the nanoseconds that each thread computed, and waited for a processor."""
-    threads = os.listdir(folder) if os.path.isdir(folder) else []
-    found = ((each, words(f"{folder}/{each}", "schedstat")) for each in threads)
+    found = ((each, words(f"{folder}/{each}", "schedstat")) for each in names(folder))
     return {each: (int(values[0]), int(values[1])) for each, values in found if values}
 
 
