@@ -117,9 +117,13 @@ class DynamicBatchSampler(WindowSampler):
         limit = name, float(budget)
         super().__init__(lengths, sampler, limit, long, shuffle, seed, rank, world_size)
 
+    def _budget(self, by: Any) -> float:
+        budget: float = by["max_padded"] or by["max_total"]
+        return budget
+
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         ranks, padded = by["world_size"], by["max_padded"] is not None
-        limits = by["max_padded"] if padded else by["max_total"], padded, by["max_batch"]
+        limits = self._budget(by), padded, by["max_batch"]
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
         if self.shuffle:
             rng.shuffle(numbers)

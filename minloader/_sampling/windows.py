@@ -157,6 +157,10 @@ class WindowSampler(Sampler):
         """
         raise NotImplementedError
 
+    def _budget(self, by: Any) -> float:
+        """Return what an entry of the steps that are dealt out by ``by`` may cost at most."""
+        return self._limit
+
     # --- windows
 
     def _window(self, lengths: Any, names: Sequence[Any] | None) -> tuple[Window, list[Exception]]:
@@ -246,8 +250,7 @@ class WindowSampler(Sampler):
         for part, (*values, until) in enumerate(legs):
             by = dict(zip(self._dealt_by, values, strict=True))
             rng = np.random.default_rng(self._derive(epoch, place["begun"], part))
-            limit = by.get("max_padded") or by.get("max_total") or self._limit
-            fits = left[window.costs[left] <= limit]
+            fits = left[window.costs[left] <= self._budget(by)]
             numbers, starts, stops = self._plan(window.costs[fits], rng, by)
             numbers, end = fits[numbers], begun + len(starts) // by["world_size"]
             if part == len(legs) - 1 or end < until:
