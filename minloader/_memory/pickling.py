@@ -284,9 +284,7 @@ def _reduce_array(writer: NoSlot, array: Any) -> Any:
     it writes of a type takes longer than small arrays do. The axes keep their order in memory.
     """
     dtype, flags = array.dtype, array.flags
-    # Types of ml_dtypes (2) have letters of numpy's own.
-    is_plain = dtype.char in PLAIN_DTYPES and dtype.isnative and dtype.isbuiltin < 2
-    is_small = array.nbytes < LARGE and is_plain
+    is_small = array.nbytes < LARGE and dtype.isnative and is_plain(dtype)
     axes = None if flags.c_contiguous else order_in_memory(array)
     if is_small and axes is None:
         return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
@@ -357,9 +355,12 @@ def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
     return pickle.loads(stream, buffers=buffers)
 
 
-PLAIN_DTYPES = frozenset("?bBhHiIlLqQefdFD")
-"""Types of numbers, as numpy's one-letter codes, which are enough to describe them. Torch has
-tensors of just these."""
+_PLAIN = frozenset("?bBhHiIlLqQefdFD")
+
+
+def is_plain(dtype: Any) -> bool:
+    """Whether numpy's one-letter code is enough to describe a type, and torch has tensors of it."""
+    return bool(dtype.char in _PLAIN and dtype.isbuiltin < 2)  # 2: of ml_dtypes
 
 
 def order_in_memory(array: Any) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minloader._checks import refuse_none
-from minloader._memory.pickling import PLAIN_DTYPES
+from minloader._memory.pickling import is_plain
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, is_plain_tensor, numpy_like
 from minloader._sampling.walk import DEEPER, alike, walk
@@ -105,29 +105,24 @@ def _stacked(samples: Sequence[Any]) -> Leaf | None:
     """Return samples of one type as one array; None where they are no numbers, or not alike."""
     first, torch = samples[0], sys.modules.get("torch")
     if isinstance(first, np.ndarray):
-        if _is_plain(first) and len({(array.dtype, array.shape) for array in samples}) == 1:
+        if is_plain(first.dtype) and len({(array.dtype, array.shape) for array in samples}) == 1:
             batch = empty((len(samples), *first.shape), first.dtype.newbyteorder("="))
             return Leaf(np.stack(samples, out=batch))
     elif isinstance(first, np.generic | float | int):
         numbers = np.array(samples)
         # Python's ints that are too large for torch: numpy has unsigned ones, or makes floats.
         refused = isinstance(first, int) and numbers.dtype.kind in "uf"
-        if _is_plain(numbers) and not refused:
+        if is_plain(numbers.dtype) and not refused:
             return Leaf(numbers)
     elif torch is not None and type(first) is torch.Tensor and is_plain_tensor(first):
         dtype, like = first.dtype, numpy_like(first.dtype)
-        if any(each.dtype != dtype for each in samples):
+        if len({each.dtype for each in samples}) > 1:
             return None  # torch.stack would cast them, and large numbers wrap
         batch = empty((len(samples), *first.shape), torch.empty(0, dtype=like).numpy().dtype)
         with suppress(RuntimeError):  # they differ, or one requires a gradient
             torch.stack(list(samples), out=as_tensor(batch, dtype))
             return Leaf(batch, None if like is dtype else dtype)
     return None
-
-
-def _is_plain(array: Any) -> bool:
-    """Whether torch has tensors of the type of an array."""
-    return array.dtype.char in PLAIN_DTYPES and array.dtype.isbuiltin < 2  # of ml_dtypes: 2
 
 
 def convert(sample: Any) -> Any:
@@ -149,6 +144,6 @@ def _converted(parts: Sequence[Any], path: str) -> Any:
     if kind.__module__ != "numpy" or not isinstance(value, np.ndarray | np.generic):
         return DEEPER
     array = np.asarray(value)
-    if _is_plain(array):
+    if is_plain(array.dtype):
         return Leaf(array.astype(array.dtype.newbyteorder("="), copy=False))
     return importlib.import_module("torch.utils.data").default_convert(value)
