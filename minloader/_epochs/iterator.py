@@ -194,10 +194,10 @@ class Batches:
         """Note the state as of what was handed over, to whomever."""
         with self._lock:
             account, owner = self.account, self.owner
-            if account is None:
-                note: Note = owner._note_state()
-                return note
-            return owner._note_of(account, owner.epoch)  # type: ignore[no-any-return]
+            note: Note = (
+                owner._note_state() if account is None else owner._note_of(account, owner.epoch)
+            )
+            return note
 
     def set_behind(self, note: Note | None) -> None:
         """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
