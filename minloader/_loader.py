@@ -416,6 +416,9 @@ class Loader(Generic[B]):
         self._check_open()
         begin = time.perf_counter()
         self._settings.counters.begin_epoch(begin)
+        if self._own_sampler and isinstance(self.sampler, Sampler):
+            self.sampler.seed = self.seed
+        self._group.reseed(self.seed)
         self._group.tidy()
         resume, where = self._resume, self._group.pool
         lanes: list[Any]
@@ -668,9 +671,9 @@ class Loader(Generic[B]):
             length = self._told.length(epoch)
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
             self._told.epoch = None  # the sampler may stand where the epoch before has ended
-        # Only now: the epoch under way goes on after a state that was refused.
-        self._group.reseed(known["seed"])
-        self._settings.loaded += 1  # and this is one step, which nothing can interrupt:
+        # Only now: the epoch under way goes on after a state that was refused. Whatever has the
+        # seed too is told when an epoch begins, since this is one step that nothing interrupts.
+        self._settings.loaded += 1
         own.update(seed=known["seed"], _epoch=epoch, _resume=known, _account=None)
 
     # --- workers
@@ -686,6 +689,7 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
+        self._group.reseed(self.seed)
         self._group.start()
 
     def close(self) -> None:
@@ -718,9 +722,9 @@ def _finish(group: PoolGroup, counters: Counters) -> None:
     try:
         group.close()
         counters.end_trace()
-    except (
-        BaseException
-    ):  # Ctrl-C: nobody can ask for it again, and the exit would wait for batches
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C: nobody asks again, and the exit would wait for the batches
         _finish_later(group, counters)
         raise
 

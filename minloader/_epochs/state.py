@@ -122,9 +122,9 @@ def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed:
 
     Args:
         state: a checked one. If it is of another world size, it becomes one of the sampler's.
-        sampler: the loader's. If the state is refused, it stays as it was.
+        sampler: the loader's.
         length: number of its batches in that epoch; None if that is not known.
-        takes_seed: whether it takes over the seed of the state, if it is of ours.
+        takes_seed: whether it will have the seed of the state, if it is of ours.
     """
     if not takes_seed or not isinstance(sampler, Sampler):
         _check_sampler(state, sampler, length)
@@ -133,9 +133,8 @@ def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed:
     try:
         sampler.seed = state["seed"]
         _check_sampler(state, sampler, length)
-    except BaseException:
+    finally:
         sampler.seed = former
-        raise
 
 
 def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
