@@ -25,6 +25,7 @@ from helpers import SAMPLERS, Deadly, Echo, Guarded, Numbers, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
 from kinds import (
+    BAD_ITEM,
     PASS,
     Counted,
     CountedIterator,
@@ -48,6 +49,7 @@ from minloader import (
     prefetch,
 )
 from minloader._inspect import inspect
+from minloader._pools.group import PoolGroup
 from minloader._worker import seeds
 
 N = 9
@@ -690,6 +692,71 @@ def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, str
     assert step > stride
 
 
+@pytest.mark.parametrize("bad", [2, 3])
+@pytest.mark.parametrize("start", [0, 2])
+def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad):
+    """Also where it is looked at for the item that a state is of, and raises then."""
+    with Loader(Echo(), Failing(4, 9), num_workers=0) as loader:
+        assert list(itertools.islice(loader, start)) == list(range(start))
+        state = loader.state_dict()
+    step, reached = 0, True
+    while reached:
+        sampler = Failing(4, bad)
+        with Loader(Echo(), sampler, num_workers=0) as loader:
+            loader.load_state_dict(state)
+            batches: Any = None
+
+            def call(given: list[Any]) -> None:
+                nonlocal batches
+                batches = batches or outcomes_of(iter(loader))
+                for outcome in batches:
+                    given.append(outcome)
+
+            given: list[Any] = []
+            reached = interrupted(partial(call, given), step).reached
+            if batches is None:  # it is read again from the beginning, and raises again
+                sampler.bad = bad
+            given += batches or outcomes_of(iter(loader))
+        assert given == [*range(start, bad), f"{BAD_ITEM} is bad", *range(bad, 4)], step
+        step += 5
+    assert step > 20
+
+
+class Drawing:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        info = get_worker_info()
+        assert info is not None
+        return index + info.rng.random()
+
+
+@pytest.mark.parametrize("way", ["inline", "threads"])
+def test_an_interrupt_anywhere_leaves_one_seed(way):
+    """Of the loader, the sampler that it made and the workers, where a state brings another."""
+    make = partial(Loader, Drawing(), batch_size=2, shuffle=True, **WAYS[way])
+    with make(seed=7) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    step, reached = 0, True
+    while reached:
+        with make(seed=None) as loader:
+            seed, batches = loader.seed, iter(loader)
+            given = [next(batches)]
+            reached = interrupted(partial(loader.load_state_dict, state), step).reached
+            with make(seed=loader.seed) as other:
+                expected = [batch.tolist() for _, batch in other.epochs(2)]
+            if loader.seed == seed:
+                given += batches
+            given += [batch for _, batch in loader.epochs(until=2)]
+        loaded = loader.seed != seed
+        found = [batch.tolist() for batch in given[loaded:]]
+        assert found == expected[loaded:], step
+        step += 5
+    assert step > 20
+
+
 @pytest.mark.parametrize("places", PLACES)
 def test_an_interrupt_anywhere_loses_nothing_out_of_order(places):
     with Loader(Echo(), itertools.count(), in_order=False, **THREADS) as loader:
@@ -719,10 +786,13 @@ class outcomes_of:  # noqa: N801  # no generator: that would end with the first 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
 
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
     def __next__(self) -> Any:
         try:
             return next(self.batches)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return str(error)
 
 
@@ -860,6 +930,23 @@ def test_an_interrupt_anywhere_in_close_leaves_nothing(way, stride):
             assert eventually(lambda ended=workers: not any(each.is_alive() for each in ended))
         step += stride if step < 60 else stride * step // 24
     assert step
+
+
+def test_what_close_raises_is_raised_once(monkeypatch):
+    """No thread tries again what would fail again."""
+    calls: list[PoolGroup] = []
+
+    def fail(group: PoolGroup) -> None:
+        calls.append(group)
+        raise OSError("the cluster is gone")
+
+    loader = Loader(Echo(), range(4), num_workers=0)
+    monkeypatch.setattr(PoolGroup, "close", fail)
+    with pytest.raises(OSError, match="the cluster is gone"):
+        loader.close()
+    loader.close()
+    assert len(calls) == 1
+    assert "minloader-close" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from minloader._epochs.state import (
     has_begun,
     sampler_place,
 )
+from minloader._memory.files import interrupts_held
 from minloader._pools.base import HeldItem, Pool
 from minloader._sampling.base import Sampler, ranks_of
 from minloader._sampling.source import Repeatable
@@ -129,6 +130,7 @@ class Source:
         last: ordinal and item of the one drawn last.
         holes: from, to: ordinals ahead that an earlier run has delivered.
         is_ended: whether there are no more items.
+        error: raised by the sampler, and not yet on the account. It comes again until it is.
         is_inside: whether the sampler's own code runs, or what it says at its end is noted.
         length: number of batches of the epoch, of a sampler that is told; None if not known.
     """
@@ -161,7 +163,7 @@ class Source:
         self._iterator: Any = None
         self._reading = -1
         self._peeked: list[Any] = []  # drawn while going on, and still to be given
-        self._failed: list[Exception] = []  # raised while going on, and still to be raised
+        self.error: Exception | None = None
         self.is_inside = False
         self.length: int | None = None
         self._due = 0.0  # when to ask for its state next
@@ -229,7 +231,7 @@ class Source:
         stop = max(self.position, ordinal + 1, self.position + peek)
         for here in range(at, stop):
             found, first = first or self._known(iterator, here), []
-            if self._failed:
+            if self.error is not None:
                 return
             if not found:
                 if here > ordinal:  # no more is known to have been there: the rest was skipped
@@ -261,7 +263,7 @@ class Source:
                 return list(_take(iterator))
             except Exception as error:
                 if here >= self.position:  # it comes in its turn
-                    self._failed.append(error)
+                    self.error = error
                     return []
                 last = error
         raise last
@@ -314,14 +316,18 @@ class Source:
         another pass begins, so that nothing is drawn after it.
         """
         count = len(items)
-        if self._failed:
-            raise self._failed.pop()
+        if self.error is not None:
+            raise self.error
         if self._peeked:
             items.extend(map(self._peeked.pop, (0,)))
         else:
             taken = _take(self._iterator)
             self.is_inside = True
-            items.extend(taken)
+            try:
+                items.extend(taken)
+            except Exception as error:
+                self.error, self.is_inside = error, False
+                raise
         if len(items) == count:
             if self._is_exact and self.position:
                 self.inside = self.state
@@ -445,16 +451,16 @@ class SamplerLane(Lane):
                 self._follow(pending, end)
             count = len(pending.items)
         except Exception as error:
-            source.is_inside = False
-            failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
-            place = Pending(source, source.position, [], source.state)
-            place.outcomes = [SamplerError(error)]
-            added = [place]
-            if not source.is_open:  # what cannot be begun is over
-                source.is_ended = True
-                added.append(Pending(source, source.position, [], source.state, ends=True))
-            self._follow(pending, *added)
-            count = 0
+            with interrupts_held():
+                source.error, source.is_inside, count = None, False, 0
+                failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
+                place = Pending(source, source.position, [], source.state)
+                place.outcomes = [SamplerError(error)]
+                added = [place]
+                if not source.is_open:  # what cannot be begun is over
+                    source.is_ended = True
+                    added.append(Pending(source, source.position, [], source.state, ends=True))
+                self._follow(pending, *added)
         except BaseException:
             if pending is not None:
                 source.interrupted(pending, self._pool.hold)
