@@ -176,9 +176,11 @@ class Programs(RuleBasedStateMachine):
     @precondition(
         lambda self: self.program.what.has_state and self.program.steps[-1] != "note a state"
     )
-    @rule()
-    def note(self) -> None:
+    @rule(look=st.booleans())
+    def note(self, look: bool) -> None:
         with self.noted("state_dict") as program:
+            if look:
+                program.look()
             program.note()
 
     @precondition(lambda self: self.program.states)
@@ -186,6 +188,12 @@ class Programs(RuleBasedStateMachine):
     def load(self, which: int, place: int | None) -> None:
         with self.noted("load_state_dict") as program:
             program.load(which % len(program.states), place)
+
+    @precondition(lambda self: self.program.states)
+    @rule(which=st.integers(0, 9))
+    def refuse(self, which: int) -> None:
+        with self.noted("a state that is refused") as program:
+            program.refuse(which % len(program.states))
 
     @precondition(lambda self: self.program.former is not None)
     @rule()

@@ -568,6 +568,27 @@ class Program:
         with self.step(f"load state {which}, Ctrl-C at {place}"):
             self._loaded(which, place)
 
+    def refuse(self, which: int) -> None:
+        """A state that does not fit is refused, and all goes on as if it had not been there."""
+        with self.step(f"load state {which}, of another seed and epoch"):
+            state = copy.deepcopy(self.states[which][0])
+            known = (state.get("sampler") or [None])[0]
+            sampler = known and known["state"]
+            other = sampler if isinstance(sampler, dict) and "seed" in sampler else state
+            state["epoch"] += 1
+            other["seed"] += 1
+            try:
+                self.loader.load_state_dict(state)
+            except ValueError as error:
+                assert "seed" in str(error)
+                return
+            raise AssertionError("it was not refused")
+
+    def look(self) -> None:
+        """Nothing comes of looking."""
+        with self.step("look"), contextlib.suppress(TypeError):
+            len(self.loader)
+
     def use_former(self) -> None:
         """An iterator from before a state was loaded refuses to go on."""
         with self.step("next of the former iterator"):
