@@ -692,8 +692,7 @@ def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, str
     assert step > stride
 
 
-@pytest.mark.parametrize("bad", [2, 3])
-@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(("start", "bad"), [(0, 3), (2, 2)])
 def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad):
     """Also where it is looked at for the item that a state is of, and raises then."""
     with Loader(Echo(), Failing(4, 9), num_workers=0) as loader:
