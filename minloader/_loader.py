@@ -72,6 +72,7 @@ from minloader._epochs.state import (
 from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
+from minloader._memory.files import interrupts_held
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of
 from minloader._sampling.batch import BatchSampler
@@ -416,9 +417,6 @@ class Loader(Generic[B]):
         self._check_open()
         begin = time.perf_counter()
         self._settings.counters.begin_epoch(begin)
-        if self._own_sampler and isinstance(self.sampler, Sampler):
-            self.sampler.seed = self.seed
-        self._group.reseed(self.seed)
         self._group.tidy()
         resume, where = self._resume, self._group.pool
         lanes: list[Any]
@@ -671,10 +669,13 @@ class Loader(Generic[B]):
             length = self._told.length(epoch)
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
             self._told.epoch = None  # the sampler may stand where the epoch before has ended
-        # Only now: the epoch under way goes on after a state that was refused. Whatever has the
-        # seed too is told when an epoch begins, since this is one step that nothing interrupts.
-        self._settings.loaded += 1
-        own.update(seed=known["seed"], _epoch=epoch, _resume=known, _account=None)
+        # Only now: the epoch under way goes on after a state that was refused.
+        with interrupts_held():  # or one of these would have a seed of its own
+            self._group.reseed(known["seed"])
+            if self._own_sampler and isinstance(self.sampler, Sampler):
+                self.sampler.seed = known["seed"]
+            self._settings.loaded += 1
+            own.update(seed=known["seed"], _epoch=epoch, _resume=known, _account=None)
 
     # --- workers
 
@@ -689,7 +690,6 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        self._group.reseed(self.seed)
         self._group.start()
 
     def close(self) -> None:
