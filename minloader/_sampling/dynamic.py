@@ -84,6 +84,7 @@ class DynamicBatchSampler(WindowSampler):
 
     _arguments = ("n", "lengths", "max_total", "max_padded", "max_batch", "buckets", "shuffle")
     _dealt_by = ("world_size", "max_total", "max_padded", "max_batch")
+    _limits = "max_padded", "max_total"
 
     def __init__(
         self,
@@ -114,16 +115,11 @@ class DynamicBatchSampler(WindowSampler):
         self.buckets = check_int("buckets", buckets, 1)
         check_callable("cost", cost)
         self.cost = cost
-        limit = name, float(budget)
-        super().__init__(lengths, sampler, limit, long, shuffle, seed, rank, world_size)
-
-    def _budget(self, by: Any) -> float:
-        budget: float = by["max_padded"] or by["max_total"]
-        return budget
+        super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
 
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
         ranks, padded = by["world_size"], by["max_padded"] is not None
-        limits = self._budget(by), padded, by["max_batch"]
+        limits = self._limit(by)[1], padded, by["max_batch"]
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
         if self.shuffle:
             rng.shuffle(numbers)

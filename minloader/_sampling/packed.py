@@ -79,6 +79,7 @@ class PackedBatchSampler(WindowSampler):
     _ways = "refuse", "drop", "split"
     _arguments = ("n", "lengths", "capacity", "rows", "long", "window", "shuffle")
     _dealt_by = ("world_size", "rows")
+    _limits = ("capacity",)
 
     def __init__(
         self,
@@ -96,8 +97,7 @@ class PackedBatchSampler(WindowSampler):
         self.capacity = check_int("capacity", capacity, 1)
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
-        limit = "capacity", self.capacity
-        super().__init__(lengths, sampler, limit, long, shuffle, seed, rank, world_size)
+        super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
 
     def collate(self, value: Any = 0) -> pack_collate:
         """Return the ``collate_fn`` that lays the batches of this sampler out in its rows.

@@ -95,21 +95,18 @@ class WindowSampler(Sampler):
         lengths: an array, a sequence, an iterable, or with a sampler what its items are looked up
             in.
         sampler: the inner sampler.
-        limit: the most that a sample may cost, and what messages call that.
         long: what to do with a sample that costs more: "refuse", "drop", and perhaps "split".
         ranks: whether to shuffle, seed, rank and world size.
     """
 
     _kind: tuple[str, type, str] = "uif", Real, "number"  # what lengths may be: dtypes, type, words
     _ways: tuple[str, ...] = "refuse", "drop"
+    _limits: tuple[str, ...]  # arguments of which one is given: the most that a sample may cost
     cost: Callable[[Any], float] | None = None
 
-    def __init__(
-        self, lengths: Any, sampler: Any, limit: tuple[str, float], long: str, *ranks: Any
-    ) -> None:
+    def __init__(self, lengths: Any, sampler: Any, long: str, *ranks: Any) -> None:
         super().__init__(*ranks)
         self.long = check_choice("long", long, self._ways)
-        self._limit_name, self._limit = limit
         self._length_of: Callable[[Any], Any] | None = None
         self._all: Window | None = None  # None: they are not known beforehand
         self._dealt: tuple[Any, Dealt] | None = None  # of all, the last time
@@ -153,13 +150,14 @@ class WindowSampler(Sampler):
         Args:
             costs: of the entries, above 0 and at most the limit.
             rng: what to draw from.
-            by: what steps are dealt out by: a dict of the arguments named in ``_dealt_by``.
+            by: what steps are dealt out by: a dict of all attributes, with those named in
+                ``_dealt_by`` as they were then.
         """
         raise NotImplementedError
 
-    def _budget(self, by: Any) -> float:
-        """Return what an entry of the steps that are dealt out by ``by`` may cost at most."""
-        return self._limit
+    def _limit(self, by: Any) -> tuple[str, float]:
+        """Return what an entry may cost at most where steps are dealt out by ``by``; its name."""
+        return next((name, by[name]) for name in self._limits if by[name])
 
     # --- windows
 
@@ -171,6 +169,7 @@ class WindowSampler(Sampler):
             names: what the samples are called; None: by their numbers.
         """
         dtypes, kind, word = self._kind
+        limit_name, limit = self._limit(vars(self))
         each = lengths if hasattr(lengths, "__array__") else list(lengths)
         called = range(len(each)) if names is None else names
         errors: dict[int, Exception] = {}
@@ -196,13 +195,13 @@ class WindowSampler(Sampler):
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
         errors |= {n: failed[n] for n in failed if not wrong[n]}
         wrong[list(errors)] = True
-        too_long = (costs > self._limit) & (self.long == "refuse")
+        too_long = (costs > limit) & (self.long == "refuse")
         for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
             price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
             error = ValueError(
                 f"lengths[{called[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
-                f"most {self._limit_name}={self._limit:g}; raise {self._limit_name}, leave that "
-                "sample out, or give another value of long"
+                f"most {limit_name}={limit:g}; raise {limit_name}, leave that sample out, or give "
+                "another value of long"
             )
             errors.setdefault(at, error)
         samples = spans = None
@@ -210,11 +209,11 @@ class WindowSampler(Sampler):
             samples = np.flatnonzero(~wrong)
             costs = costs[samples]
         if self.long == "split":
-            pieces, spans = cut(costs, int(self._limit))
+            pieces, spans = cut(costs, int(limit))
             samples = pieces if samples is None else samples[pieces]
             costs = np.maximum(1, spans[:, 1] - spans[:, 0])
         elif not costs.all():  # what costs nothing would let batches grow without end
-            costs = np.where(costs == 0, min(1, self._limit), costs)
+            costs = np.where(costs == 0, min(1, limit), costs)
         return Window(costs, samples, spans, names), [errors[at] for at in sorted(errors)]
 
     def _price(self, lengths: NDArray[Any], errors: dict[int, Exception]) -> NDArray[Any]:
@@ -248,9 +247,9 @@ class WindowSampler(Sampler):
         left = np.arange(n, dtype=np.min_scalar_type(-n - 1))
         legs = self._legs(place)
         for part, (*values, until) in enumerate(legs):
-            by = dict(zip(self._dealt_by, values, strict=True))
+            by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
             rng = np.random.default_rng(self._derive(epoch, place["begun"], part))
-            fits = left[window.costs[left] <= self._budget(by)]
+            fits = left[window.costs[left] <= self._limit(by)[1]]
             numbers, starts, stops = self._plan(window.costs[fits], rng, by)
             numbers, end = fits[numbers], begun + len(starts) // by["world_size"]
             if part == len(legs) - 1 or end < until:
