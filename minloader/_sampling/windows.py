@@ -228,11 +228,15 @@ class WindowSampler(Sampler):
             return lengths.astype(np.float64 if lengths.dtype.kind == "f" else small)
         distinct, where = np.unique(lengths, return_inverse=True)
         costs = np.zeros(len(distinct))
-        for number, length in enumerate(
-            distinct.tolist()
-        ):  # Python's numbers: any callable will do
+        for number, length in enumerate(distinct.tolist()):  # Python's: any callable will do
             try:
-                costs[number] = _checked(length, self.cost(length))
+                cost = self.cost(length)
+                if not isinstance(cost, Real) or isinstance(cost, bool) or not 0 <= cost < math.inf:
+                    raise ValueError(
+                        "cost must give a finite number of at least 0, but for the length "
+                        f"{length} it gave {shown(cost)}"
+                    )
+                costs[number] = cost
             except Exception as error:
                 errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
         return costs[where]
@@ -336,16 +340,6 @@ class _Batches(Run):
 
 
 WindowSampler._begin = _Batches
-
-
-def _checked(length: float, value: Any) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise ValueError(
-            f"cost must give a finite number of at least 0, but for the length {length} it gave "
-            f"{shown(value)}"
-        )
-    return float(value)
 
 
 def _looked_up(length_of: Callable[[Any], Any], item: Any) -> Any:
