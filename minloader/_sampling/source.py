@@ -36,15 +36,6 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
     )
 
 
-def check_has_state(name: str, sampler: Any) -> None:
-    """Refuse a sampler that has no state, where a state was saved."""
-    if not is_stateful(sampler):
-        raise ValueError(
-            f"the state holds one of {name}, but {shown(sampler)} has no load_state_dict; make the "
-            "sampler over one of the same kind"
-        )
-
-
 class Repeatable:
     """An iterable that refuses a second epoch if it would be silently empty.
 
@@ -66,13 +57,6 @@ class Repeatable:
                 raise used_up(self._name, iterator)
             self.is_used_up = True
         return iterator
-
-
-def is_sequence(items: Any) -> bool:
-    """Return whether an item can be had without those before it."""
-    return isinstance(items, Sequence) or (
-        hasattr(items, "__array__") and hasattr(items, "__len__")
-    )
 
 
 def plain(item: Any) -> Any:
@@ -98,11 +82,6 @@ def unplain(item: Any) -> Any:
             parts = item[name]
             return parts if isinstance(parts, tuple) else kind(map(unplain, parts))
     return item
-
-
-def taken_from(iterator: Iterator[Any], most: int) -> Iterator[Any]:
-    """Return the next items. ``islice`` calls ``iter``, with which some samplers begin anew."""
-    return map(next, repeat(iterator, most))
 
 
 class LookUp(Protocol):
@@ -147,11 +126,10 @@ class Source:
     def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
-        self.values: Any = None
+        is_array = hasattr(items, "__array__") and hasattr(items, "__len__")
+        self.values: Any = items if is_array or isinstance(items, Sequence) else None
         if not hasattr(items, "__iter__"):
             self.values = range(check_int(name, items, 0))
-        elif is_sequence(items):
-            self.values = items
         self.iterable = Repeatable(name, items)
         self.stands: Any = None  # the state that it was put to, or has ended with
         self.was_put = False  # by a state, and not read since
@@ -189,7 +167,11 @@ class Source:
         _, state, _ = place
         if state is None or state is self.stands:
             return
-        check_has_state(self.name, self.items)
+        if not is_stateful(self.items):
+            raise ValueError(
+                f"the state holds one of {self.name}, but {shown(self.items)} has no "
+                "load_state_dict; make the sampler over one of the same kind"
+            )
         self.set_epoch(epoch)
         self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
         self.stands, self.was_put, self._is_fresh = state, True, False
@@ -280,7 +262,8 @@ class Reading:
         try:
             if self._items is None:  # begun again behind what was taken
                 self._items = source.begin(self.read, self._seed)
-            into.extend(taken_from(self._items, most))
+            # islice would call iter, with which some samplers begin anew.
+            into.extend(map(next, repeat(self._items, most)))
         except BaseException as error:
             if isinstance(error, Exception):
                 self.read, self._known = self.read + 1, None
