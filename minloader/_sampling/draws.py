@@ -207,6 +207,8 @@ class Draws:
         if self._length_of is None:
             return 1
         length = self._length_of(draw)
+        if isinstance(length, Exception):
+            raise length
         if not 0 <= length < math.inf:
             raise ValueError(f"lengths[{draw!r}] is {length}, but must be at least 0")
         return max(1, round((float(length) or 1) * GRAIN))

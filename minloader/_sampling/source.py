@@ -91,7 +91,7 @@ class LookUp(Protocol):
 
 
 def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that looks up the length of an item, and says in its errors of which.
+    """Return a function that gives the length of an item, or the error of looking it up.
 
     Raises:
         TypeError: nothing can be looked up there.
@@ -107,7 +107,7 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
             return length_of(item)
         except Exception as error:
             error.add_note(f"minloader: when the length of {shown(item)} was looked up")
-            raise
+            return error
 
     return noted
 

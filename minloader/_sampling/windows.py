@@ -321,7 +321,7 @@ class _Batches(Run):
         if reading.ended or len(found) >= WINDOW:
             names, lengths = self._numbers, found
             if sampler._length_of is not None:
-                names, lengths = found, [_looked_up(sampler._length_of, item) for item in found]
+                names, lengths = found, list(map(sampler._length_of, found))
             self._window, errors = sampler._window(lengths, names)
             self._failed += errors
             self._found, self._numbers = [], []
@@ -340,10 +340,3 @@ class _Batches(Run):
 
 
 WindowSampler._begin = _Batches
-
-
-def _looked_up(length_of: Callable[[Any], Any], item: Any) -> Any:
-    try:
-        return length_of(item)
-    except Exception as error:
-        return error
