@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NoReturn
 
 from minloader._checks import check_bool, check_int, shown
@@ -59,16 +60,12 @@ def with_inner(sampler: Any) -> Iterator[Any]:
 
 def _dealer(sampler: Any) -> tuple[Any, int, int]:
     """Return the sampler that deals an epoch out, the number of ranks, and this one's."""
-    for each in with_inner(sampler):
-        # As torch, Accelerate and minloader name it.
-        for names in (
-            ("num_replicas", "rank"),
-            ("num_processes", "process_index"),
-            ("world_size", "rank"),
-        ):
-            ranks, rank = (getattr(each, name, None) for name in names)
-            if isinstance(ranks, int) and ranks > 1:
-                return each, ranks, rank if isinstance(rank, int) else 0
+    # As torch, Accelerate and minloader name it.
+    words = ("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")
+    for each, names in product(with_inner(sampler), words):
+        ranks, rank = (getattr(each, name, None) for name in names)
+        if isinstance(ranks, int) and ranks > 1:
+            return each, ranks, rank if isinstance(rank, int) else 0
     return None, 1, 0
 
 
