@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import BEGINNING, Source
+from minloader._sampling.source import Source
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
@@ -138,7 +138,7 @@ class Sampler:
     _dealt_by: tuple[str, ...] = ("world_size",)
     _begin: type[Run]  # the batches of an epoch, from a place on
     sampler: Any = None  # what this one reads its items from
-    _source: Source | None = None  # the same, or lazy lengths
+    _source = Source("nothing", 0)  # the same, or lazy lengths
 
     def __init__(self, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self.shuffle = check_bool("shuffle", shuffle)
@@ -166,8 +166,6 @@ class Sampler:
             TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
         self.epoch = check_int("epoch", epoch, 0)
-        if self._source is None:
-            return
         known = self._known if self._run is None else None  # a state was loaded
         if known is None or known[0] != epoch:  # what was put back might begin anew
             self._source.set_epoch(epoch)
@@ -274,14 +272,13 @@ class Sampler:
     def _beginning(self) -> Place:
         """Return where an epoch begins if none before has left anything for it."""
         numbers = {"batches": 0, "begun": 0, "errors": 0, "dropped": 0}
-        source = BEGINNING if self._source is None else self._source.beginning()
+        source = self._source.beginning()
         return {"between": True, **numbers, "legs": [], "left": [], "source": source}
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
         check_int("source", place["source"][0], 0)
-        if self._source is not None:
-            self._source.restore(epoch, place["source"])
+        self._source.restore(epoch, place["source"])
 
     def _legs(self, place: Place) -> list[list[Any]]:
         """Return the legs before a place, this world's too."""
@@ -298,7 +295,7 @@ class Sampler:
 
     def _sources(self) -> Sequence[Source]:
         """Return all that this one reads."""
-        return [] if self._source is None else [self._source]
+        return [self._source]
 
     def _position(self) -> Place:
         """Return where the present epoch stands."""

@@ -137,7 +137,7 @@ class BatchSampler(StepSampler):
         world_size: int = 1,
     ) -> None:
         super().__init__(batch_size, shuffle, seed, rank, world_size)
-        self._source: Source = Source("n_or_sampler", n_or_sampler)
+        self._source = Source("n_or_sampler", n_or_sampler)
         self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
         self.n = None if self._source.values is None else len(self._source)
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
@@ -153,5 +153,4 @@ class BatchSampler(StepSampler):
         return self._source.read(epoch, place, self._derive(epoch) if self.shuffle else None)
 
     def _ahead(self, place: Sequence[Any]) -> int:
-        n = len(self._source) if self.n is None else self.n
-        return max(0, n - int(place[0]))
+        return max(0, len(self._source) - int(place[0]))

@@ -275,8 +275,7 @@ class _Batches(Run):
 
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
-        source = sampler._source
-        self._reading: Any = None if source is None else source.read(epoch, place["source"])
+        self._reading = sampler._source.read(epoch, place["source"])
         self._window = sampler._all
         self._dealt: Dealt | None = None
         self._found: list[Any] = []  # what was read of the window, until that is whole
@@ -331,8 +330,8 @@ class _Batches(Run):
         dropped += self._place["dropped"]
         reading, place = self._reading, self.sampler._beginning()
         self._errors = self._forgiven = 0
-        if reading is None or reading.ended:
-            self._place = place if reading is None else place | {"source": reading.over()}
+        if self._window is self.sampler._all or reading.ended:
+            self._place = place | {"source": reading.over()}
             self._end(dropped)
         self._window = self._dealt = None
         numbers = {"begun": end, "dropped": dropped, "legs": legs}
