@@ -132,26 +132,15 @@ class Draws:
     What is *due* to a part is what its share of all draws is more than what it was given.
 
     Args:
-        parts: what is drawn from.
-        stop: when the epoch ends.
-        length_of: returns the length of an item, of which parts have their shares; None: each
-            item counts as one.
-        epoch: number of the epoch.
+        sampler: the mixture whose epoch it is.
+        epoch: its number.
         known: from :meth:`place` of an earlier run.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        stop: str,
-        length_of: Callable[[Any], Any] | None,
-        epoch: int,
-        known: dict[str, Any],
-    ) -> None:
-        pairs = zip(parts, known["parts"], strict=True)
+    def __init__(self, sampler: Any, epoch: int, known: dict[str, Any]) -> None:
+        pairs = zip(sampler._parts, known["parts"], strict=True)
         self._parts = [_Passes(part, epoch, place) for part, place in pairs]
-        self._stop = stop
-        self._length_of = length_of
+        self._stop, self._length_of = sampler.stop, sampler._length_of
         self._step, self._weights = 0, list[float]()
         self._due: list[int] = list(known["due"])
         self._longest: int = known["longest"]

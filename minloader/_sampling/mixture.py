@@ -112,7 +112,7 @@ class MixtureSampler(StepSampler):
         return super()._beginning() | {"source": Draws.beginning(parts)}
 
     def _read(self, epoch: int, place: dict[str, Any]) -> Draws:
-        return Draws(self._parts, self.stop, self._length_of, epoch, place)
+        return Draws(self, epoch, place)
 
     def _ahead(self, place: dict[str, Any]) -> int:
         if self.stop != "last" or callable(self.weights):
