@@ -58,9 +58,6 @@ class Permutation:
         first, second, by_chance = rng.integers([max(n, 1), max(n - 1, 1), 2])
         self._pair = (first, second + (second >= first)) if by_chance else (0, 0)
 
-    def __len__(self) -> int:
-        return self._n
-
     def __getitem__(self, positions: slice) -> NDArray[Any]:
         if self._small is not None:
             return self._small[positions]
