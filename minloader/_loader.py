@@ -495,7 +495,7 @@ class Loader(Generic[B]):
     def _entered(self, account: Account) -> None:
         """Note which epoch an iterator is in, if it is the one begun last."""
         if account is self._account:
-            self._epoch = account.epoch + 1
+            self._epoch = account.source.epoch + 1
 
     def _left_behind(self, account: Account) -> None:
         """Have the next epoch be the one after that of a consumer whom another has served."""
@@ -610,7 +610,7 @@ class Loader(Generic[B]):
         """
         if account.is_over:
             return self._note(epoch, self._note_between(account))
-        return self._note(account.epoch, [lane.note() for lane in account.lanes])
+        return self._note(account.source.epoch, [lane.note() for lane in account.lanes])
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:

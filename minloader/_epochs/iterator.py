@@ -97,17 +97,12 @@ class Account:
             self.next_epoch = epoch
 
     @property
-    def index(self) -> int:
-        """Index of the epoch that the consumer is in, of those of the iterator."""
-        index: int = min(lane.sources[0].index for lane in self.lanes)
-        return index
+    def source(self) -> Any:
+        """What the epoch that the consumer is in is read from, in the lane that has come least far.
 
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that the consumer is in."""
-        first = min((lane.sources[0] for lane in self.lanes), key=attrgetter("index"))
-        epoch: int = first.epoch
-        return epoch
+        It has the ``epoch``, its number, and the ``index`` of that among those of the iterator.
+        """
+        return min((lane.sources[0] for lane in self.lanes), key=attrgetter("index"))
 
 
 class Batches:
@@ -187,8 +182,7 @@ class Batches:
             if account is None or account.is_over or self.settings.closed or not self.in_flight:
                 return True
             lanes = self._in_turn(account)
-            found = lanes[0].look(any_order=False) if lanes else None
-            return not lanes or (found is not None and found.is_open)
+            return not lanes or lanes[0].look() is not None
 
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""
@@ -360,19 +354,17 @@ class Batches:
             self._check(account)
             if account.is_over:
                 raise StopIteration
-            if self._entered != account.index:  # an interrupt may have kept it from being told
+            if self._entered != account.source.index:  # interrupted before it was told
                 self.owner._entered(account)
-                self._entered = account.index
-            any_order = not self.settings.in_order
-            # Only a sampler's tasks may overtake each other: the reader of a shard cannot.
-            overtaking = any_order and len(self._lanes) == 1 and self._lanes[0].may_overtake
+                self._entered = account.source.index
             lanes = self._in_turn(account)
             if not lanes:
                 self._next_epoch(account)
                 continue
-            for lane in lanes if any_order else lanes[:1]:
-                pending = lane.look(any_order=overtaking)
-                if pending is not None and pending.is_open:
+            awaited = lanes[:1] if self.settings.in_order else lanes
+            for lane in awaited:
+                pending = lane.look()
+                if pending is not None:
                     if not pending.begun:
                         pending.begun = True
                         self.fill()  # before the consumer gets to work
@@ -381,7 +373,7 @@ class Batches:
             if self._in_turn(account) != lanes or self._send(lanes):
                 continue
             if not has_grown:
-                for lane in lanes if any_order else lanes[:1]:
+                for lane in awaited:
                     lane.grow()
                 has_grown = True
             self.bell.wait(self.settings.patience)
@@ -392,32 +384,28 @@ class Batches:
 
     def _in_turn(self, account: Account) -> list[Lane]:
         """Return the lanes that have more of the consumer's epoch, the next one first."""
-        index = account.index
+        index = account.source.index
         lanes = [
             lane for lane in self._lanes if lane.sources[0].index == index and not lane.is_over
         ]
         if len(lanes) > 1:
-            lanes.sort(key=_position)  # stable: of equals the one with the lowest number
+            lanes.sort(key=POSITION)  # stable: of equals the one with the lowest number
         return lanes
 
     def _send(self, lanes: list[Lane]) -> bool:
         """Have the first lane's next batch under way, and others. Return whether any was sent."""
         head = lanes[0].head
         sent = (head is None or not head.is_sent) and self._send_more(lanes[0])
-        return self._fill(self.settings.depth) or sent
+        return self.fill() or sent
 
     # --- down
 
-    def fill(self) -> None:
-        """Have as many tasks under way as may be."""
-        self._fill(self.settings.depth)
-
-    def _fill(self, depth: int) -> bool:
-        """Send tasks until ``depth`` are under way. Return whether any was sent."""
+    def fill(self) -> bool:
+        """Have as many tasks under way as may be. Return whether any was sent."""
         sent = False
         lanes = list(self._lanes)
-        while lanes and self.in_flight < depth:
-            lane = min(lanes, key=_need) if len(lanes) > 1 else lanes[0]
+        while lanes and self.in_flight < self.settings.depth:
+            lane = min(lanes, key=NEED) if len(lanes) > 1 else lanes[0]
             if self._send_more(lane):
                 sent = True
             else:
@@ -455,7 +443,7 @@ class Batches:
             StopIteration: there is none.
             BatchError, ValueError: nothing is left of the one that has ended.
         """
-        index = account.index
+        index = account.source.index
         self._check_fruit(account, index)
         self._watch.count_empty(self._lanes)
         if self._until is not None and account.next_epoch is not None:
@@ -479,18 +467,18 @@ class Batches:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
         if account.fruitful == index:
             return
-        left_out, count = self._failed
+        epoch, (left_out, count) = account.source.epoch, self._failed
         if left_out == index and count:
             account.fruitful = index
             raise BatchError(
-                f"nothing is left of epoch {account.epoch}, of which {count} batches failed; look "
+                f"nothing is left of epoch {epoch}, of which {count} batches failed; look "
                 "at the errors in the log, and at the storage that the dataset reads from",
-                epoch=account.epoch,
+                epoch=epoch,
             )
         if self._count is None:
             account.is_over = True
             raise ValueError(
-                f"epoch {account.epoch} has no batches, and epochs() without a number would go "
+                f"epoch {epoch} has no batches, and epochs() without a number would go "
                 "through such for ever; look at the sampler, or give a number"
             )
 
@@ -533,11 +521,7 @@ class Epochs(Batches):
 NO_BATCH = frozenset({Failure, SamplerError, type(SKIP)})
 """Types of outcomes that are no batch."""
 
+POSITION = attrgetter("position")
 
-def _position(lane: Lane) -> int:
-    return lane.position
-
-
-def _need(lane: Lane) -> tuple[int, int]:
-    """Order lanes by how soon they need another task."""
-    return lane.under_way, lane.position
+NEED = attrgetter("under_way", "position")
+"""Orders lanes by how soon they need another task."""

@@ -28,7 +28,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -67,7 +67,8 @@ class Lane(ABC):
         pending: the account.
         sources: what is read in the epochs that were begun, the consumer's first. Each has an
             ``epoch``, its number, and an ``index``, its place among those of the iterator.
-        may_overtake: whether a batch may come before one that was drawn earlier.
+        may_overtake: whether a batch may come before one that was drawn earlier, as the reader of a
+            shard cannot give it.
     """
 
     may_overtake: ClassVar[bool] = False
@@ -206,8 +207,10 @@ class Lane(ABC):
 
     # --- up
 
-    def look(self, *, any_order: bool) -> Pending | None:
+    def look(self) -> Pending | None:
         """Return a task of the consumer's epoch that has something to hand over, if one is here.
+
+        It is the first one, or with ``in_order=False`` any.
 
         Raises:
             RuntimeError: the loader is closed.
@@ -215,8 +218,10 @@ class Lane(ABC):
         self.open_arrived()
         while self.pending and self._is_past(self.pending[0]):
             self.pending.popleft()
-        here = itertools.takewhile(lambda each: not each.ends, self.pending)
-        return next((each for each in here if each.is_open or not any_order), None)
+        here: Iterator[Pending] = itertools.takewhile(lambda each: not each.ends, self.pending)
+        if self.settings.in_order or not self.may_overtake:
+            here = itertools.islice(here, 1)
+        return next((each for each in here if each.is_open), None)
 
     @property
     def head(self) -> Pending | None:
