@@ -64,6 +64,7 @@ class Lane(ABC):
         share: of how many lanes the tasks under way are for.
 
     Attributes:
+        pool: where the tasks are.
         pending: the account.
         sources: what is read in the epochs that were begun, the consumer's first. Each has an
             ``epoch``, its number, and an ``index``, its place among those of the iterator.
@@ -82,18 +83,12 @@ class Lane(ABC):
         # Items a task. Those sent at first share what one may hold, so that all workers get some.
         depth = -(-settings.depth // share)
         self._chunk = max(1, settings.chunk // depth) if depth else 1
-        self._pool = where()
         self.adopt()
 
     def adopt(self) -> None:
         """Send tasks to the pool that there is now."""
-        self._pool = self.where()
-        self._pool.failed_starts.clear()  # the machine may have recovered
-
-    @property
-    def pool(self) -> Pool:
-        """Where the tasks are."""
-        return self._pool
+        self.pool = self.where()
+        self.pool.failed_starts.clear()  # the machine may have recovered
 
     @property
     def under_way(self) -> int:
@@ -149,7 +144,7 @@ class Lane(ABC):
 
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
-        if self.where() is not self._pool:
+        if self.where() is not self.pool:
             if any(each.is_sent and each.outcomes is None for each in self.pending):
                 return False  # first they come from where they are
             self.adopt()
@@ -177,7 +172,7 @@ class Lane(ABC):
 
     def _send(self, pending: Pending) -> None:
         """Send a task off. What goes wrong with that is its reply, and comes in its turn."""
-        pool = self._pool
+        pool = self.pool
         pending.bell, pending.slots, pending.slot = self._bell, pool.slots, None
         task = pending.task = self._address(pending)._replace(id=next(pool.task_ids))
         packed = None
@@ -240,19 +235,19 @@ class Lane(ABC):
     def open_arrived(self) -> None:
         """Make what has arrived available, in the order of the tasks."""
         self._recover()
-        while True:
-            unopened = [each for each in self.pending if each.outcomes is None and not each.ends]
-            if not self.may_overtake:
-                del unopened[1:]  # another may have arrived since the first was looked at
-            pending = next((each for each in unopened if each.reply is not None), None)
-            if pending is None:
-                return
-            self._open(pending)
+        while arrived := [each for each in self._unopened if each.reply is not None]:
+            self._open(arrived[0])
+
+    @property
+    def _unopened(self) -> list[Pending]:
+        """The tasks of which one may be opened next: where none may overtake, that is the first."""
+        unopened = [each for each in self.pending if each.outcomes is None and not each.ends]
+        return unopened if self.may_overtake else unopened[:1]
 
     def begin_next(self) -> None:
         """Let the consumer go on to the next epoch, which has begun here."""
         self.sources.popleft()
-        self._pool.failed_starts.clear()
+        self.pool.failed_starts.clear()
 
     def drop_ahead(self) -> None:
         """Forget epochs that were begun ahead of the consumer."""
@@ -292,7 +287,7 @@ class Lane(ABC):
 
     def _learn(self, pending: Pending, reply: Reply) -> None:
         """Learn from a reply how many batches the next task should hold, and how it goes."""
-        made, slots = len(reply.outcomes), self._pool.slots
+        made, slots = len(reply.outcomes), self.pool.slots
         counters, settings = self.settings.counters, self.settings
         if made:
             quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
@@ -319,34 +314,37 @@ class Lane(ABC):
             pending.failed.setdefault(n, []).append(failed)
         limit = settings.memory_limit
         if limit is not None and reply.memory > limit:
-            self._pool.renew(reply.pid)
+            self.pool.renew(reply.pid)
 
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""
-        if self._pool.num_workers:
+        if self.pool.num_workers:
             self._chunk = min(2 * self._chunk, CHUNK_MOST)
 
     # --- what was lost
 
     def _recover(self) -> None:
         """Put what is to be sent again in the place of each task that was lost."""
-        for lost in [each for each in self.pending if each.lost is not None]:
+        for lost in [each for each in self._unopened if each.lost is not None]:
             if self.settings.closed:
                 raise RuntimeError(CLOSED)
-            self._pool.end_broken()  # finds out how its workers ended
-            self._replace(lost, self._again(lost))
+            self.pool.end_broken()  # finds out how its workers ended
+            assert lost.task is not None
+            self._redo(lost, self.pool.deaths.pop(lost.task.id, None))
 
     def _replace(self, pending: Pending, pieces: list[Pending]) -> None:
         """Put tasks in the place of one."""
         parts = [pieces if each is pending else [each] for each in self.pending]
         self.pending = deque(itertools.chain.from_iterable(parts))
 
-    def _again(self, lost: Pending) -> list[Pending]:
+    def _redo(self, lost: Pending, death: Death | None) -> None:
+        """Put what is to be sent again in the place of a lost task."""
+        self._replace(lost, self._again(lost, death))
+
+    def _again(self, lost: Pending, death: Death | None) -> list[Pending]:
         """Return what to do in place of a lost task. What its own worker was making is a try."""
-        pool, counters, task, error = self._pool, self.settings.counters, lost.task, lost.lost
-        assert task is not None
+        pool, counters, error = self.pool, self.settings.counters, lost.lost
         assert error is not None
-        death = pool.deaths.pop(task.id, None)
         if death is not None and self.settings.reads and death.stack is None:
             death = death._replace(place=-1)  # any of those that were read may be to blame
         place = {
@@ -392,12 +390,12 @@ class Lane(ABC):
 
     def _reply_lost(self, lost: Pending, error: BaseException) -> Reply:
         """Return what stands for the reply to a batch that came to nothing on its way."""
-        if self._pool.is_death(error):
+        if self.pool.is_death(error):
             what = f"batch {lost.ordinal} of epoch {lost.source.epoch}, item {shown(lost.item(0))}"
             died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
             return replied(died)
         assert isinstance(error, Exception)
-        stage = "when it came from a worker" if self._pool.replaces else "in the executor"
+        stage = "when it came from a worker" if self.pool.replaces else "in the executor"
         return replied(error, stage=stage, fatal=True)
 
     # --- the end

@@ -445,7 +445,7 @@ class SamplerLane(Lane):
                     and source.is_adjoining
                 )
             ):
-                source.draw(pending.items, self._pool.hold)
+                source.draw(pending.items, self.pool.hold)
             if source.is_ended:
                 end = Pending(source, source.position, [], source.state, ends=True)
                 self._follow(pending, end)
@@ -463,7 +463,7 @@ class SamplerLane(Lane):
                 self._follow(pending, *added)
         except BaseException:
             if pending is not None:
-                source.interrupted(pending, self._pool.hold)
+                source.interrupted(pending, self.pool.hold)
             raise
         self.settings.counters.drew(begin, count)
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from minloader._epochs import failures
 from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, replied
-from minloader._epochs.settings import CLOSED, Settings
+from minloader._epochs.settings import Settings
 from minloader._epochs.state import Note, State
 from minloader._insight.leaves import Leaves, first_leaves
 from minloader._memory import pickling
@@ -292,18 +292,11 @@ class StreamLane(Lane):
             if known not in kept:
                 known.forget()
 
-    def _recover(self) -> None:
-        first = next((each for each in self.pending if each.outcomes is None), None)
-        if first is None or first.lost is None:
-            return  # what has arrived before it is opened first: the shard is read on from there
-        if self.settings.closed:
-            raise RuntimeError(CLOSED)
-        self._pool.end_broken()  # finds out how its workers ended
-        assert first.task is not None
-        death = self._pool.deaths.pop(first.task.id, None)
-        if death is not None or not isinstance(first.lost, BrokenExecutor | CancelledError):
-            self._blame(first, death)
-        place = {"batch": self.ordinal(first.source.reached.batches), "epoch": first.source.epoch}
+    def _redo(self, lost: Pending, death: Death | None) -> None:
+        # What has arrived before it was opened first: the shard is read on from there.
+        if death is not None or not isinstance(lost.lost, BrokenExecutor | CancelledError):
+            self._blame(lost, death)
+        place = {"batch": self.ordinal(lost.source.reached.batches), "epoch": lost.source.epoch}
         self.settings.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
         self._restart()
 
