@@ -22,7 +22,7 @@ OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
 
 
 class Raised(NamedTuple):
-    """An error that is to be raised in the place of a batch.
+    """An error that is to be raised in the place of a batch: the batch's, or the sampler's.
 
     It is raised elsewhere: the frames of an error's traceback must not hold the error, or the
     loader would live until the garbage collector finds the cycle.

@@ -33,7 +33,7 @@ from minloader._checks import refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.failures import Raised
 from minloader._epochs.lane import Lane, track
-from minloader._epochs.pending import Bell, Pending, SamplerError
+from minloader._epochs.pending import Bell, Pending
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._epochs.streams import ShardWatch
@@ -256,7 +256,7 @@ class Batches:
                         taken[3:] = outcome, self._handle(lane, pending, n, outcome)
                         outcome = None if type(taken[4]) is Raised else taken[4]
                     pending.lets_go(n)
-                    if type(taken[-1]) in (Raised, SamplerError):
+                    if type(taken[-1]) is Raised:
                         outcome = None
                         raise taken[-1].error
                     if outcome is SKIP:
@@ -518,7 +518,7 @@ class Epochs(Batches):
         super().__del__()
 
 
-NO_BATCH = frozenset({Failure, SamplerError, type(SKIP)})
+NO_BATCH = frozenset({Failure, Raised, type(SKIP)})
 """Types of outcomes that are no batch."""
 
 POSITION = attrgetter("position")

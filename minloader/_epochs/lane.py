@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 from minloader._checks import copied, shown
 from minloader._epochs import failures
-from minloader._epochs.pending import Bell, Pending, Ready, SamplerError, replied
+from minloader._epochs.pending import Bell, Pending, Ready, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._errors import WorkerDied
@@ -260,7 +260,7 @@ class Lane(ABC):
 
     def put_back(self, pending: Pending, n: int, outcome: Any) -> None:
         """Have an outcome handed over once more, which did not reach the consumer."""
-        kept = outcome if type(outcome) in (Failure, SamplerError) else Ready(outcome)
+        kept = outcome if type(outcome) in (Failure, failures.Raised) else Ready(outcome)
         reply = pending.reply or Reply(-1, -1, False, [])
         piece = pending.part(n, n + 1, outcomes=[kept], reply=reply, begun=True)
         self.pending.appendleft(piece)

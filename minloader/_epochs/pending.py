@@ -47,12 +47,6 @@ class Ready(NamedTuple):
     batch: Any
 
 
-class SamplerError(NamedTuple):
-    """What the sampler raised, in the place of an item."""
-
-    error: BaseException
-
-
 class Bell:
     """Wakes the consumer up when a task has arrived."""
 

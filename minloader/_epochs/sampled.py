@@ -26,7 +26,7 @@ from typing import Any
 from minloader._checks import is_stateful, shown
 from minloader._epochs import failures
 from minloader._epochs.lane import Lane
-from minloader._epochs.pending import Bell, Pending, SamplerError, SamplerState
+from minloader._epochs.pending import Bell, Pending, SamplerState
 from minloader._epochs.settings import Settings
 from minloader._epochs.state import (
     Note,
@@ -455,7 +455,7 @@ class SamplerLane(Lane):
                 source.error, source.is_inside, count = None, False, 0
                 failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
                 place = Pending(source, source.position, [], source.state)
-                place.outcomes = [SamplerError(error)]
+                place.outcomes = [failures.Raised(error)]
                 added = [place]
                 if not source.is_open:  # what cannot be begun is over
                     source.is_ended = True
