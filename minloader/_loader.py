@@ -54,7 +54,7 @@ from typing import Any, Generic, Literal, Self
 from minloader import _checks as checks
 from minloader._checks import B, check_int, shown
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Account, Batches, Epochs
+from minloader._epochs.iterator import Account, Batches
 from minloader._epochs.pending import Bell, SamplerState
 from minloader._epochs.sampled import SamplerLane, Source, Told, source_after
 from minloader._epochs.settings import CLOSED, Settings
@@ -410,7 +410,7 @@ class Loader(Generic[B]):
         for name, value in ("n", n), ("until", until):
             if value is not None:
                 check_int(name, value, 0)
-        return Epochs(self, self._settings, n, until)
+        return Batches(self, self._settings, n, until, numbered=True)
 
     def _begin(self, batches: Batches) -> Account:
         """Begin the next epoch, for an iterator. States are of that from now on."""

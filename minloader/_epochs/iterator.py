@@ -106,16 +106,19 @@ class Account:
 
 
 class Batches:
-    """Iterator over the batches of one epoch, or of several without a gap.
-
-    It goes on after an error.
+    """Iterator over the batches of one epoch, or of several without a gap, see
+    :meth:`Loader.epochs`. It goes on after an error.
 
     Args:
         owner: the loader, which must live as long as this.
         settings: what the loader's epochs have in common.
-        bell: rung when a task has arrived.
         count: how many epochs; None: endlessly many.
+        until: the epoch before which to end, in place of ``count``.
         numbered: whether the number of the epoch comes with each batch.
+
+    Attributes:
+        account: of the epochs; None until the first one was begun.
+        bell: rung when a task has arrived.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Batches:
         owner: Any,
         settings: Settings,
         count: int | None,
+        until: int | None = None,
         *,
         numbered: bool,
     ) -> None:
@@ -133,7 +137,7 @@ class Batches:
         self._lock = threading.RLock()
         self._lanes: list[Lane] = []
         self._count = count
-        self._until: int | None = None
+        self._until = until
         self._numbered = numbered
         self._behind: Note | None = None
         self._watch: Any = None
@@ -171,6 +175,9 @@ class Batches:
     def __del__(self) -> None:
         account = vars(self).get("account")  # it may not have been made
         if account is not None:
+            if account.behind is not None and self._numbered:
+                # What was taken ahead nobody has seen: the next iteration begins there.
+                self.owner._left_behind(account)
             account.is_left = True
             for lane in self._lanes:
                 lane.leave()
@@ -192,6 +199,11 @@ class Batches:
                 owner._note_state() if account is None else owner._note_of(account, owner.epoch)
             )
             return note
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's, see :meth:`Loader.state_dict`."""
+        state: dict[str, Any] = self.owner.state_dict()
+        return state
 
     def set_behind(self, note: Note | None) -> None:
         """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
@@ -319,6 +331,10 @@ class Batches:
 
     def _begin(self) -> Account:
         """Begin with the first epoch, if that was not done when this was made."""
+        if self._until is not None:
+            self._count = max(0, self._until - self.owner.epoch)
+        if self._count == 0:
+            raise StopIteration
         account: Account = self.owner._begin(self)
         return account
 
@@ -481,41 +497,6 @@ class Batches:
                 f"epoch {epoch} has no batches, and epochs() without a number would go "
                 "through such for ever; look at the sampler, or give a number"
             )
-
-
-class Epochs(Batches):
-    """Iterator over the batches of several epochs, see :meth:`Loader.epochs`. It begins with the
-    first ``next``, and continues after an error.
-
-    Args:
-        loader: whose.
-        settings: of its epochs.
-        n: how many epochs; None: endlessly many.
-        until: the epoch before which to end, in place of ``n``.
-    """
-
-    def __init__(self, loader: Any, settings: Settings, n: int | None, until: int | None) -> None:
-        super().__init__(loader, settings, n, numbered=True)
-        self._until = until
-
-    def _begin(self) -> Account:
-        if self._until is not None:
-            self._count = max(0, self._until - self.owner.epoch)
-        if self._count == 0:
-            raise StopIteration
-        return super()._begin()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's, see :meth:`Loader.state_dict`."""
-        state: dict[str, Any] = self.owner.state_dict()
-        return state
-
-    def __del__(self) -> None:
-        # What was taken ahead nobody has seen: the next iteration begins there.
-        account = vars(self).get("account")
-        if account is not None and account.behind is not None:
-            self.owner._left_behind(account)
-        super().__del__()
 
 
 NO_BATCH = frozenset({Failure, Raised, type(SKIP)})
