@@ -21,7 +21,6 @@ is in the consumer's hands.
 from __future__ import annotations
 
 import copy
-import os
 import queue
 import threading
 import weakref
@@ -30,10 +29,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from minloader._checks import check_int, copied, shown
-from minloader._epochs.pending import Bell
+from minloader._checks import B, check_int, copied, shown
+from minloader._epochs.pending import Bell, Handover
 from minloader._epochs.state import Note
 
 GRACE = 0.5
@@ -43,8 +42,6 @@ One that takes longer is left to end by itself: what it still makes is dropped."
 CLOSED = "this prefetch is closed; make a new one"
 
 A = TypeVar("A")
-
-B = TypeVar("B")
 
 
 def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Prefetch[B]:
@@ -79,7 +76,7 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
     return Prefetch(batches, fn, depth)
 
 
-class Prefetch(Generic[B]):
+class Prefetch(Handover[B]):
     """Iterator over batches that a thread makes ready, see :func:`prefetch`.
 
     Its thread ends with the batches, or when the iterator is collected, as it is after a loop that
@@ -87,6 +84,7 @@ class Prefetch(Generic[B]):
     """
 
     def __init__(self, batches: Iterable[Any], fn: Callable[[Any], B], depth: int = 1) -> None:
+        super().__init__()
         self._depth = check_int("depth", depth, 1)
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {shown(fn)}")
@@ -100,8 +98,6 @@ class Prefetch(Generic[B]):
         self._is_drawn = False  # whether the source has no more
         self._is_over = False  # whether the consumer was told so
         self._is_read = False  # whether another prefetch takes batches ahead of its consumer
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # several threads may take batches
         self._tell(self._given)
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -111,29 +107,8 @@ class Prefetch(Generic[B]):
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)
         self._thread.start()
 
-    def __iter__(self) -> Prefetch[B]:
-        return self
-
-    def __next__(self) -> B:
-        if self._pid != os.getpid():
-            raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        taken: list[Any] = []  # what is on its way to the consumer
-        try:
-            with self._lock:
-                try:
-                    return self._next(taken)
-                except Exception:
-                    del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
-                    raise
-                except BaseException:
-                    self._put_back(taken)
-                    raise
-        except Exception:
-            raise
-        except BaseException:
-            with self._lock:
-                self._put_back(taken)
-            raise
+    def _check_process(self) -> None:
+        raise RuntimeError("the thread of this prefetch is in another process; make one here")
 
     def _next(self, taken: list[Any]) -> B:
         if self._is_over:
@@ -175,13 +150,10 @@ class Prefetch(Generic[B]):
         return not self._entries or self._entries[0].is_done
 
     def _put_back(self, taken: list[Any]) -> None:
-        """Keep what an interrupt has kept from the consumer."""
-        if taken:
-            entry, self._given = taken
-            if entry not in self._entries:
-                self._entries.appendleft(entry)
-            self._tell(self._given)
-            taken.clear()
+        entry, self._given = taken
+        if entry not in self._entries:
+            self._entries.appendleft(entry)
+        self._tell(self._given)
 
     def _draw(self) -> None:
         """Take another batch from the source, or go on with that where an interrupt came."""

@@ -23,7 +23,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import threading
 import time
 from operator import attrgetter
 from time import perf_counter
@@ -33,13 +32,12 @@ from minloader._checks import refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.failures import Raised
 from minloader._epochs.lane import Lane, track
-from minloader._epochs.pending import Bell, Pending
+from minloader._epochs.pending import Bell, Handover, Pending
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._epochs.streams import ShardWatch
 from minloader._errors import SKIP, BatchError
 from minloader._pools.base import Pool
-from minloader._worker import lifetimes
 from minloader._worker.messages import Failure
 
 
@@ -105,7 +103,7 @@ class Account:
         return min((lane.sources[0] for lane in self.lanes), key=attrgetter("index"))
 
 
-class Batches:
+class Batches(Handover[Any]):
     """Iterator over the batches of one epoch, or of several without a gap, see
     :meth:`Loader.epochs`. It goes on after an error.
 
@@ -130,11 +128,11 @@ class Batches:
         *,
         numbered: bool,
     ) -> None:
+        super().__init__()
         self.owner = owner
         self.settings = settings
         self.account: Account | None = None
         self.bell = Bell()
-        self._lock = threading.RLock()
         self._lanes: list[Lane] = []
         self._count = count
         self._until = until
@@ -146,7 +144,6 @@ class Batches:
         self._entered = 0  # index of the last epoch that the loader was told of
         self._failed = -1, 0  # index of an epoch, and how many of its batches were left out
         self._look = 0.0  # when to look after the workers next
-        self._process = lifetimes.process
 
     def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
         """Take the lanes, which have begun the first epoch. Return the account of it."""
@@ -168,9 +165,6 @@ class Batches:
     def in_flight(self) -> int:
         """Tasks under way."""
         return sum(lane.under_way for lane in self._lanes)
-
-    def __iter__(self) -> Batches:
-        return self
 
     def __del__(self) -> None:
         account = vars(self).get("account")  # it may not have been made
@@ -213,29 +207,7 @@ class Batches:
 
     # --- batches
 
-    def __next__(self) -> Any:
-        taken: list[Any] = []  # what is on its way to the consumer, and where it is from
-        try:
-            if self._process is not lifetimes.process:
-                self._check_process()
-            with self._lock:
-                try:
-                    return self._next(taken)
-                except Exception:
-                    del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
-                    raise
-                except BaseException:
-                    self._put_back(taken)
-                    raise
-        except Exception:
-            raise
-        except BaseException:
-            with self._lock:
-                self._put_back(taken)
-            raise
-
     def _check_process(self) -> None:
-        """Refuse to go on in a fork of the process that began the epoch."""
         if self.settings.depth or self.in_flight:
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
@@ -290,13 +262,10 @@ class Batches:
             raise
 
     def _put_back(self, taken: list[Any]) -> None:
-        """Give the account what an interrupt has kept from the consumer."""
-        if taken:
-            lane, pending, n, outcome, *_ = taken
-            if pending.given > n:
-                lane.put_back(pending, n, outcome)
-                self._current = None
-            taken.clear()
+        lane, pending, n, outcome, *_ = taken
+        if pending.given > n:
+            lane.put_back(pending, n, outcome)
+            self._current = None
 
     def _handle(self, lane: Lane, pending: Pending, n: int, failure: Failure) -> Any:
         """Do with a failed batch what ``on_error`` says; return what takes its place."""

@@ -16,15 +16,18 @@ it is one assignment.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Self
 
+from minloader._checks import B
 from minloader._errors import SKIP
 from minloader._memory import pickling
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem
+from minloader._worker import lifetimes
 from minloader._worker.messages import Failure, Reply, Task
 
 
@@ -65,6 +68,58 @@ class Bell:
         With -1, only then.
         """
         self._lock.acquire(timeout=seconds)
+
+
+class Handover(ABC, Generic[B]):
+    """An iterator that Ctrl-C, at whatever instruction of ``next`` it comes, takes nothing from.
+
+    Several threads may take from it. In a fork of the process that has made it, it may refuse.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = lifetimes.process
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> B:
+        taken: list[Any] = []  # what is on its way to the consumer, and where it is from
+        try:
+            if self._process is not lifetimes.process:
+                self._check_process()
+            with self._lock:
+                try:
+                    return self._next(taken)
+                except Exception:
+                    del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
+                    raise
+                except BaseException:
+                    self._give_back(taken)
+                    raise
+        except Exception:
+            raise
+        except BaseException:
+            with self._lock:
+                self._give_back(taken)
+            raise
+
+    def _give_back(self, taken: list[Any]) -> None:
+        if taken:
+            self._put_back(taken)
+            taken.clear()
+
+    @abstractmethod
+    def _check_process(self) -> None:
+        """Refuse to go on in a fork of the process that began, if that cannot be."""
+
+    @abstractmethod
+    def _next(self, taken: list[Any]) -> B:
+        """Return the next one, which is noted in ``taken`` before it leaves the account."""
+
+    @abstractmethod
+    def _put_back(self, taken: list[Any]) -> None:
+        """Give the account what an interrupt has kept from the consumer."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
