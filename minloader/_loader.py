@@ -69,7 +69,7 @@ from minloader._epochs.state import (
     skipped,
     stream_state,
 )
-from minloader._epochs.streams import BEGINNING, ShardPass, StreamLane
+from minloader._epochs.streams import FIRST, ShardPass, StreamLane, packed
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._memory.files import interrupts_held
@@ -456,15 +456,8 @@ class Loader(Generic[B]):
 
     def _beginning(self) -> SamplerState | None:
         """Return where the sampler is before its first epoch; None where that is not known."""
-        if not checks.is_stateful(self.sampler):
-            return None
-        try:
-            return SamplerState(0, copy.deepcopy(self.sampler.state_dict()))
-        except Exception as error:
-            if isinstance(self.sampler, Sampler):
-                raise
-            logger.debug("the sampler has no state before its first epoch: %r", error)
-            return None
+        state = _state_before(self.sampler)
+        return None if state is None else SamplerState(0, state)
 
     def _shard_lanes(self, bell: Bell, resume: dict[str, Any] | None) -> list[StreamLane]:
         """Return a lane for each shard of the stream, for the next epoch."""
@@ -480,7 +473,7 @@ class Loader(Generic[B]):
             left = former.behind is not None or not former.is_over
             firsts = [lane.next_pass(self.epoch, run, left=left) for lane in former.lanes]
         else:
-            firsts = [ShardPass.of(self.epoch, run, BEGINNING) for _ in range(self._shards)]
+            firsts = [ShardPass(0, self.epoch, run, FIRST) for _ in range(self._shards)]
         oldest = partial(_oldest_run, group, run)
         return [
             StreamLane(self._settings, partial(group.pool, n), bell, n, self._shards, oldest, first)
@@ -597,18 +590,16 @@ class Loader(Generic[B]):
     def _note_now(self, account: Account | None, resume: Any, epoch: int) -> Note:
         if resume is not None:
             return lambda: in_one_shape(copy.deepcopy(resume))
-        if account is None:
-            return self._note(epoch, self._note_between(None))
-        return account.behind or self._note_of(account, epoch)
+        return (account and account.behind) or self._note_of(account, epoch)
 
-    def _note_of(self, account: Account, epoch: int) -> Note:
+    def _note_of(self, account: Account | None, epoch: int) -> Note:
         """Note the state as of what an iterator has handed over, to whomever.
 
         Args:
-            account: of the iterator.
+            account: of the iterator; None: there was none.
             epoch: the loader's, which is the next one where the iterator has ended.
         """
-        if account.is_over:
+        if account is None or account.is_over:
             return self._note(epoch, self._note_between(account))
         return self._note(account.source.epoch, [lane.note() for lane in account.lanes])
 
@@ -617,17 +608,10 @@ class Loader(Generic[B]):
             state = self._beginning() if account is None else source_after(account, 0).state
             return [partial(sampler_place, [], 0, [], False, state, None)]
         if account is None:
-            return [partial(dict, BEGINNING, next=self._first_state()) for _ in range(self._shards)]
+            state = _state_before(self.dataset)
+            known = None if state is None else {"dataset": state}
+            return [ShardPass(0, 0, 0, FIRST, packed(known)).note()] * self._shards
         return [lane.next_pass(0, 0, left=False).note() for lane in account.lanes]
-
-    def _first_state(self) -> Any:
-        """Return the state of the stream before it was ever read; None if it has none then."""
-        try:
-            states = {"dataset": copy.deepcopy(self.dataset.state_dict())}
-        except Exception as error:  # many have none before their first sample
-            logger.debug("the stream has no state before it is read: %r", error)
-            return None
-        return states if checks.is_stateful(self.dataset) else None
 
     def _note(self, epoch: int, notes: list[Note]) -> Note:
         if self._shards is not None:
@@ -706,6 +690,17 @@ class Loader(Generic[B]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _state_before(source: Any) -> Any:
+    """Return the state of a sampler, or stream, before it was ever read; None if it has none."""
+    try:
+        return copy.deepcopy(source.state_dict()) if checks.is_stateful(source) else None
+    except Exception as error:  # many have none before their first item
+        if isinstance(source, Sampler):
+            raise
+        logger.debug("%s has no state before it is read: %r", shown(source), error)
+        return None
 
 
 def _oldest_run(group: PoolGroup, run: int) -> int:

@@ -65,17 +65,12 @@ class Reached(NamedTuple):
         return Reached(self.batches + n, self.at, self.state, known, last)
 
 
-BEGINNING: State = {
-    **{"batches": 0, "at": 0, "ended": False, "state": None},
-    **{"next": None, "failed": [], "last": None},
-}
-"""The part of a state that says where in a shard it is, at its beginning."""
-
 FIRST = Reached(0, 0, None, (), None)
 """The beginning of a shard."""
 
 
-def _packed(state: Any) -> bytes | None:
+def packed(state: Any) -> bytes | None:
+    """Return a state of the stream, packed; None where there is none."""
     return None if state is None else pickling.pack(state, down=True)
 
 
@@ -116,7 +111,7 @@ class ShardPass:
     @classmethod
     def of(cls, epoch: int, run: int, place: State) -> ShardPass:
         """Return the pass that goes on from a part of a state."""
-        state, first = _packed(place["state"]), _packed(place["next"])
+        state, first = packed(place["state"]), packed(place["next"])
         known = place["batches"], place["at"], state, tuple(place["failed"]), place["last"]
         each = cls(0, epoch, run, Reached(*known), first)
         if place["ended"]:
