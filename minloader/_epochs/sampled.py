@@ -182,9 +182,8 @@ class Source:
         """
         if self._iterator is not None or (self.is_ended and not self._put_back):
             return
-        told, sampler, known = self.told, self.told.sampler, None
-        if self._put_back:
-            known = self.state
+        told, sampler = self.told, self.told.sampler
+        known = self.state if self._put_back else None
         if self.state is None and isinstance(sampler, Sampler):
             sampler._forget()  # the epoch before was left, however far it was drawn
         if known is None or known.at:
@@ -454,9 +453,8 @@ class SamplerLane(Lane):
             with interrupts_held():
                 source.error, source.is_inside, count = None, False, 0
                 failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
-                place = Pending(source, source.position, [], source.state)
-                place.outcomes = [failures.Raised(error)]
-                added = [place]
+                raised = [failures.Raised(error)]
+                added = [Pending(source, source.position, [], source.state, outcomes=raised)]
                 if not source.is_open:  # what cannot be begun is over
                     source.is_ended = True
                     added.append(Pending(source, source.position, [], source.state, ends=True))
@@ -505,31 +503,23 @@ class SamplerLane(Lane):
     def note(self) -> Note:
         """Note what of the consumer's epoch was handed over."""
         source = self.sources[0]
-        parts, end = [], None
-        for each in self.pending:
-            if each.source is not source:
-                continue
-            if each.ends:
-                end = each
-            start, stop = each.ordinal + each.given, each.ordinal + len(each.items)
-            if start < stop:
-                parts.append((start, stop, each))
-        parts.sort(key=lambda part: part[0])
+        mine = [each for each in self.pending if each.source is source]
+        end = next((each for each in mine if each.ends), None)
+        left = [each for each in mine if each.given < len(each.items)]
+        left.sort(key=lambda each: each.ordinal + each.given)
+        ranges = [(each.ordinal + each.given, each.ordinal + len(each.items)) for each in left]
         position = source.position if end is None else end.ordinal
         check, state = source.last, source.state if end is None else end.before
         if source._peeked:
             check = source.position, source._peeked[0]
-        if parts:
-            first, _, pending = parts[0]
-            check, state = (first, pending.item(pending.given)), pending.before
-        mine = (each for each in self.pending if each.source is source)
+        if left:
+            check, state = (ranges[0][0], left[0].item(left[0].given)), left[0].before
         raised = next((each for each in mine if each.is_open and not each.items), None)
-        if raised is not None and (not parts or raised.ordinal <= parts[0][0]):
+        if raised is not None and (not left or raised.ordinal <= ranges[0][0]):
             state = raised.before  # it is still to come
         known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
         if check is not None:
             known = check[0], partial(source.digest, check[1])
-        ranges = [(start, stop) for start, stop, _ in parts]
         ended = end is not None and not ranges
         if ended and source.inside is not None:
             # Another world deals out what is left, which the state of the end does not have. And

@@ -53,7 +53,6 @@ class ShardReader:
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
         iterator: of the stream, while it is read.
-        reading_id: number of the reading that it serves.
         last: what the samples of the batch drawn last are recognized by.
         is_other: whether it gave something else when it was read again.
         beginning: state that the stream had before it was ever read; None if that is not known.
@@ -70,7 +69,6 @@ class ShardReader:
     ended: bool = False
     reading: bool = False
     iterator: Any = None
-    reading_id: int = 0
     last: int | None = None
     is_other: bool = False
     beginning: bytes | None = None
@@ -276,21 +274,34 @@ class ShardReaders:
         """
         key, start = (shard.pass_, shard.id), shard.start
         reader = self._readers.get(key)
-        if reader is not None and reader.reading_id == shard.reading:
+        if reader is not None and reader.shard.reading == shard.reading:
             return reader
         if start is None:
             return None
         if reader is not None and reader.goes_on(start):
-            reader.reading_id = shard.reading
+            reader.shard = shard
             return reader
         if start.state is None and self.is_inline and self._beginning is not None:
             start = start._replace(state=self._beginning)
-        info, is_fresh = self._take_copy(shard, start, epoch, pid, prepare)
+        follows = -1 if start.follows is None or start.batches else start.follows
+        before = self._readers.get((follows, shard.id))
+        is_fresh = before is None or not before.is_whole or is_read_once(before.info.dataset)
+        if is_fresh:
+            dataset, is_prepared = self._copy(shard, start)
+            info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
+            info.rank = self.maker.job.rank
+            if is_read_once(dataset):
+                # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
+                # same for a copy that is made in a later epoch, to replace another.
+                info.epoch = epoch
+            if not is_prepared:
+                prepare(info)
+        else:
+            info = self._readers.pop((follows, shard.id)).info
         for former in [former for former in self._readers if former[0] < shard.oldest]:
             del self._readers[former]
         reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
-        reader.reading_id, reader.beginning = shard.reading, self._beginning
-        reader._failed = bool(start.failed)
+        reader.beginning, reader._failed = self._beginning, bool(start.failed)
         self._readers[key] = reader
         return reader
 
@@ -307,31 +318,6 @@ class ShardReaders:
             self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
         elif self._original is not None:
             self.maker.job.dataset = self._original
-
-    def _take_copy(
-        self,
-        shard: Shard,
-        start: Start,
-        epoch: int,
-        pid: int,
-        prepare: Callable[[WorkerInfo], None],
-    ) -> tuple[WorkerInfo, bool]:
-        """Return a copy of the dataset to read, with its info, and whether it must be put back."""
-        follows = -1 if start.follows is None or start.batches else start.follows
-        before = self._readers.get((follows, shard.id))
-        if before is not None and before.is_whole and not is_read_once(before.info.dataset):
-            del self._readers[follows, shard.id]
-            return before.info, False
-        dataset, is_prepared = self._copy(shard, start)
-        info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
-        info.rank = self.maker.job.rank
-        if is_read_once(dataset):
-            # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
-            # same for a copy that is made in a later epoch, to replace another.
-            info.epoch = epoch
-        if not is_prepared:
-            prepare(info)
-        return info, True
 
     def _is_in_use(self, shard: Shard) -> bool:
         """Whether another pass reads the job's own object."""
