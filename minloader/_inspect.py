@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
-from minloader._pools.base import Pool
 from minloader._pools.processes import ProcessPool
 from minloader._worker.torch_conventions import Stream
 
@@ -110,14 +109,9 @@ class Inspection:
     # --- the pools and their workers
 
     @property
-    def pools(self) -> list[Pool]:
-        """The pools that take tasks: one, or for a stream one for each worker."""
-        return self.group.pools
-
-    @property
     def executors(self) -> list[Any]:
         """The executors of the process pools that are not removed yet; a pool's newest is last."""
-        pools = [pool for pool in self.pools if isinstance(pool, ProcessPool)]
+        pools = [pool for pool in self.group.pools if isinstance(pool, ProcessPool)]
         return [executor for pool in pools for executor in pool._executors]
 
     @property
@@ -134,32 +128,12 @@ class Inspection:
             for index, process in enumerate(executor.workers)
         ]
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes of the workers that live, or have just ended."""
-        return [worker.pid for worker in self.workers]
-
-    @property
-    def has_worked(self) -> bool:
-        """Whether a worker of an executor that is not broken has finished a task."""
-        return any(executor.tasks.any_done and not executor.broken for executor in self.executors)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the workers of an executor died, and it is not removed yet."""
-        return any(executor.broken for executor in self.executors)
-
-    @property
-    def losses(self) -> int:
-        """How often tasks were lost. Reading it removes broken executors whose workers are gone."""
-        return sum(pool.end_broken() for pool in self.pools)
-
     # --- the shared memory
 
     @property
     def slots(self) -> Slots | None:
         """The shared memory of the first pool; None where batches need or want none."""
-        return self.pools[0].slots
+        return self.group.pools[0].slots
 
     @property
     def all_slots(self) -> list[Slot]:

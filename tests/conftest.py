@@ -248,6 +248,22 @@ def workers(loader: Any) -> list[Any]:
     return [worker.process for worker in inspect(loader).workers]
 
 
+def has_worked(loader: Any) -> bool:
+    """Whether a worker of an executor that is not broken has finished a task."""
+    executors = inspect(loader).executors
+    return any(executor.tasks.any_done and not executor.broken for executor in executors)
+
+
+def is_broken(loader: Any) -> bool:
+    """Whether the workers of an executor died, and it is not removed yet."""
+    return any(executor.broken for executor in inspect(loader).executors)
+
+
+def losses(loader: Any) -> int:
+    """How often tasks were lost. To ask removes broken executors whose workers are gone."""
+    return sum(pool.end_broken() for pool in inspect(loader).group.pools)
+
+
 @contextmanager
 def dead_at_once(
     monkeypatch: pytest.MonkeyPatch, method: str, times: int = 1_000

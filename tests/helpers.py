@@ -404,7 +404,7 @@ class Guarded:
         from minloader._inspect import inspect  # here: workers import this module
 
         forbidden = list(items)
-        (pool,) = inspect(loader).pools
+        (pool,) = inspect(loader).group.pools
         pack = type(pool).pack.__get__(pool)
 
         def checked(task: Any) -> Any:

@@ -32,11 +32,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually
+from conftest import alive, eventually, has_worked
 
 import minloader
 from minloader import Loader, get_worker_info
-from minloader._inspect import inspect
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "slots": {"size": 60_000},  # up to 480 kB a batch
@@ -165,7 +164,7 @@ class Killer(threading.Thread):
     def worked(self) -> bool:
         """Whether a batch was made since the last death; nobody is there to make one at times."""
         loader = self.loader
-        return loader is not None and inspect(loader).has_worked
+        return loader is not None and has_worked(loader)
 
     def kill(self, pids: list[int], victims: int = 1) -> int:
         """Kills some of these processes; returns how many."""

@@ -58,7 +58,7 @@ def chunks(make, monkeypatch):
 
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
-    (pool,) = inspect(loader).pools
+    (pool,) = inspect(loader).group.pools
     pack = pool.pack
 
     def recording(task: Task) -> Task:

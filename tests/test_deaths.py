@@ -28,7 +28,16 @@ import numpy as np
 import psutil
 import pytest
 import trouble
-from conftest import alive, dead_at_once, eventually, variants, workers
+from conftest import (
+    alive,
+    dead_at_once,
+    eventually,
+    has_worked,
+    is_broken,
+    losses,
+    variants,
+    workers,
+)
 from helpers import SHARED, Echo, Gate, Squares
 from trouble import (
     Noisy,
@@ -543,7 +552,7 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
     }
     with Loader(Scripted(script), range(4), num_workers=2, retries=0) as loader:
         batches = iter(loader)
-        assert eventually(lambda: calls.exists() and inspect(loader).losses)
+        assert eventually(lambda: calls.exists() and losses(loader))
         (tmp_path / "go").touch()
         first, error, *rest = outcomes(batches)
         assert (first, rest) == (0, [2, 3])
@@ -575,10 +584,10 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         loader.start()
         batches = iter(loader)
         (busy,) = map(int, eventually(lambda: written(tmp_path / "begun")))
-        assert eventually(lambda: inspect(loader).has_worked)  # batch 1 is there
+        assert eventually(lambda: has_worked(loader))  # batch 1 is there
         (idle,) = [process.pid for process in workers(loader) if process.pid != busy]
         os.kill(idle, signal.SIGKILL)
-        assert eventually(lambda: inspect(loader).losses)
+        assert eventually(lambda: losses(loader))
         (tmp_path / "go").touch()
         assert list(batches) == list(range(6))
         assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
@@ -1184,7 +1193,7 @@ def test_the_death_of_the_last_worker_that_started_is_seen(tmp_path):
         batches = iter(loader)
         assert eventually(lambda: len(written(begun)) == 2)
         os.kill(workers(loader)[1].pid, signal.SIGKILL)
-        assert eventually(lambda: inspect(loader).is_broken)
+        assert eventually(lambda: is_broken(loader))
         (tmp_path / "go").touch()
         assert list(batches) == [0, 1]
 
@@ -1285,7 +1294,7 @@ def test_a_worker_that_is_too_large_is_replaced_once(caplog):
     with Loader(Echo(), range(20), num_workers=2) as loader:
         batches = iter(loader)
         next(batches)
-        (pool,) = inspect(loader).pools
+        (pool,) = inspect(loader).group.pools
         pid = inspect(loader).workers[0].pid
         for _ in range(5):
             pool.renew(pid)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, in_a_fork, making, outcomes, variants, workers
+from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, variants, workers
 from helpers import Echo, Squares, TwoArguments
 from raising import (
     FailsToLoad,
@@ -34,7 +34,6 @@ from trouble import Trap
 
 from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
 from minloader._checks import amount, duration
-from minloader._inspect import inspect
 
 
 @pytest.fixture(params=["process-1", "foreign-process"])
@@ -228,7 +227,7 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
         got = [next(batches) for _ in range(20)]
         os.kill(victim.pid, signal.SIGKILL)
         if end == "close":
-            assert eventually(lambda: inspect(loader).is_broken)
+            assert eventually(lambda: is_broken(loader))
             loader.close()
         else:
             assert got + list(batches) == [i * i for i in range(200)]

@@ -471,7 +471,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
             waiting.result(AT_LAST)
     if executor == "process":  # a consumer that was just past the check
         with pytest.raises(RuntimeError, match="closed"):
-            inspect(loader).pools[0].submit(Task(0, 0, b""))
+            inspect(loader).group.pools[0].submit(Task(0, 0, b""))
     RELEASE.set()
     RELEASE.clear()
 

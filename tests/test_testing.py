@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, require, variants
+from conftest import eventually, has_worked, is_broken, losses, require, variants
 from helpers import (
     AllNoise,
     Faulty,
@@ -618,13 +618,13 @@ def test_workers_are_seen():
         assert eventually(lambda: all(worker.is_ready for worker in view.workers))
         assert [worker.number for worker in view.workers] == [0, 1]
         assert all(worker.process.pid == worker.pid for worker in view.workers)
-        assert not view.has_worked
+        assert not has_worked(loader)
         view.prefetch_factor = 3
         assert (view.prefetch_factor, view.settings.depth, loader.num_workers) == (3, 6, 2)
         assert list(loader) == [n * n for n in range(6)]
-        assert view.has_worked
-        assert not view.is_broken
-        assert view.losses == 0
+        assert has_worked(loader)
+        assert not is_broken(loader)
+        assert losses(loader) == 0
 
 
 def test_where_there_is_no_loader():
