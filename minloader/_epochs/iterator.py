@@ -24,6 +24,7 @@ Guarantees:
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -41,6 +42,7 @@ from minloader._pools.base import Pool
 from minloader._worker.messages import Failure
 
 
+@dataclass(eq=False, repr=False)
 class Account:
     """What of an iterator's epochs was handed over. It outlives the iterator.
 
@@ -48,27 +50,24 @@ class Account:
         lanes: of the iterator.
         several: whether the iterator is one of :meth:`Loader.epochs`.
         lock: held while a batch is taken. Reentrant: ``on_error`` may take another batch.
-        fruitful: index of the last epoch of which a batch was handed over.
-        is_over: whether the consumer was told that there are no more batches.
-        is_left: whether the iterator is gone.
         loaded: how many states had been loaded when it began.
-        next_epoch: the number that the user has set for the next epoch; None: the one that follows.
         behind: notes the state as of what the consumer was given, where
             :func:`minloader.prefetch` takes batches ahead of the consumer.
+        fruitful: index of the last epoch of which a batch was handed over; -1: there is none.
+        is_over: whether the consumer was told that there are no more batches.
+        is_left: whether the iterator is gone.
+        next_epoch: the number that the user has set for the next epoch; None: the one that follows.
     """
 
-    def __init__(
-        self, lanes: list[Any], lock: Any, loaded: int, *, fruitful: bool, several: bool
-    ) -> None:
-        self.lanes = lanes
-        self.several = several
-        self.lock = lock
-        self.fruitful = 0 if fruitful else -1
-        self.is_over = False
-        self.is_left = False
-        self.loaded = loaded
-        self.next_epoch: int | None = None
-        self.behind: Note | None = None
+    lanes: list[Any]
+    several: bool
+    lock: Any
+    loaded: int
+    behind: Note | None
+    fruitful: int
+    is_over: bool = False
+    is_left: bool = False
+    next_epoch: int | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -147,12 +146,10 @@ class Batches(Handover[Any]):
 
     def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
         """Take the lanes, which have begun the first epoch. Return the account of it."""
-        common = {"fruitful": fruitful, "several": self._numbered}
-        account = Account(lanes, self._lock, self.settings.loaded, **common)
-        account.behind = self._behind
         self._watch = ShardWatch(self.settings, len(lanes), compares=not fruitful)
-        self._lanes = lanes
-        return account
+        self._lanes, loaded = lanes, self.settings.loaded
+        index = 0 if fruitful else -1
+        return Account(lanes, self._numbered, self._lock, loaded, self._behind, index)
 
     __reduce__ = refuse_copies
 

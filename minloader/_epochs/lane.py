@@ -275,12 +275,7 @@ class Lane(ABC):
         if made == len(pending.items):
             pending.outcomes = reply.outcomes
             return
-        kept = {
-            "failed": pending.failed,
-            "task": pending.task,
-            "reply": reply,
-            "memory": pending.memory,
-        }
+        kept = {name: getattr(pending, name) for name in ("failed", "task", "reply", "memory")}
         pieces = [pending.part(0, made, outcomes=reply.outcomes, **kept)] if made else []
         rest = range(made, len(pending.items), self._chunk)
         self._replace(pending, pieces + [pending.part(n, n + self._chunk) for n in rest])
