@@ -251,13 +251,13 @@ def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
     other = tmp_path / "other"
     other.write_bytes(bytes(1000))
     inode = other.stat().st_dev, other.stat().st_ino
-    address = JobAddress(str(other), inode, 0, False, 1000, b"secret")
+    address = JobAddress(str(other), inode, 0, 1000, b"secret")
     with pytest.raises(FileNotFoundError, match="holds something else"):
         address.map()
     os.mkfifo(tmp_path / "pipe")
     status = (tmp_path / "pipe").stat()
     inode = status.st_dev, status.st_ino
-    address = address.__class__(str(tmp_path / "pipe"), inode, 0, False, 9, b"")
+    address = address.__class__(str(tmp_path / "pipe"), inode, 0, 9, b"")
     with pytest.raises(FileNotFoundError):
         address.map()  # would wait for a writer if it was opened
 

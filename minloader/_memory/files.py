@@ -67,9 +67,13 @@ class SharedFile:
 
 
 def unlink(path: str) -> None:
-    """Remove a name. Parent and workers race to it when all of them end at once."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    """Remove the name of a shared file, if it has one.
+
+    Parent and workers race to it when all of them end at once.
+    """
+    if not path.startswith("/proc/"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 Inode = tuple[int, int]

@@ -27,7 +27,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared, unlink
+from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared
 from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
@@ -192,7 +192,6 @@ class JobAddress:
         path: of the file.
         inode: of the file.
         index: offset in bytes of the table that says where the buffers lie.
-        named: whether the file has a name, which somebody must unlink.
         size: bytes of the file.
         token: what the file ends with, and nobody can guess: the proof that a file is this one.
     """
@@ -200,7 +199,6 @@ class JobAddress:
     path: str
     inode: Inode
     index: int
-    named: bool
     size: int
     token: bytes
 
@@ -247,11 +245,6 @@ class JobAddress:
             main.setdefault(name, value)
         return obj
 
-    def unlink(self) -> None:
-        """Remove the file's name, if it has one."""
-        if self.named:
-            unlink(self.path)
-
 
 class JobFile(SharedFile):
     """The file of an object that was serialized for other processes.
@@ -288,8 +281,7 @@ class JobFile(SharedFile):
     @property
     def address(self) -> JobAddress:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
-        place = self.path, self.inode, self._index, self.name is not None
-        return JobAddress(*place, self.size, self.token)
+        return JobAddress(self.path, self.inode, self._index, self.size, self.token)
 
     def content(self) -> mmap.mmap:
         """Map the file, to be sent to where nobody can open it."""

@@ -100,11 +100,10 @@ class WorkerSetup(NamedTuple):
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
-        self.address.unlink()
+        unlink(self.address.path)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if not self.heartbeats.startswith("/proc/"):
-            unlink(self.heartbeats)
+        unlink(self.heartbeats)
 
 
 TOKEN = "MINLOADER_TOKEN"
