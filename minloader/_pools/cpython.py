@@ -63,14 +63,10 @@ _starting = threading.local()  # .pid: of the process in which this thread is st
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
-def _is_starting() -> bool:
-    # The pid, since a child of "fork" begins in the middle of the start.
-    return getattr(_starting, "pid", None) == os.getpid()
-
-
 def _leave_main_out(name: str) -> dict[str, Any]:
     data = _get_preparation_data(name)
-    if _is_starting():
+    # The pid, since a child of "fork" begins in the middle of the start.
+    if getattr(_starting, "pid", None) == os.getpid():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
@@ -416,12 +412,8 @@ class Executor(ProcessPoolExecutor):
         return future
 
     def mark_broken(self, reason: str) -> None:
-        """Take no more calls, and note whose death that is."""
-        self.note_deaths()
+        """Take no more calls. Called while no worker is being started."""
         self._broken = reason  # type: ignore[assignment]  # a string or False
-
-    def note_deaths(self) -> None:
-        """Called just before the executor counts as broken, while no worker is being started."""
 
     @property
     def may_start_workers(self) -> bool:

@@ -266,11 +266,6 @@ class _Executor(Executor):
         self.tasks.add(task.id, future)
         return future
 
-    def start_one(self) -> None:
-        """Start a worker, unless one is idle: an executor does so with a task that finds none."""
-        with interrupts_held():
-            self.submit(warm_up)
-
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
         self.leaving = True
@@ -319,10 +314,11 @@ class _Executor(Executor):
             worker.ended_by_us = True
         _kill(workers)
 
-    def note_deaths(self) -> None:
+    def mark_broken(self, reason: str) -> None:
         # Only what has ended by now is to blame. Others may still take a task, and leave well.
         for worker in self.workers:
             worker.ended_by_us |= not worker.has_ended()
+        super().mark_broken(reason)
 
     def watch(self, timeout: float | None) -> None:
         """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
@@ -506,7 +502,8 @@ class ProcessPool(RemotePool):
             with suppress(BrokenExecutor):
                 executor = self._current()
                 while executor.may_start_workers:
-                    executor.start_one()
+                    with interrupts_held():
+                        executor.submit(warm_up)  # starts a worker, unless one is idle
 
     def watch(self) -> None:
         with self._lock:
