@@ -119,7 +119,7 @@ class Inspection:
         """The worker processes of all executors, with dead ones until their executor is removed."""
         return [
             WorkerProcess(
-                number=executor.setup.first_id + index,
+                number=executor.setup.settings.first_id + index,
                 pid=process.pid,
                 process=process,
                 is_ready=executor.broken or executor.is_ready(index),

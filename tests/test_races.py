@@ -31,12 +31,12 @@ from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
 from minloader._pools import foreign
-from minloader._pools.base import PoolSettings, close_pools
+from minloader._pools.base import close_pools
 from minloader._pools.foreign import JobReference
 from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
-from minloader._worker.messages import Job, Task
+from minloader._worker.messages import Job, PoolSettings, Task
 from minloader._worker.seeds import batch_seed
 
 

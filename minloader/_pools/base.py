@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from minloader._checks import copied
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
-from minloader._worker.messages import Job, Reply, Task, WorkerInfo
+from minloader._worker.messages import Job, PoolSettings, Reply, Task
 from minloader._worker.run import Worker
 from minloader._worker.seeds import in_turn, seed_globals
 from minloader._worker.torch_conventions import borrow_with_torch, tell_torch_of_shards
@@ -30,26 +30,6 @@ logger = logging.getLogger("minloader")
 GRACE = 0.5
 """Seconds that workers get to finish and leave by themselves, with their exit handlers, before
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
-
-
-class PoolSettings(NamedTuple):
-    """The settings of a pool that may change while the loader lives.
-
-    Attributes:
-        num_workers: how many workers the pool has.
-        seed: the loader's.
-        first_id: number of the first worker.
-        all_workers: how many workers the loader has in all its pools.
-    """
-
-    num_workers: int
-    seed: int
-    first_id: int
-    all_workers: int
-
-    def info(self, index: int) -> WorkerInfo:
-        """Return what the worker of this index in the pool is told in this process."""
-        return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
 
 
 class Death(NamedTuple):

@@ -20,11 +20,11 @@ from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
-from minloader._pools.base import InlinePool, Pool, PoolSettings, close_pools
+from minloader._pools.base import InlinePool, Pool, close_pools
 from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
-from minloader._worker.messages import Job
+from minloader._worker.messages import Job, PoolSettings
 
 logger = logging.getLogger("minloader")
 

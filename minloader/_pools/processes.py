@@ -376,7 +376,7 @@ class _Executor(Executor):
             cause = _exit_text(worker.exitcode, out_of_memory)
             if worker.stack is not None:
                 cause = "killed, since a batch took too long"
-            heartbeat, number = self.heartbeats.last(n), self.setup.first_id + n
+            heartbeat, number = self.heartbeats.last(n), self.setup.settings.first_id + n
             if worker.stack is not None and heartbeat.task == 0:
                 cause = f"killed, since its start took too long, here:\n{worker.stack}"
             death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
@@ -445,9 +445,7 @@ class ProcessPool(RemotePool):
                 folder=self.slots.folder if self.slots is not None else None,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
-                first_id=self.settings.first_id,
-                num_workers=self.settings.all_workers,
-                seed=self.settings.seed,
+                settings=self.settings,
                 logs=None if logs is None else logs.sender,
                 log_settings=LogSettings.of_this_process(),
             )

@@ -326,5 +326,25 @@ class WorkerInfo:
         return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)
 
 
+class PoolSettings(NamedTuple):
+    """The settings of a pool that may change while the loader lives.
+
+    Attributes:
+        num_workers: how many workers the pool has.
+        seed: the loader's.
+        first_id: number of the first worker.
+        all_workers: how many workers the loader has in all its pools.
+    """
+
+    num_workers: int
+    seed: int
+    first_id: int
+    all_workers: int
+
+    def info(self, index: int) -> WorkerInfo:
+        """Return what the worker of this index in the pool is told in this process."""
+        return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
+
+
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
 """The WorkerInfo of the batch that this thread, or this coroutine, is making."""

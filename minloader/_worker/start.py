@@ -18,7 +18,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from socket import socket
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
-from minloader._worker.messages import Failure, Reply, Task, WorkerInfo, current_info
+from minloader._worker.messages import Failure, PoolSettings, Reply, Task, WorkerInfo, current_info
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals, wait_until_asked
@@ -77,9 +76,7 @@ class WorkerSetup(NamedTuple):
         folder: where slots have names; None if they have none.
         heartbeats: path of the file of heartbeats.
         token: value of the environment variable TOKEN for all that the worker starts.
-        first_id: id of the first worker that is started from here.
-        num_workers: of the loader.
-        seed: of the loader.
+        settings: of its pool.
         logs: leads to where the parent reads what workers log; None if they log for themselves.
         log_settings: what is to be logged at all.
     """
@@ -88,15 +85,9 @@ class WorkerSetup(NamedTuple):
     folder: str | None
     heartbeats: str
     token: str
-    first_id: int
-    num_workers: int
-    seed: int
+    settings: PoolSettings
     logs: socket | None
     log_settings: LogSettings
-
-    def load_dataset(self, inherited: list[Any]) -> Any:
-        """Return another copy of the dataset; large arrays are mapped, not copied."""
-        return self.address.load(inherited=inherited).dataset
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -115,7 +106,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     global _process_worker, failed_start
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
-    pid, worker_id = os.getpid(), setup.first_id + index
+    info, pid = setup.settings.info(index), os.getpid()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
@@ -136,31 +127,33 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         inherited = inheritance.load()
         begin, modules = time.perf_counter(), set(sys.modules)
         job = setup.address.load(inherited=inherited)
-        if not worker_id:
+        if not info.id:
             _tell_long_start(time.perf_counter() - begin, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
-        info = WorkerInfo(worker_id, setup.num_workers, pid, setup.seed)
         wait_until_asked()
-        packer, reload = BatchPacker(), partial(setup.load_dataset, inherited)
         _process_worker = Worker(
             job,
             info,
-            packer=packer,
+            packer=BatchPacker(),
             seed=seed_globals,
             beat=beat,
             place=place,
-            reload=reload,
+            reload=lambda: setup.address.load(inherited=inherited).dataset,
             tell=tell_torch,
         )
         _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
-        _process_worker.memory_at_start = private_memory()
+        _process_worker.memory_at_start = taken = private_memory()
         beat(READY, 0, time.perf_counter())
-        _check_memory(job.memory_limit)
+        if job.memory_limit is not None and taken > job.memory_limit:
+            raise MemoryError(
+                f"worker_memory_limit is {job.memory_limit} bytes, but a worker takes {taken} "
+                "before it makes a batch; set more"
+            )
     except BaseException as error:
-        stage = f"while worker {worker_id} loaded the dataset"
+        stage = f"while worker {info.id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         _process_worker = None
-        failed_start = Reply(worker_id, os.getpid(), True, [failure])
+        failed_start = Reply(info.id, pid, True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
 
@@ -206,14 +199,6 @@ def worker_main(
 
         args = Ahead(args[0], _process_worker.begin), *args[1:]
     target(*args)
-
-
-def _check_memory(limit: int | None) -> None:
-    if limit is not None and private_memory() > limit:
-        raise MemoryError(
-            f"worker_memory_limit is {limit} bytes, but a worker takes "
-            f"{private_memory()} before it makes a batch; set more"
-        )
 
 
 def run(task: Task) -> Reply:
