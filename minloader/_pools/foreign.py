@@ -170,14 +170,14 @@ class ForeignPool(RemotePool):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._reference: JobReference | None = None
-        self._token = secrets.token_bytes(16)
-        if self.job_file is not None:
-            self._token = self.job_file.token
+        file, told = self.job_file, (self.num_workers, self.settings.seed, versions())
+        token = secrets.token_bytes(16) if file is None else file.token
+        address = None if file is None else file.address
+        self._reference = JobReference(token, *told, address, self.sender is not None)
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
         self._job = _Loaded(self.job, threading.local(), ids, nullcontext(), {})
-        _jobs_here[self._token] = self._job
+        _jobs_here[token] = self._job
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
@@ -190,11 +190,6 @@ class ForeignPool(RemotePool):
                 "the Loader and its executor here"
             )
         reference = self._reference  # once: another thread may change the settings
-        if reference is None:
-            address = self.job_file.address if self.job_file is not None else None
-            told = self.num_workers, self.settings.seed, versions()
-            reference = JobReference(self._token, *told, address, self.sender is not None)
-            self._reference = reference
         if not reference.may_be_remote:
             submit: Any = self.executor.submit  # its own job is never lacking
             return cast("Future[Reply]", submit(run_task, reference, task, **self._options))
@@ -244,7 +239,7 @@ class ForeignPool(RemotePool):
             finish(future, error)
 
     def replace_workers(self) -> None:
-        self._reference = None  # the next one has other settings
+        self._reference = self._reference._replace(num_workers=self.num_workers)
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.
@@ -436,9 +431,7 @@ def _give_dask_a_generator() -> None:
     would change what a batch draws; and a generator that we have seeded would give the delays by
     which its workers avoid each other the same length in all of them.
     """
-    spec = importlib.util.find_spec("random")
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.find_spec("random")
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     for name, module in list(sys.modules.items()):
