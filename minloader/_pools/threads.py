@@ -48,25 +48,22 @@ class ThreadPool(Pool):
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
-        self._lock = threading.Lock()  # who closes the loader may not be who draws from it
+        self._lock = threading.RLock()  # who closes the loader may not be who draws from it
         self._closed = False
 
     def start(self) -> None:
         with self._lock:
-            self._start()
-
-    def _start(self) -> None:
-        if self._closed:
-            raise RuntimeError("the pool is closed")
-        missing = range(len(self._threads), self.num_workers)
-        with interrupts_held() if missing else nullcontext():  # one would be known to nobody
-            for index in missing:
-                self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            missing = range(len(self._threads), self.num_workers)
+            with interrupts_held() if missing else nullcontext():  # one would be known to nobody
+                for index in missing:
+                    self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
 
     def submit(self, task: Task) -> Future[Reply]:
         future: Future[Reply] = Future()
         with self._lock:
-            self._start()
+            self.start()
             self.futures.add(future)
             self._tasks.put((future, task))
         return future
