@@ -25,28 +25,32 @@ class LogReader:
     """The parent's side of an executor's workers: a thread that hands on what they log.
 
     Attributes:
-        sender: the other end, for the workers to inherit.
-
-    Raises:
-        OSError: the system has no such sockets, or no more of them.
-        RuntimeError: it has no more threads.
+        sender: the other end, for the workers to inherit; None where there cannot be one: then each
+            worker logs for itself.
     """
 
+    sender: socket.socket | None = None
+
     def __init__(self) -> None:
-        self._reader, self.sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._reader, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except (OSError, AttributeError):  # no more of them; there are none (Windows)
+            return
         # It knows nothing but its socket, so that the executor can be collected.
         self._thread = threading.Thread(
             target=_hand_on, args=(self._reader,), name="minloader-logs", daemon=True
         )
         try:
             self._thread.start()
+            self.sender = sender
         except RuntimeError:  # no more threads
             self._reader.close()
-            self.sender.close()
-            raise
+            sender.close()
 
     def close(self, seconds: float) -> None:
         """Hand on what is there, for so many seconds at most. The workers have ended."""
+        if self.sender is None:
+            return
         # What was sent before can still be read. To close the sender would not be enough: a
         # process that a worker left behind may have it.
         with suppress(OSError):  # the thread has failed
@@ -56,28 +60,18 @@ class LogReader:
             self._thread.join(seconds)
 
 
-def open_logs() -> LogReader | None:
-    """Return a reader, or None where there cannot be one: then each worker logs for itself."""
-    try:
-        return LogReader()
-    except (OSError, RuntimeError, AttributeError):  # the last on Windows
-        return None
-
-
 _showing = threading.RLock()
 """Held while something is shown. A fork would copy the locks of handlers and files as they are just
 then, held for ever by a thread that is not in the child. So a fork waits for this one, unless a
 handler blocks."""
 
-_forking = threading.local()  # .waited: whether this thread's fork has the lock
-
 
 def _before_fork() -> None:
-    _forking.waited = _showing.acquire(timeout=0.5)
+    _showing.acquire(timeout=0.5)
 
 
 def _after_fork() -> None:
-    if _forking.waited:
+    with suppress(RuntimeError):  # the fork has waited in vain: another thread has the lock
         _showing.release()
 
 

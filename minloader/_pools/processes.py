@@ -58,7 +58,7 @@ from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
-from minloader._pools.log_reader import LogReader, open_logs
+from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
@@ -92,12 +92,12 @@ class WorkerProcess:
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
         stack: its Python stack, if it was killed because a batch took too long; else None.
-        began: when it was started, by ``time.monotonic``; None if that failed.
+        began: when it was started, by ``time.monotonic``; 0 if that failed.
     """
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
-        self.began: float | None = None
+        self.began = 0.0
         self.ended_by_us = False
         self.stack: str | None = None
 
@@ -167,7 +167,7 @@ class _WorkerContext:
     @property
     def workers(self) -> list[WorkerProcess]:
         """The workers that were started, in the order of their numbers; also those that ended."""
-        return [process for process in self._started if process.began is not None]
+        return [process for process in self._started if process.began]
 
     def Process(self, *, target: Callable[..., Any], args: Any) -> WorkerProcess:  # noqa: N802
         """Return a process that is set up as the next worker before it runs ``target``."""
@@ -232,7 +232,7 @@ class _Executor(Executor):
         self,
         setup: WorkerSetup,
         heartbeats: Heartbeats,
-        logs: LogReader | None,
+        logs: LogReader,
         context: _WorkerContext,
     ) -> None:
         self._context = context
@@ -297,8 +297,7 @@ class _Executor(Executor):
         """Remove what the workers may have left; the last thing, when they have ended."""
         codes = [worker.exitcode for worker in self.workers]  # of each: to look is to reap
         self.heartbeats.close()
-        if self._logs is not None:
-            self._logs.close(GRACE)
+        self._logs.close(GRACE)
         if self.broken or any(codes):
             kill_marked(TOKEN, self.setup.token)
 
@@ -349,10 +348,9 @@ class _Executor(Executor):
     def _kill_late(self, timeout: float) -> None:
         for n, worker in enumerate(self.workers):
             heartbeat = self.heartbeats.last(n)
-            if not self._is_late(worker, heartbeat, timeout) or worker.stack is not None:
+            is_late = worker.stack is None and self._is_late(worker, heartbeat, timeout)
+            if not is_late or worker.has_ended():  # by itself
                 continue
-            if worker.has_ended():
-                continue  # by itself
             stack = self.heartbeats.stack(partial(send_signal, worker), GRACE)
             now = self.heartbeats.last(n)
             if now == heartbeat and self._is_late(worker, now, timeout):
@@ -361,7 +359,6 @@ class _Executor(Executor):
 
     def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
         if heartbeat.task == 0:  # it has not started
-            assert worker.began is not None
             late = time.monotonic() - worker.began > max(timeout, LONGEST_START)
             return late and bool(self.tasks.unfinished)
         late = time.perf_counter() - heartbeat.began > timeout
@@ -438,7 +435,7 @@ class ProcessPool(RemotePool):
         return self._executors[-1]
 
     def _new_executor(self) -> _Executor:
-        heartbeats, logs = Heartbeats(self.num_workers), open_logs()
+        heartbeats, logs = Heartbeats(self.num_workers), LogReader()
         try:
             setup = WorkerSetup(
                 address=self.job_file.address,
@@ -446,15 +443,14 @@ class ProcessPool(RemotePool):
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
                 settings=self.settings,
-                logs=None if logs is None else logs.sender,
+                logs=logs.sender,
                 log_settings=LogSettings.of_this_process(),
             )
             context = _WorkerContext(self.context, setup, self.job_file.inherited)
             return _Executor(setup, heartbeats, logs, context)
         except BaseException:  # no descriptors, no semaphores
             heartbeats.close()
-            if logs is not None:
-                logs.close(GRACE)
+            logs.close(GRACE)
             raise
 
     def _remove_ended_executors(self) -> None:
