@@ -228,9 +228,8 @@ class BatchPacker:
         Raises:
             Exception: whatever pickling raised, when cloudpickle cannot do it either.
         """
-        former, reducers = self._reducers, self._current_reducers()
-        pack_batch = self._pack_batch if former is reducers else None
-        self._pack_batch = None  # an error may leave it in the middle of a batch
+        self._renew_reducers()
+        pack_batch, self._pack_batch = self._pack_batch, None  # an error may leave it in the middle
         try:
             if pack_batch is None:
                 pack_batch = _batch_packer(pickle.Pickler, self._table(), self._writer)
@@ -254,11 +253,11 @@ class BatchPacker:
         """
         return self._reducers | dict.fromkeys(self._arrays, partial(_reduce_array, self._writer))
 
-    def _current_reducers(self) -> dict[type, Any]:
-        """Return how objects are reduced: as registered, but tensors as is best for slots.
+    def _renew_reducers(self) -> None:
+        """Have objects reduced as registered, but tensors as is best for slots.
 
-        Made anew when somebody registers more, or imports more. A plain dict is what the pickler
-        looks up fastest.
+        The table is made anew when somebody registers more, or imports more. A plain dict is what
+        the pickler looks up fastest.
         """
         numpy: Any = sys.modules.get("numpy")
         torch: Any = sys.modules.get("torch")
@@ -273,8 +272,7 @@ class BatchPacker:
                 table[torch.TypedStorage] = reduce_typed_storage
             elif torch is not None:  # it is just being imported
                 basis = None
-            self._basis, self._reducers = basis, table
-        return self._reducers
+            self._basis, self._reducers, self._pack_batch = basis, table, None
 
 
 def _reduce_array(writer: NoSlot, array: Any) -> Any:
