@@ -104,8 +104,7 @@ def check_access(path: str) -> None:
     Raises:
         PermissionError: it does not.
     """
-    process, _, number = path.rpartition("/fd/")
-    if process and number.isdigit() and os.path.isdir(process):
+    if path.startswith("/proc/"):
         try:
             os.stat(path)
         except FileNotFoundError:

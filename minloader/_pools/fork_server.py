@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from types import ModuleType
@@ -31,8 +30,15 @@ def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
     needed = {*modules, *imported_by(modules), "minloader._worker.start"}
     asked_for = modules_to_preload()
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
-    with _one_thread_each():
+    # Have libraries that are loaded there use one thread: a process with threads should not be
+    # forked. A worker sets that for itself, but after these are loaded.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
         forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
 
 
 def imported_by(names: Iterable[str]) -> Iterator[str]:
@@ -47,19 +53,3 @@ def imported_by(names: Iterable[str]) -> Iterator[str]:
             package = str(home).partition(".")[0]
             if package in sys.modules and package not in sys.stdlib_module_names:
                 yield package
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Have libraries that are loaded by a process that is started now use one thread.
-
-    A worker sets that for itself, but these are loaded before it begins; and a process with threads
-    should not be forked.
-    """
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]

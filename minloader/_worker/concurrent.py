@@ -93,7 +93,7 @@ class Concurrent:
         self.limit = check_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
         self._pid = -1  # where the threads are
-        self._read: Callable[[Futures, Reads], None] | None = None
+        self._read: Callable[[Futures, Reads], object] | None = None
 
     def __reduce__(self) -> Any:
         return Concurrent, (self.dataset, self.limit)
@@ -122,7 +122,7 @@ class Concurrent:
         read(futures, [(each, info and info._of_sample(each)) for each in indices])
         return futures
 
-    def _begin(self) -> Callable[[Futures, Reads], None]:
+    def _begin(self) -> Callable[[Futures, Reads], object]:
         """Begin the threads, or the event loop, of this process."""
         if inspect.iscoroutinefunction(type(self.dataset).__getitem__):
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
@@ -135,7 +135,8 @@ class Concurrent:
                 loop.call_soon_threadsafe(loop.stop)
                 raise
             Finalize(self, _end_loop, (loop, self.dataset), exitpriority=50)
-            return partial(_await_on, loop, limit, self.dataset)
+            call: Any = loop.call_soon_threadsafe
+            return partial(call, _begin_tasks, loop, limit, self.dataset)
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         number = 0
         try:
@@ -258,12 +259,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
     finally:
         loop.close()
-
-
-def _await_on(
-    loop: asyncio.AbstractEventLoop, limit: Any, dataset: Any, futures: Futures, reads: Reads
-) -> None:
-    loop.call_soon_threadsafe(_begin_tasks, loop, limit, dataset, futures, reads)
 
 
 def _begin_tasks(
