@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -295,7 +295,7 @@ class Counters(Stats):
 
     left: float = 0.0
     opening: float = 0.0
-    workers: dict[str, WorkerCount] = field(default_factory=dict)
+    workers: dict[str, WorkerCount] = field(default_factory=lambda: defaultdict(WorkerCount))
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
     told_growth: bool = False
     base: Stats | None = None
@@ -357,9 +357,7 @@ class Counters(Stats):
         self.bytes += reply.size
         self.reread += reply.reread
         self.skipped_samples += reply.skipped
-        count = self.workers.get(worker)
-        if count is None:
-            count = self.workers[worker] = WorkerCount()
+        count = self.workers[worker]
         count.seconds += reply.seconds
         count.batches += args["count"]
         if reply.memory and count.note_memory(reply) and not self.told_growth:

@@ -115,10 +115,9 @@ class Worker:
         self._maker = BatchMaker(job, info._turn_to, place if place is not None else [-1])
         self._reread = 0  # batches of a stream, since the last reply
         self._made = 0.0  # when the last batch was ready to be packed
-        is_inline = info.num_workers == 0
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
         self.reads_ahead = hasattr(type(job.dataset), "__getfutures__") and not job.is_stream
-        self._readers = ShardReaders(self._maker, info.seed, reload, is_inline)
+        self._readers = ShardReaders(self._maker, info.seed, reload, info.num_workers == 0)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.is_stream:
             try:
@@ -171,11 +170,9 @@ class Worker:
                     return Reply(self.id, pid, packed, outcomes)
             for n, item in enumerate(task.items):
                 self._beat(task.id, n, now)
-                if reader is None:
-                    maker.begun = begun[n] if begun else []
-                    outcomes.append(self._make(task, n, item, writer))
-                else:
-                    outcomes.append(self._make(task, n, item, writer, reader))
+                maker.begun = begun[n] if begun else []
+                outcomes.append(self._make(task, n, item, writer, reader))
+                if reader is not None:
                     lasts.append(reader.last)
                 overflowed += writer.overflowed
                 if maker.errors:
@@ -210,7 +207,7 @@ class Worker:
         return Reply(*done, *known, state, processor, reread, maker.skipped, lasts, failed)
 
     def _make(
-        self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None = None
+        self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None
     ) -> Any:
         """Make one batch; return it, packed if it leaves the process, or its failure."""
         writer.begin()
