@@ -260,8 +260,10 @@ def is_broken(loader: Any) -> bool:
 
 
 def losses(loader: Any) -> int:
-    """How often tasks were lost. To ask removes broken executors whose workers are gone."""
-    return sum(pool.end_broken() for pool in inspect(loader).group.pools)
+    """How many workers were lost. To ask removes broken executors whose workers are gone."""
+    for pool in inspect(loader).group.pools:
+        pool.end_broken()
+    return inspect(loader).group.replaced
 
 
 @contextmanager

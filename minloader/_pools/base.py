@@ -117,13 +117,8 @@ class Pool:
     def watch(self) -> None:
         """Look for workers that are stuck. Called now and then while somebody waits."""
 
-    def end_broken(self) -> int:
-        """End what has broken, for up to two seconds; return how often tasks were lost so far.
-
-        When that has grown, the futures of all lost tasks have an error, and the tasks are to be
-        sent again.
-        """
-        return 0
+    def end_broken(self) -> None:
+        """End what has broken or left, for up to two seconds; lost tasks' futures have an error."""
 
     def is_death(self, error: BaseException) -> bool:
         """Whether the error of a future says no more than that workers died, and others live."""

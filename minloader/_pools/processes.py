@@ -10,7 +10,7 @@ A pool has a list of executors, the last of which takes tasks. The states of one
                      v                                          |     |
                  [ broken ] <-----------------------------------+     |
                      |                                                v
-                     +-------- _remove_ended_executors() --------> [ ended ]
+                     +--------------- end_broken() --------------> [ ended ]
 
 All but the manager thread's own move happens in the thread that calls the pool, under its lock.
 :meth:`ProcessPool.leave` alone takes no lock: whoever closes a loader need not wait for a thread
@@ -18,8 +18,8 @@ that is just submitting to it.
 
 Guarantees:
 
-1. Each future that ``submit()`` returned is done, at the latest when what ``end_broken()`` returns
-   grows, or the pool is closed. If it grew, ``deaths`` has the task that a dead worker was making.
+1. Each future that ``submit()`` returned is done, at the latest when ``end_broken()`` has ended its
+   executor, or the pool is closed. Then ``deaths`` has the task that a dead worker was making.
 2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
    that went (another group, another session, another parent).
 3. Closing waits GRACE for the workers, whatever their batches do, 2 * GRACE at most for the
@@ -414,7 +414,6 @@ class ProcessPool(RemotePool):
         super().__post_init__()
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
-        self._losses = 0
         self._closed = False
         _pools.add(self)
 
@@ -422,7 +421,7 @@ class ProcessPool(RemotePool):
         """The executor that takes tasks, a new one if need be."""
         if self._closed:
             raise RuntimeError("the pool is closed")
-        self._remove_ended_executors()
+        self.end_broken()
         if len(self.failed_starts) >= MOST_FAILED_STARTS:
             raise WorkerDied(
                 f"workers cannot be started: {len(self.failed_starts)} in a row died before "
@@ -452,18 +451,6 @@ class ProcessPool(RemotePool):
             heartbeats.close()
             logs.close(GRACE)
             raise
-
-    def _remove_ended_executors(self) -> None:
-        if self._closed:
-            return  # end() does it then
-        for executor in [each for each in self._executors if each.is_over]:
-            executor.end(time.monotonic() + GRACE)
-            with interrupts_held():  # a loss counts once
-                self._executors.remove(executor)
-                if executor.broken:
-                    self._losses += 1
-                    self._collect_deaths(executor)
-                executor.clean_up()
 
     def _collect_deaths(self, executor: _Executor) -> None:
         if executor.tasks.any_done:
@@ -504,10 +491,17 @@ class ProcessPool(RemotePool):
             for executor in self._executors:
                 executor.watch(self.timeout)
 
-    def end_broken(self) -> int:
+    def end_broken(self) -> None:
         with self._lock:
-            self._remove_ended_executors()
-            return self._losses
+            # If the pool is closed, end() does it.
+            over = [each for each in self._executors if each.is_over and not self._closed]
+            for executor in over:
+                executor.end(time.monotonic() + GRACE)
+                with interrupts_held():  # a death counts once
+                    self._executors.remove(executor)
+                    if executor.broken:
+                        self._collect_deaths(executor)
+                    executor.clean_up()
 
     def renew(self, pid: int) -> None:
         with self._lock:

@@ -97,9 +97,6 @@ class ThreadPool(Pool):
         info = WorkerInfo(thread.info.id, thread.info.num_workers, self.pid, self.settings.seed)
         return _Thread(self.job, info, thread.tasks)
 
-    def end_broken(self) -> int:
-        return self.replaced
-
     def replace_workers(self) -> None:
         with self._lock:
             for _ in self._threads:
