@@ -332,7 +332,7 @@ class _Fingerprinter(_JobPickler):
             parts = _flat(obj)
             if _is_constant(parts):
                 self.kept.append(parts)
-                return kind.__name__, _addresses(parts)
+                return kind.__name__, hashlib.blake2b(array("Q", map(id, parts))).hexdigest()
         return None
 
     def reduce_array(self, array: Any) -> Any:
@@ -374,10 +374,6 @@ def _is_constant(elements: Sequence[Any]) -> bool:
         tuples = (each for each in elements if type(each) is tuple)
         kinds |= set(map(type, itertools.chain.from_iterable(tuples)))
     return kinds <= _CONSTANT
-
-
-def _addresses(elements: Sequence[Any]) -> str:
-    return hashlib.blake2b(array("Q", map(id, elements)).tobytes()).hexdigest()
 
 
 def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
