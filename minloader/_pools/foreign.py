@@ -191,8 +191,8 @@ class ForeignPool(RemotePool):
             )
         reference = self._reference  # once: another thread may change the settings
         if not reference.may_be_remote:
-            submit: Any = self.executor.submit  # its own job is never lacking
-            return cast("Future[Reply]", submit(run_task, reference, task, **self._options))
+            sent = self.executor.submit(run_task, reference, task)
+            return cast("Future[Reply]", sent)  # such a worker never lacks the job
         future: Future[Reply] = Future()
         self._send(future, reference, task)
         return future
