@@ -413,38 +413,40 @@ def in_frames(
 SPANS = (0.0, 5e-8, 1.234e-5, 0.0009994, 0.0009996, 0.0203, 0.9994, 0.9996, 1.0, 99.96, 999.4)
 SPANS += (999.6, 12345.6)
 
-CASES = {
-    "hostile": hostile(),
-    "nothing": bare(),
-    "one event": bare(event("consumer", "wait", 12.0, 0.25)),
-    "one instant": bare(event("worker 0", "died", 1.5, 0.0, cause="SIGKILL")),
-    "waits": bare(*(event("consumer", "wait", start, 1.0) for start in (4.0, 0.0, 2.0))),
-    "stages": bare(
-        event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
-        event("worker 3", "dataset", 5.0, 0.008),
-    ),
-    "tracks": bare(
-        *(
-            event(track, "task", 0.0, 1.0)
-            for track in ("worker 10", "sampler", "worker 9", "other", "consumer")
-        )
-    ),
-    "crowd": bare(
-        *[event("worker 0", "task", n * 1e-6, 9e-7) for n in range(100_000)][::-1],
-        *(event("worker 1", "task", n * 0.01, 0.009) for n in range(10)),
-        *(event("worker 2", "task", n * 0.01, 0.009) for n in range(10)),
-    ),
-    "joined": bare(
-        *(event("worker 0", "task", n * 1e-6, 5e-7) for n in range(50)),
-        *(event("worker 1", "task", n * 0.01, 0.009) for n in range(100)),
-    ),
-    "long": bare(
-        *(event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)),
-        event("worker 0", "died", 1.0, 0.0),
-    ),
-    "deaths": bare(*(event("worker 0", "died", n, 0.0) for n in range(100))),
-    "durations": bare() | {"bars": [bar("", own=s) for s in SPANS]},
-}
+
+def cases() -> dict[str, dict[str, Any]]:
+    return {
+        "hostile": hostile(),
+        "nothing": bare(),
+        "one event": bare(event("consumer", "wait", 12.0, 0.25)),
+        "one instant": bare(event("worker 0", "died", 1.5, 0.0, cause="SIGKILL")),
+        "waits": bare(*(event("consumer", "wait", start, 1.0) for start in (4.0, 0.0, 2.0))),
+        "stages": bare(
+            event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
+            event("worker 3", "dataset", 5.0, 0.008),
+        ),
+        "tracks": bare(
+            *(
+                event(track, "task", 0.0, 1.0)
+                for track in ("worker 10", "sampler", "worker 9", "other", "consumer")
+            )
+        ),
+        "crowd": bare(
+            *[event("worker 0", "task", n * 1e-6, 9e-7) for n in range(100_000)][::-1],
+            *(event("worker 1", "task", n * 0.01, 0.009) for n in range(10)),
+            *(event("worker 2", "task", n * 0.01, 0.009) for n in range(10)),
+        ),
+        "joined": bare(
+            *(event("worker 0", "task", n * 1e-6, 5e-7) for n in range(50)),
+            *(event("worker 1", "task", n * 0.01, 0.009) for n in range(100)),
+        ),
+        "long": bare(
+            *(event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)),
+            event("worker 0", "died", 1.0, 0.0),
+        ),
+        "deaths": bare(*(event("worker 0", "died", n, 0.0) for n in range(100))),
+        "durations": bare() | {"bars": [bar("", own=s) for s in SPANS]},
+    }
 
 
 def draw(pages: dict[str, dict[str, Any]], folder: Path) -> dict[str, Reader]:
@@ -466,7 +468,7 @@ def draw(pages: dict[str, dict[str, Any]], folder: Path) -> dict[str, Reader]:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
     pages = {name: run_data(name) for name in RUNS}
-    return draw(pages | CASES, tmp_path_factory.mktemp("drawn"))
+    return draw(pages | cases(), tmp_path_factory.mktemp("drawn"))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -357,9 +357,9 @@ class Endless:
         return {"child": Endless()}
 
 
-def siblings(n):
+def siblings():
     dataset = Holder()
-    dataset.items = [Holder(parent=dataset) for _ in range(n)]
+    dataset.items = [Holder(parent=dataset) for _ in range(1000)]
     dataset.lock = threading.Lock()
     return dataset
 
@@ -369,12 +369,12 @@ def bottomless():
 
 
 @pytest.mark.parametrize(
-    ("obj", "path"),
-    [(siblings(1000), "dataset.lock"), (Endless(), "dataset"), (bottomless(), "dataset")],
+    ("make", "path"),
+    [(siblings, "dataset.lock"), (Endless, "dataset"), (bottomless, "dataset")],
 )
-def test_the_search_for_the_culprit_ends(monkeypatch, obj, path):
+def test_the_search_for_the_culprit_ends(monkeypatch, make, path):
     """One attempt to pickle, and one look at each part: more would be quadratic, or endless."""
-    attempts = []
+    obj, attempts = make(), []
 
     class Counted(culprit._Probe):
         def dump(self, each):
