@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -229,14 +229,27 @@ def alive(pid: int) -> bool:
         return False
 
 
+def descendants(pid: int) -> set[int]:
+    """Children of a process, and theirs. psutil would look at every process of the machine."""
+    if not os.path.exists("/proc/thread-self/children"):  # as this kernel was built
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    found = set()
+    with suppress(OSError):  # it has just ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                found |= {int(child), *descendants(int(child))}
+    return found
+
+
 def belongings() -> dict[str, set[Any]]:
     """What there is now of this process, but for what the standard library keeps by design."""
     kept = [getattr(resource_tracker._resource_tracker, "_pid", None)]
     kept += vars(forkserver._forkserver).values()  # its process, and what it is held alive by
-    children = psutil.Process().children(recursive=True)
+    # Twice, since a child that ends meanwhile may hide the next one from whoever looks.
+    children = descendants(os.getpid()) | descendants(os.getpid())
     fds = {fd: _target(fd) for fd in os.listdir("/proc/self/fd") if int(fd) not in kept}
     return {
-        "children": {child.pid for child in children if child.pid not in kept},
+        "children": {child for child in children if child not in kept},
         "threads": set(threading.enumerate()),
         "descriptors": {(fd, target) for fd, target in fds.items() if target},
         "files": {str(path) for path in Path(tempfile.gettempdir()).glob("minloader-*")},
