@@ -29,6 +29,9 @@ from minloader._inspect import inspect
 from minloader._worker.messages import Task
 from minloader._worker.run import CHUNK_SECONDS
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
 N = 60
 CHUNK = 8
 

@@ -14,6 +14,8 @@ from conftest import eventually, in_a_fork, require, variants
 
 from minloader import SKIP, BatchError, BatchTimeout, Loader, concurrent, get_worker_info
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 class Meeting:
     """Each sample waits for so many others of its batch, so that they must be read at once."""

@@ -30,6 +30,9 @@ from minloader import (
 )
 from minloader._checks import OTHER_NAMES
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
 N = 3000
 
 

@@ -20,6 +20,9 @@ from minloader import (
 )
 from minloader._sampling.seeding import derive, sample_key
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
 LENGTHS = [1 + 7 * n % 13 for n in range(40)]
 
 

@@ -14,6 +14,8 @@ from helpers import once_in
 
 from minloader import SKIP, BatchError, BatchSampler, Loader, get_worker_info
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 class Readings:
     """Samples 3, 4, 5 and 7 cannot be read; those from 8 on are read in another way."""

@@ -10,6 +10,9 @@ from helpers import Noise, Numbers, SelfIterating, Stateful
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader, prefetch
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
 N = 24
 
 SAMPLERS: dict[str, Any] = {

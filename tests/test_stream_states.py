@@ -15,6 +15,9 @@ from test_streams import in_turns
 
 from minloader import Loader, prefetch
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 every_idiom = pytest.mark.parametrize("stream", IDIOMS)
 one_idiom = variants("stream", IDIOMS)
