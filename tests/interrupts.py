@@ -126,6 +126,7 @@ def at_each_step(
     call: Callable[[], object],
     meanwhile: Callable[[], object],
     prepare: Callable[[], object] = int,
+    stride: int = 1,
 ) -> int:
     """Makes a call again and again, with something else before another instruction of it.
 
@@ -136,6 +137,7 @@ def at_each_step(
         call: what is called; the first time, the first instruction is waited for, and so on.
         meanwhile: what happens then, once in each call.
         prepare: what comes before each call.
+        stride: how far apart the instructions are.
 
     Returns:
         How many instructions there were.
@@ -148,7 +150,7 @@ def at_each_step(
 
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
-    for step in itertools.count():
+    for step in itertools.count(0, stride):
         left = step
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:

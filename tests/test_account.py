@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import SLOW, WAYS, eventually, making, plain, require
+from conftest import SLOW, WAYS, eventually, making, plain, require, variants
 from helpers import SAMPLERS, Deadly, Echo, Guarded, Numbers, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
@@ -133,7 +133,8 @@ def test_every_state_leads_to_the_rest(make, kind, ways):
             states.append((len(expected), None, plain(loader.state_dict())))
     assert len({epoch for epoch, _ in expected}) == EPOCHS
     wrong = []
-    for k, between, state in states[:: 1 if len(states) < 60 else 11]:
+    every = 11 if len(states) >= 60 else 1 if make.name == "inline" else 4
+    for k, between, state in states[::every]:
         with Loader(Guarded(), KINDS[kind](), **(THREADS if k % 2 else HERE)) as other:
             other.load_state_dict(state)
             assert between in (None, other.epoch)
@@ -165,7 +166,7 @@ def test_what_comes_after_batches_that_came_early_keeps_its_place(way):
         state = loader.state_dict() | {"beyond": [[3, 5], [8, 9], [20, 30]]}
     early = {3, 4, 8, *range(20, 30)}
     rest = [batch for n, batch in enumerate(expected) if n and n not in early]
-    for taken in range(0, len(rest), 5 if way is PROCESSES else 1):
+    for taken in range(0, len(rest), 7 if way is PROCESSES else 3):
         with Loader(drawn, range(40), **way) as loader:
             loader.load_state_dict(state)
             batches = iter(loader)
@@ -293,8 +294,9 @@ def test_a_sampler_may_reuse_its_list(make):
         assert list(other) == expected[k:]
 
 
+@variants("stride", [7, 1])
 @pytest.mark.parametrize("way", ["inline", "threads"])
-def test_a_state_that_another_thread_takes_leaves_out_nothing(way):
+def test_a_state_that_another_thread_takes_leaves_out_nothing(way, stride):
     """Batches are taken at any instruction of ``state_dict``: it counts some of them, or none."""
     states: list[tuple[int, Any]] = []
     threads: list[threading.Thread] = []
@@ -324,7 +326,7 @@ def test_a_state_that_another_thread_takes_leaves_out_nothing(way):
             for thread in threads:
                 thread.join()
 
-        assert at_each_step(OURS, note, begin) > 50
+        assert at_each_step(OURS, note, begin, stride=stride) > 50
     for before, state in states:
         with Loader(Echo(), itertools.count(), num_workers=0) as other:
             other.load_state_dict(state)
@@ -481,7 +483,7 @@ def test_the_batch_being_made_here_is_not_lost():
         assert through_interrupts(iter(loader)) == (list(range(300)), 5)
 
 
-PLACES = [200, pytest.param(400, marks=SLOW)]
+PLACES = [100, pytest.param(400, marks=SLOW)]
 """Interrupts in a test. A batch of a task that has come passes 10 places of ours, a task 300."""
 
 
@@ -551,24 +553,26 @@ def with_short_epochs(kind: str, way: str) -> Loader:
     return Loader(*SHORT[kind][0](), num_workers=workers, executor="thread")
 
 
+@variants("times", [300, 800])
 @pytest.mark.parametrize("kind", SHORT)
-def test_interrupts_close_to_each_other_lose_nothing(kind):
+def test_interrupts_close_to_each_other_lose_nothing(kind, times):
     """Where items are drawn: the second comes while what the first has left is gone on with."""
     of_epoch, rng = SHORT[kind][1], random.Random(9)
     with with_short_epochs(kind, "threads") as loader:
-        steps = (rng.randrange(80) for _ in range(800))
+        steps = (rng.randrange(80) for _ in range(times))
         where = "streams" if kind == "stream" else "sampled"
         given = taken_through(loader.epochs(), steps, f"{OURS}/_epochs/{where}.py")
     expected = ((number, item) for number in itertools.count() for item in of_epoch(number))
     assert given == list(itertools.islice(expected, len(given)))
 
 
+@variants("stride", [5, 1])
 @pytest.mark.parametrize("kind", SHORT)
-def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind):
+def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind, stride):
     """What was drawn ahead is dropped, once, when the user gives the next epoch a number."""
     of_epoch = SHORT[kind][1]
     following = of_epoch(7 if kind.startswith("told") else 1)
-    for step in itertools.count():
+    for step in itertools.count(0, stride):
         with with_short_epochs(kind, "threads") as loader:
             batches, given = loader.epochs(2), []
             given += itertools.islice(batches, len(following) - 1)
@@ -586,7 +590,7 @@ def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind):
     assert step > 20
 
 
-STRIDES = [11, pytest.param(1, marks=pytest.mark.slow)]
+STRIDES = [23, pytest.param(3, marks=SLOW)]
 """How far apart the places are where Ctrl-C is tried."""
 
 
@@ -621,8 +625,9 @@ def test_an_interrupt_anywhere_in_a_first_next_loses_nothing(kind, way, begin, s
     assert step > 20
 
 
+@variants("stride", [7, 1])
 @pytest.mark.parametrize("kind", ["ours", "told", "told, with a state"])
-def test_a_state_after_an_interrupt_leads_to_all_that_was_drawn(kind):
+def test_a_state_after_an_interrupt_leads_to_all_that_was_drawn(kind, stride):
     """Where a task has all items of the epoch, and they are to be drawn again."""
     of_epoch, step, reached = SHORT[kind][1], 0, True
     with with_short_epochs(kind, "threads") as loader:
@@ -634,18 +639,19 @@ def test_a_state_after_an_interrupt_leads_to_all_that_was_drawn(kind):
                 with with_short_epochs(kind, "inline") as other:
                     other.load_state_dict(plain(loader.state_dict()))
                     assert list(other) == of_epoch(3), step
-            step += 1
+            step += stride
     assert step > 20
 
 
+@variants("stride", [5, 1])
 @pytest.mark.parametrize("way", ["inline", "threads"])
-def test_an_order_that_nobody_has_seen_may_be_another_after_an_interrupt(way):
+def test_an_order_that_nobody_has_seen_may_be_another_after_an_interrupt(way, stride):
     step, reached = 0, True
     with Loader(Echo(), OwnGenerator(9), **WAYS[way]) as loader:
         while reached:
             reached = interrupted(partial(iter, loader), step).reached
             assert sorted(loader) == list(range(9))
-            step += 1
+            step += stride
     assert step > 20
 
 
@@ -692,8 +698,9 @@ def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, str
     assert step > stride
 
 
+@variants("stride", [41, 5])
 @pytest.mark.parametrize(("start", "bad"), [(0, 3), (2, 2)])
-def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad):
+def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad, stride):
     """Also where it is looked at for the item that a state is of, and raises then."""
     with Loader(Echo(), Failing(4, 9), num_workers=0) as loader:
         assert list(itertools.islice(loader, start)) == list(range(start))
@@ -717,7 +724,7 @@ def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad):
                 sampler.bad = bad
             given += batches or outcomes_of(iter(loader))
         assert given == [*range(start, bad), f"{BAD_ITEM} is bad", *range(bad, 4)], step
-        step += 5
+        step += stride
     assert step > 20
 
 
@@ -731,8 +738,9 @@ class Drawing:
         return index + info.rng.random()
 
 
+@variants("stride", [13, 5])
 @pytest.mark.parametrize("way", ["inline", "threads"])
-def test_an_interrupt_anywhere_leaves_one_seed(way):
+def test_an_interrupt_anywhere_leaves_one_seed(way, stride):
     """Of the loader, the sampler that it made and the workers, where a state brings another."""
     make = partial(Loader, Drawing(), batch_size=2, shuffle=True, **WAYS[way])
     with make(seed=7) as loader:
@@ -752,7 +760,7 @@ def test_an_interrupt_anywhere_leaves_one_seed(way):
         loaded = loader.seed != seed
         found = [batch.tolist() for batch in given[loaded:]]
         assert found == expected[loaded:], step
-        step += 5
+        step += stride
     assert step > 20
 
 
@@ -811,15 +819,17 @@ def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way, places):
         assert next(iter(other)) == len(given) + 1
 
 
+@variants("stride", [7, 1])
 @pytest.mark.parametrize(
     "make", [lambda: BatchSampler(30, 2, True), lambda: BatchSampler(BatchSampler(30, 2, True), 2)]
 )
-def test_an_interrupt_in_a_sampler_that_two_iterators_read(monkeypatch, make):
+def test_an_interrupt_in_a_sampler_that_two_iterators_read(monkeypatch, make, stride):
     """The sampler tells where the later one is, which is not where the earlier one goes on."""
     monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)  # it is asked each time
     expected = list(make())
     step, reached = 0, False
-    while reached or step < 2:  # from 3.12 on a first call with a trace shows no instructions
+    # From 3.12 on a function's first call with a trace shows none of its instructions.
+    while reached or step < 2 * stride:
         with Loader(Echo(), make(), num_workers=0) as loader:
             batches, later = iter(loader), iter(loader)
             given = [next(batches)]
@@ -828,7 +838,7 @@ def test_an_interrupt_in_a_sampler_that_two_iterators_read(monkeypatch, make):
             reached = outcome.reached
             given += [] if reached else [outcome.value]
             assert given + list(batches) == expected, step
-        step += 1
+        step += stride
     assert step > 20
 
 
@@ -841,7 +851,7 @@ def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):
     assert given == list(range(len(given)))
 
 
-@pytest.mark.parametrize("stride", [97, pytest.param(5, marks=pytest.mark.slow)])
+@variants("stride", [197, 17])
 def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
     reached, step = True, 0
     while reached:
@@ -887,7 +897,8 @@ def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
             assert loader.epoch == epoch
 
 
-def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed():
+@variants("stride", [3, 1])
+def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed(stride):
     """The generators, the answer of ``get_worker_info``, and the turn that threads wait for."""
 
     def left() -> list[Any]:
@@ -907,11 +918,11 @@ def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed(
             batches = iter(loader)
             reached = interrupted(partial(next, batches), step).reached
         assert left() == before, step
-        step += 1
+        step += stride
     assert step > 100
 
 
-@pytest.mark.parametrize("stride", [9, pytest.param(3, marks=pytest.mark.slow)])
+@variants("stride", [19, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_anywhere_in_close_leaves_nothing(way, stride):
     """Once it is called again; or else when the loader is let go of."""
@@ -953,7 +964,8 @@ def test_what_close_raises_is_raised_once(monkeypatch):
     [(Loader.start, ""), (lambda loader: next(iter(loader)), OURS)],
     ids=["start", "next"],
 )
-def test_an_interrupt_anywhere_in_a_start_leaves_no_thread(call, within):
+@variants("stride", [11, 2])
+def test_an_interrupt_anywhere_in_a_start_leaves_no_thread(call, within, stride):
     before, step, reached = set(threading.enumerate()), 0, True
     while reached:
         with Loader(Echo(), range(4), **THREADS) as loader:
@@ -961,7 +973,7 @@ def test_an_interrupt_anywhere_in_a_start_leaves_no_thread(call, within):
             loader.epoch = 0
             assert list(loader) == [0, 1, 2, 3]
         assert eventually(lambda: set(threading.enumerate()) <= before), step
-        step += 2
+        step += stride
     assert step > 20
 
 
