@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import variants
 
 from minloader import BatchSampler
 
@@ -100,14 +101,7 @@ def scores(order: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "orders"),
-    [
-        (1500, 100),
-        pytest.param(100, 2000, marks=pytest.mark.slow),
-        pytest.param(1024, 2000, marks=pytest.mark.slow),
-        pytest.param(10_007, 300, marks=pytest.mark.slow),
-        pytest.param(HUGE, 300, marks=pytest.mark.slow),
-    ],
+    ("n", "orders"), [(1500, 100), (100, 2000), (1024, 2000), (10_007, 300), (HUGE, 300)]
 )
 def test_the_order_is_as_random_as_that_of_numpy(n, orders):
     """Means and spreads of all statistics, over many seeds: nothing tells the two apart."""
@@ -127,15 +121,7 @@ def deviation(counts: np.ndarray, expected: float, freedom: int) -> float:
     return (chi_square - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize(
-    ("n", "each"),
-    [
-        (2, 400),
-        (3, 200),
-        (4, 50),
-        *[pytest.param(n, 20, marks=pytest.mark.slow) for n in (5, 6, 7)],
-    ],
-)
+@variants(("n", "each"), [(2, 400), (3, 200), (4, 50), (5, 20), (6, 20)], quick=3)
 def test_all_orders_of_a_few_are_equally_frequent(n, each):
     every = list(permutations(range(n)))
     seeds = range(each * len(every))
@@ -155,14 +141,18 @@ def is_odd(order: np.ndarray) -> bool:
     return bool((len(order) - cycles) % 2)
 
 
-@pytest.mark.parametrize("n", [*range(2, 131), 1000, 1023, 1089, 1225])
+SIZES = [2, 3, 4, 8, 9, 25, 49, 64, 81, 121, 1000, 1023, 1089, 1225]
+"""Some of any kind: small ones, odd squares, and what fills its square or not."""
+
+
+@variants("n", [*SIZES, *sorted({*range(2, 131)} - {*SIZES})], quick=len(SIZES))
 def test_as_many_orders_are_odd_as_even(n):
     orders = 200 if n < 131 else 120
     odd = sum(is_odd(order_of(n, seed)) for seed in range(orders))
     assert abs(odd - orders / 2) < 4.5 * math.sqrt(orders) / 2
 
 
-@pytest.mark.parametrize("n", [8, 9, 25, 48, pytest.param(121, marks=pytest.mark.slow)])
+@variants("n", [8, 9, 25, 48, 121], quick=4)
 def test_every_index_is_as_often_at_every_place_and_before_every_other(n):
     orders = np.array([order_of(n, seed) for seed in range(20 * n)])
     places = np.zeros((n, n))
@@ -179,6 +169,3 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     for i, one in enumerate(orders):
         for other in orders[:i]:
             assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(2000)
-
-
-# --- states of version 1 had another order -------------------------------------------------------
