@@ -216,6 +216,11 @@ def outcomes(batches: Iterator[Any], most: int = 1 << 60) -> list[Any]:
     return found
 
 
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    """The items of all batches."""
+    return [item for batch in batches for item in batch]
+
+
 def lists(batches: Iterable[Any]) -> list[Any]:
     """Batches that are arrays, as lists."""
     return [batch.tolist() for batch in batches]

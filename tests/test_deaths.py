@@ -16,7 +16,7 @@ import threading
 import weakref
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from inspect import getsourcelines
@@ -35,6 +35,8 @@ from conftest import (
     has_worked,
     is_broken,
     losses,
+    outcomes,
+    python,
     variants,
     workers,
 )
@@ -59,19 +61,6 @@ from minloader._pools import processes as spawned
 
 HANG = 4.0
 """Seconds after which a batch is taken to hang: far more than one takes on a busy machine."""
-
-
-def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """All batches, and in their places the errors."""
-    results: list[Any] = []
-    for _ in range(10_000):
-        try:
-            results.append(next(batches))
-        except StopIteration:
-            return results
-        except Exception as error:
-            results.append(error)
-    raise AssertionError("no end")
 
 
 def lines(path: Path) -> list[str]:
@@ -1134,14 +1123,7 @@ def test_a_death_where_children_are_not_waited_for(tmp_path):
     """The system reaps them, and nobody is told how they ended."""
     for method in ("spawn", "fork", "forkserver"):
         (tmp_path / method).mkdir()
-    folders = str(Path(minloader.__file__).parent.parent), str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILDREN.format(folder=f"{tmp_path}/")],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-    )
+    done = python(CHILDREN.format(folder=f"{tmp_path}/"), options=["-W", "ignore"])
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
@@ -1388,14 +1370,7 @@ with Loader(Greedy(), [1000, 2_000_000_000, 2000], retries=1) as loader:
 
 def test_out_of_memory_in_a_control_group(small_group):
     folder, limit = small_group
-    result = subprocess.run(
-        [sys.executable, "-c", GREEDY, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": str(Path(minloader.__file__).parents[1])},
-    )
+    result = python(GREEDY, folder)
     first, error, last, retries = result.stdout.splitlines()
     assert (first, last, retries) == ("1000", "2000", "1")
     assert "killed by signal 9 (SIGKILL): out of memory" in error

@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import flat
 from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -71,10 +72,6 @@ class _Failing:
 
 def first(n: int, batches: Iterable[Any]) -> list[Any]:
     return list(islice(batches, n))
-
-
-def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(batches))
 
 
 def stored(state: Any) -> Any:

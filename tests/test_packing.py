@@ -7,12 +7,12 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import flat, require
 from helpers import Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,10 +44,6 @@ class Lazy:
         for value in self.values:
             self.read += 1
             yield value
-
-
-def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(batches))
 
 
 def every_rank(kind: Any, world_size: int, epoch: int = 0) -> list[Any]:

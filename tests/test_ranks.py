@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import require
+from conftest import flat, require
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +41,6 @@ def every_rank(kind: Callable[..., Any], world_size: int, epoch: int = 0) -> lis
     for sampler in ranks:
         sampler.set_epoch(epoch)
     return ranks
-
-
-def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(batches))
 
 
 def steps_of(ranks: list[Any]) -> list[tuple[Any, ...]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import flat
 from helpers import Lazily, SelfIterating, Stateful
 
 from minloader import (
@@ -49,10 +50,6 @@ def make(kind: str, **changed: Any) -> Any:
     """Return a sampler with some other arguments."""
     cls, arguments = GIVEN[kind]
     return cls(**arguments | changed)
-
-
-def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    return [item for batch in batches for item in batch]
 
 
 # --- arguments

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import flat
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -60,10 +61,6 @@ class Epochs:
 def epoch_of(sampler: Any, epoch: int) -> list[Any]:
     sampler.set_epoch(epoch)
     return list(sampler)
-
-
-def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    return [index for batch in batches for index in batch]
 
 
 # --- BatchSampler ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from collections import deque, namedtuple
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import alive, eventually, lacking, require, variants
+from conftest import alive, eventually, lacking, printed_by, python, require, variants
 from helpers import SHARED
 from idioms import IDIOMS, Counting, OwnIterator
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
@@ -469,10 +468,7 @@ def test_a_fork_does_not_wait_for_threads_of_its_parent():
     loader = DataLoader(Sums(), num_workers=1, multiprocessing_context="fork")
     print([batch.item() for batch in loader])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
-    )
-    assert (done.stdout, done.stderr) == ("[1000000.0, 2000000.0]\n", "")
+    assert printed_by(script) == "[1000000.0, 2000000.0]\n"
 
 
 OTHER_TORCH = """
@@ -528,13 +524,8 @@ look(Older)
 
 def test_an_older_torch_and_a_later_one():
     """What not every version has is not needed; a loader with more type parameters is no harm."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OTHER_TORCH],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.stdout, done.stderr) == (2 * "[0, 1] [2, 3] [4, 5]\n", "")
+    said = printed_by(OTHER_TORCH, options=["-W", "ignore"])
+    assert said == 2 * "[0, 1] [2, 3] [4, 5]\n"
 
 
 def test_no_worker_is_told_of():
@@ -663,12 +654,7 @@ def test_nothing_is_left():
     kept = iter(loader)
     print(*pids, squares[0, 0].item())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    assert done.returncode == 0
-    *pids, square = map(int, done.stdout.split())
+    *pids, square = map(int, printed_by(script).split())
     assert square == 35 * 35
     assert pids
     assert eventually(lambda: not any(map(alive, pids)))
@@ -851,8 +837,7 @@ def test_streams_of_other_packages(package, tmp_path):
     if importlib.util.find_spec(package) is None:
         lacking(package)
     program = Path(torch_helpers.__file__).with_name("torch_streams.py")
-    command = [sys.executable, "-W", "ignore", str(program), package, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
+    done = python(program, package, tmp_path, options=["-W", "ignore"], timeout=380)
     assert done.returncode == 0, done.stderr
 
 
