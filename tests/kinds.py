@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from helpers import Numbers as Steady
@@ -27,6 +27,24 @@ def shuffled_indices(n: int, number: int) -> list[int]:
 
 
 # --- samplers ------------------------------------------------------------------------------------
+
+
+def every_rank(kind: Callable[..., Any], world_size: int, epoch: int = 0) -> list[Any]:
+    """The samplers of all ranks, in an epoch."""
+    ranks = [kind(rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    return ranks
+
+
+class Lazy:
+    """Begins anew with each ``iter``, and has neither a length nor a state."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
 
 
 class Told:

@@ -16,6 +16,7 @@ from conftest import flat, require
 from helpers import Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import every_rank
 from numpy.testing import assert_array_equal
 
 from minloader import (
@@ -44,13 +45,6 @@ class Lazy:
         for value in self.values:
             self.read += 1
             yield value
-
-
-def every_rank(kind: Any, world_size: int, epoch: int = 0) -> list[Any]:
-    ranks = [kind(rank=rank, world_size=world_size) for rank in range(world_size)]
-    for sampler in ranks:
-        sampler.set_epoch(epoch)
-    return ranks
 
 
 def rows_of(lengths: Iterable[int], capacity: int) -> list[int]:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from conftest import flat, require
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import Lazy, every_rank
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader
 from minloader._sampling import windows
@@ -24,23 +25,6 @@ from minloader._sampling import windows
 ROOT = Path(__file__).resolve().parent.parent
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
 world_sizes = st.integers(1, 5)
-
-
-class Lazy:
-    """Begins anew with each ``iter`` and has no length."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._values = list(values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-
-def every_rank(kind: Callable[..., Any], world_size: int, epoch: int = 0) -> list[Any]:
-    ranks = [kind(rank=rank, world_size=world_size) for rank in range(world_size)]
-    for sampler in ranks:
-        sampler.set_epoch(epoch)
-    return ranks
 
 
 def steps_of(ranks: list[Any]) -> list[tuple[Any, ...]]:

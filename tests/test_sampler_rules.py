@@ -19,6 +19,7 @@ import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import Lazy
 
 from minloader import (
     BatchSampler,
@@ -43,16 +44,6 @@ def small_windows() -> Iterator[None]:
     patch.setattr(windows, "WINDOW", 24)
     yield
     patch.undo()
-
-
-class Lazy:
-    """Begins anew with each ``iter``, and has neither a length nor a state."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = list(values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
 
 
 class Foreign:

@@ -9,6 +9,7 @@ import pytest
 from conftest import flat
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kinds import Lazy
 
 from minloader import BatchSampler, DynamicBatchSampler
 from minloader._sampling import windows
@@ -30,16 +31,6 @@ class Counted:
         value = next(self._values)
         self.read += 1
         return value
-
-
-class Lazy:
-    """Begins anew with each ``iter`` and has no length."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._values = list(values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
 
 
 class Epochs:
