@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
+from conftest import variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import Lazy
@@ -200,7 +201,7 @@ def all_items(kind: str) -> Counter[Any]:
 
 
 @every_kind
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@variants("world_size", [3, 8, 1, 2], quick=2)
 def test_ranks_share_an_epoch(kind, world_size):
     samplers = [KINDS[kind](rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch in range(3):
@@ -289,7 +290,7 @@ def test_named_tuples_are_left_with_their_names():
 
 
 @every_kind
-@pytest.mark.parametrize("world_size", [1, 3])
+@variants("world_size", [3, 1])
 def test_every_state_leads_to_the_rest_and_to_the_next_epochs(kind, world_size):
     ranks = {"rank": world_size - 1, "world_size": world_size}
     epochs, states = [], []
