@@ -602,9 +602,9 @@ print(len(shown) > 0)
 """Forks workers while the threads of other loaders are busy, which are all that there are."""
 
 
-@variants("rounds", [5, 62])
+@variants("rounds", [5, *4 * [62]])
 def test_forks_beside_busy_threads_of_ours(rounds):
-    """Of 500, 8 in each round, none hangs, and none warns. A round has two minutes."""
+    """Of 2,000, 8 in each round, none hangs, and none warns. A round has two minutes."""
     warns = ["-W", "default:This process:DeprecationWarning"]
     said = printed_by(BUSY.replace("ROUNDS", str(rounds)), options=warns, timeout=380)
     assert said == "True\n"
