@@ -36,7 +36,7 @@ class BatchMaker:
     """
 
     job: Job
-    turn_to: Callable[..., None] = lambda index, *stage: None
+    turn_to: Callable[..., None] = lambda index, stage=(): None
     place: Any = field(default_factory=lambda: [-1])
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
@@ -61,7 +61,7 @@ class BatchMaker:
             batch = self._get(item)
             if self.job.transform is None:
                 return batch
-            self.turn_to(item, "transform")
+            self.turn_to(item, ("transform",))
             return self.combine([batch])
         # A function of torch's kind: it gets whatever __getitems__ gives.
         as_torch = getattr(self.job.collate_fn, "takes_anything", False)
@@ -86,7 +86,7 @@ class BatchMaker:
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(
-                transform, samples, indices, "transform", exact=len(samples) == len(given)
+                transform, samples, indices, ("transform",), exact=len(samples) == len(given)
             )
             self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples, ())
@@ -141,7 +141,8 @@ class BatchMaker:
         function: Callable[[Any], Any],
         values: Sequence[Any],
         indices: Sequence[Any],
-        *stage: str,
+        stage: tuple[str, ...] = (),
+        *,
         exact: bool = True,
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on.
@@ -157,7 +158,7 @@ class BatchMaker:
             try:
                 if indices:
                     place[0] = n
-                    self.turn_to(indices[n], *stage)
+                    self.turn_to(indices[n], stage)
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[n : n + 1])

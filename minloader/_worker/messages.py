@@ -313,7 +313,7 @@ class WorkerInfo:
         self._reads = 0
         self._turn_to(NO_SAMPLE)
 
-    def _turn_to(self, index: Any, *stage: str) -> None:
+    def _turn_to(self, index: Any, stage: tuple[str, ...] = ()) -> None:
         """Note whose turn it is: the sample of this index, in the dataset or in another stage."""
         self._sample, self._sample_rng, self._stage = index, None, stage
 
