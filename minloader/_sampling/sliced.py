@@ -35,8 +35,11 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
 
     def __getitem__(self, item: tuple[Any, int, int]) -> Any:
         dataset, index = self.dataset, _index(item)
-        is_callable = not hasattr(type(dataset), "__getitem__")
-        return _slice(dataset(index) if is_callable else dataset[index], item)
+        if hasattr(type(dataset), "__getitem__"):
+            return _slice(dataset[index], item)
+        if hasattr(type(dataset), "__getitems__"):
+            return self.__getitems__([item])[0]
+        return _slice(dataset(index), item)
 
     @property
     def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:
