@@ -26,7 +26,7 @@ import psutil
 import pytest
 
 import minloader
-from minloader import Loader, _checks
+from minloader import Loader
 from minloader._inspect import inspect
 from minloader._memory.limits import processors
 from minloader._worker import seeds
@@ -441,7 +441,7 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(method: str) -> Any:
         return get_context("forkserver" if method == "spawn" else method)
 
-    monkeypatch.setattr(_checks, "get_context", choose)
+    monkeypatch.setattr("minloader._checks.get_context", choose)
 
 
 WAYS: dict[str, dict[str, Any]] = {
