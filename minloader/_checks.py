@@ -14,7 +14,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
 
@@ -417,10 +417,8 @@ def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseCo
         return mp_context
     if mp_context is not None and not isinstance(mp_context, str):
         raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
-    try:
-        return get_context(mp_context or "spawn")
-    except ValueError as error:
-        raise ValueError(f"mp_context: {error}, got {mp_context!r}") from error
+    method = "spawn" if mp_context is None else mp_context
+    return get_context(check_choice("mp_context", method, get_all_start_methods()))
 
 
 def tell_rereading(shards: list[Mapping[str, Any]]) -> None:

@@ -267,7 +267,7 @@ def test_foreign_executor_in_a_fork_is_refused():
         ({"seed": -3}, ValueError, "seed must be at least 0, got -3"),
         ({"on_error": "ignore"}, ValueError, "on_error must be 'raise', 'skip', 'skip_sample'"),
         ({"executor": "gpu"}, ValueError, "executor must be .* got 'gpu'"),
-        ({"mp_context": "spoon"}, ValueError, "mp_context.*spoon"),
+        ({"mp_context": "spoon"}, ValueError, "mp_context must be .*'spawn'.* got 'spoon'"),
         ({"mp_context": 3}, TypeError, "mp_context must be"),
         (
             {"mp_context": "spawn", "executor": "thread"},

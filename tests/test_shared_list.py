@@ -72,8 +72,9 @@ def test_what_is_shown_of_it():
 
 
 def test_mistakes():
-    with pytest.raises(TypeError, match="values must be a list of values, not one str"):
-        SharedList("abc")
+    for values in "abc", b"abc", 3, None:
+        with pytest.raises(TypeError, match=f"values must be a list of values, got {values!r}"):
+            SharedList(values)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="indices must be integers or slices"):
         SharedList([])["a"]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unhashable"):

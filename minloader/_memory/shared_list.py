@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
+from minloader._checks import shown
 from minloader._memory.pickling import Pickler
 
 
@@ -33,14 +34,14 @@ class SharedList(Sequence[Any]):
             They are read once, and not kept.
 
     Raises:
-        TypeError: a value cannot be pickled; ``values`` is a single string.
+        TypeError: a value cannot be pickled; ``values`` is a single string, or not iterable.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
         import numpy as np
 
-        if isinstance(values, (str, bytes)):
-            raise TypeError(f"values must be a list of values, not one {type(values).__name__}")
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+            raise TypeError(f"values must be a list of values, got {shown(values)}")
         data, ends = bytearray(), array("q", [0])
         self._main_globals: dict[str, Any] = {}
         for number, value in enumerate(values):

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     name, file = options.pop("make_loader"), options.pop("json")
     options["step"] /= 1e3  # in seconds
-    if file and not file.parent.is_dir():
-        parser.error(f"--json: there is no folder {file.parent}")
+    if file and (file.is_dir() or not file.parent.is_dir()):
+        parser.error(f"--json must be a file in a folder that is there, got {file}")
     sys.argv[1:] = []  # they are not for the user's module, which may look at its own
     try:
         report = examine(_find(name), progress=partial(print, file=sys.stderr), **options)
