@@ -100,7 +100,7 @@ class BatchTimeout(BatchError):
 
 
 class WorkerTraceback(Exception):
-    """Carries the traceback text of a worker, shown as the cause of the error raised here."""
+    """Carries a traceback as text, such as a worker's: the cause of an error raised here."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -32,6 +32,7 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 from minloader._checks import B, check_int, copied, shown
+from minloader._epochs.failures import without_frames
 from minloader._epochs.pending import Bell, Handover
 from minloader._epochs.state import Note
 
@@ -67,7 +68,8 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
 
     Returns:
         An iterator, in the order of ``batches``. What ``batches`` or ``fn`` raises arrives in the
-        batch's place; the next ``next()`` gives the next, if ``batches`` does.
+        batch's place, that of ``batches`` with its traceback as text; the next ``next()`` gives the
+        next, if ``batches`` does.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.
@@ -178,7 +180,9 @@ class Prefetch(Handover[B]):
                 entry.batch[:] = map(self._keep, entry.batch)
             entry.note = self._note_drawn()
             entry.is_drawn = True  # from here on the thread may empty it
-        if entry.error is None:
+        if entry.error is not None:
+            without_frames(entry.error)
+        else:
             self._tasks.put(entry)  # twice, if an interrupt comes now: the thread makes it once
         entry.is_ready = True
 
@@ -186,6 +190,7 @@ class Prefetch(Handover[B]):
         try:
             return self._take()
         except Exception as error:
+            without_frames(error)
             return partial(_fail, error)
 
     def _received(self, value: Any) -> Any:

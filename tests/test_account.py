@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import SLOW, WAYS, eventually, making, plain, require, variants
-from helpers import SAMPLERS, Deadly, Echo, Guarded, Numbers, once_in
+from helpers import SAMPLERS, Deadly, Echo, Faulty, Guarded, Numbers, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
 from kinds import (
@@ -1092,6 +1092,63 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where, no_collector
         raise AssertionError("nothing failed")
 
     assert run()() is None
+
+
+class Spoilt(Numbers):
+    """A stream that fails at its fourth number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(6):
+            if number == 3:
+                raise ValueError(number)
+            yield number
+
+
+WAITING: dict[str, tuple[Any, Any]] = {
+    "sampler": (Echo(), Failing(6, 3)),
+    "item": (Echo(), [0, 1, 2, threading.Lock(), 4]),  # which cannot be pickled
+    "dataset": (Faulty(6, {3: ValueError}), range(6)),
+    "stream": (Spoilt(6), None),
+}
+
+
+@pytest.mark.parametrize("where", WAITING)
+@pytest.mark.parametrize("way", ["threads", "processes"])
+def test_an_error_that_waits_for_its_turn_keeps_nothing(way, where, no_collector):
+    """An epoch is left when its iterator is let go of, and what is called then is for the next."""
+    dataset, sampler = WAITING[where]
+
+    def run() -> Any:
+        loader = Loader(dataset, sampler, prefetch_factor=4, **WAYS[way])
+        batches = iter(loader)
+        next(batches)
+        assert eventually(batches.is_ready)  # the second is here, so that the rest was drawn
+        seen = weakref.ref(batches)
+        del batches
+        assert seen() is None
+        if sampler is not None:
+            loader.skip(1)
+        assert next(iter(loader)) == (0 if sampler is None else 1)
+        return weakref.ref(loader)
+
+    assert run()() is None
+
+
+def test_an_item_that_plain_pickle_refuses_is_let_go_of(no_collector):
+    class Item:  # of a local class: only cloudpickle takes it
+        pass
+
+    seen: list[Any] = []
+
+    def items() -> Iterator[Any]:
+        for _ in range(3):
+            item = Item()
+            seen.append(weakref.ref(item))
+            yield item
+
+    with Loader(lambda item: 1, items(), num_workers=1) as loader:
+        assert list(loader) == [1, 1, 1]
+        assert [each() for each in seen[:2]] == [None] * 2  # a state is checked by the last one
 
 
 # --- prefetch -------------------------------------------------------------------------------------

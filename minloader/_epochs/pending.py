@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self
 
 from minloader._checks import B
+from minloader._epochs.failures import without_frames
 from minloader._errors import SKIP
 from minloader._memory import pickling
 from minloader._memory.slots import Slot, Slots
@@ -267,5 +268,7 @@ class Pending:
 
 def replied(*errors: Exception, stage: str = "", fatal: bool = False, sample: Any = ()) -> Reply:
     """Return a reply that no worker gave: failures."""
-    failures = (Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors)
-    return Reply(-1, -1, False, [each._replace(sample=sample) for each in failures])
+    for each in errors:
+        without_frames(each)
+    made = (Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors)
+    return Reply(-1, -1, False, [each._replace(sample=sample) for each in made])

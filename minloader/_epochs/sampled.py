@@ -263,6 +263,7 @@ class Source:
             except Exception as error:
                 if here >= self.position:  # it comes in its turn
                     self.error = error
+                    failures.without_frames(error)
                     return []
                 last = error
         raise last
@@ -452,6 +453,7 @@ class SamplerLane(Lane):
         except Exception as error:
             with interrupts_held():
                 source.error, source.is_inside, count = None, False, 0
+                failures.without_frames(error)
                 failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
                 raised = [failures.Raised(error)]
                 added = [Pending(source, source.position, [], source.state, outcomes=raised)]

@@ -164,6 +164,8 @@ def pack(obj: Any, *, down: bool) -> bytes:
         Pickler(buffer, down=down, table=_REDUCERS).dump(obj)
     except Exception as error:
         raise error from plain_error
+    finally:
+        plain_error = None  # its traceback leads here: both would stay, and whatever called
     return buffer.getvalue()
 
 

@@ -189,8 +189,18 @@ class Reply(NamedTuple):
     failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
 
 
-OURS = {os.path.dirname(__file__), os.path.dirname(futures.__file__)}
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+OURS = {os.path.dirname(futures.__file__), os.path.dirname(__file__)}
+OURS |= {PACKAGE, os.path.join(PACKAGE, "_epochs")}
 """Folders whose code leads to the user's: that of a future which has failed, too."""
+
+
+def printed(error: BaseException) -> str:
+    """Return an error as Python prints it, without frames of ours that lead to the user's."""
+    frames = first = error.__traceback__
+    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or first))
 
 
 def summary(error: BaseException) -> str:
@@ -224,11 +234,7 @@ class Failure(NamedTuple):
         """Make the failure of an exception, where it was caught."""
         if not packed:
             return cls(error, summary(error), "", stage, fatal)
-        frames = first = error.__traceback__
-        while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
-            frames = frames.tb_next  # of ours, which lead to the user's
-        text = "".join(traceback.format_exception(type(error), error, frames or first))
-        return cls(pack_error(error), summary(error), text, stage, fatal)
+        return cls(pack_error(error), summary(error), printed(error), stage, fatal)
 
 
 @dataclass
