@@ -1042,6 +1042,33 @@ def test_an_epoch_in_which_every_batch_failed_is_an_error(make, on_error, way):
         next(batches)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_came_early_comes_once(kind):
+    """Also where a state says of the very next batch that it was handed over."""
+    gate, calls = threading.Event(), itertools.count()
+
+    def first_is_late(item: Any) -> Any:
+        if next(calls) == 0:
+            gate.wait()
+        return item
+
+    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
+        whole = list(map(plain, loader))
+    options = {"executor": "thread", "in_order": False}
+    given = []
+    with Loader(first_is_late, KINDS[kind](), num_workers=2, **options) as loader:
+        given.append(plain(next(iter(loader))))
+        state = loader.state_dict()
+        gate.set()
+    assert given == whole[1:2]
+    for _ in range(2):
+        with Loader(Echo(), KINDS[kind](), num_workers=0, **options) as loader:
+            loader.load_state_dict(state)
+            given.append(plain(next(iter(loader))))
+            state = loader.state_dict()
+    assert given == [whole[n] for n in (1, 0, 2)]
+
+
 def test_batches_that_came_early_are_fruit_of_their_epoch():
     """What is left of it may fail then, in a resumed run as in an undisturbed one."""
     gate = threading.Event()

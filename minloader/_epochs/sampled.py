@@ -300,8 +300,11 @@ class Source:
         """Draw what an earlier run has handed over, and have a task begin after it."""
         while not self.is_adjoining:
             if self.position < self.holes[0][1]:
-                self.is_inside = True
-                list(_take(self._iterator))
+                if self._peeked:
+                    self._peeked = []
+                else:
+                    self.is_inside = True
+                    list(_take(self._iterator))
                 self.position += 1
                 self.is_inside = False
             else:
