@@ -46,13 +46,20 @@ class Outcome(NamedTuple):
 def places(code: CodeType) -> frozenset[int]:
     """The instructions before which CPython runs the handlers of signals.
 
-    It looks behind a call, where a function begins or goes on, and before a loop's next round.
+    It looks behind a call, where a function begins or goes on, and before a loop's next round. What
+    is raised behind a call is handled as if the call had raised it: so not where the next
+    instruction is handled elsewhere, as with a ``return`` within ``with``.
     """
-    found, before = set(), ""
-    for instruction in dis.get_instructions(code):
-        if before.startswith(("CALL", "RESUME")) or instruction.opname == "JUMP_BACKWARD":
+    found, before, former = set(), "", None
+    bytecode = dis.Bytecode(code)
+    for instruction in bytecode:
+        spans = bytecode.exception_entries
+        handler = next((s.target for s in spans if s.start <= instruction.offset < s.end), None)
+        is_behind = before.startswith("CALL") and handler == former
+        if is_behind or before.startswith("RESUME") or instruction.opname == "JUMP_BACKWARD":
             found.add(instruction.offset)
         before = instruction.opname.replace("CALL_INTRINSIC", "INTRINSIC")  # after that it does not
+        former = handler
     return frozenset(found)
 
 
@@ -92,6 +99,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         return Outcome(reached, True, None)
     finally:
         sys.settrace(former)
+        left = sys.maxsize  # 3.15 asks the same function again where a generator goes on
     return Outcome(reached, False, value)
 
 

@@ -91,13 +91,14 @@ class Handover(ABC, Generic[B]):
                 self._check_process()
             with self._lock:
                 try:
-                    return self._next(taken)
+                    batch = self._next(taken)
                 except Exception:
                     del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
                     raise
                 except BaseException:
                     self._give_back(taken)
                     raise
+            return batch
         except Exception:
             raise
         except BaseException:

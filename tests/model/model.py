@@ -105,7 +105,7 @@ class Model:
         self.chain = () if place.begun else place.chain
         self.epoch, self.passes = place.epoch, place.passes
         if not place.begun:  # of an unknown order there was nothing yet that must come again
-            for key in [key for key in self.draws if key[0] == place.epoch and len(key) == 2]:
+            for key in [key for key in self.draws if key[0] >= place.epoch and len(key) == 2]:
                 del self.draws[key]
 
     def skip(self, n: int, *, live: bool) -> None:
