@@ -6,7 +6,15 @@ reaches the caller as it is. The classes here are for the rest.
 
 from __future__ import annotations
 
+import os
+import traceback
+from concurrent import futures
 from typing import Any, Final
+
+PACKAGE = os.path.dirname(__file__)
+OURS = {PACKAGE, *(os.path.join(PACKAGE, wing) for wing in ("_epochs", "_worker"))}
+OURS |= {os.path.dirname(futures.__file__)}
+"""Folders whose code leads to the user's: that of a future which has failed, too."""
 
 
 class _Skip:
@@ -108,3 +116,23 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f'\n"""\n{self.text}"""'
+
+
+def printed(error: BaseException) -> str:
+    """Return an error as Python prints it, without frames of ours that lead to the user's."""
+    frames = first = error.__traceback__
+    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or first))
+
+
+def without_frames(error: BaseException) -> None:
+    """Have an error that is to wait for its turn carry its traceback as text. May be repeated.
+
+    Frames lead to those that called them, and so to the iterator, which keeps the error: neither
+    would go before the garbage collector comes.
+    """
+    if error.__traceback__ is not None and not isinstance(error.__cause__, WorkerTraceback):
+        BaseException.__setattr__(error, "__cause__", WorkerTraceback(printed(error)))
+    BaseException.__setattr__(error, "__context__", None)
+    BaseException.__setattr__(error, "__traceback__", None)

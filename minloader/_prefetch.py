@@ -32,9 +32,9 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 from minloader._checks import B, check_int, copied, shown
-from minloader._epochs.failures import without_frames
 from minloader._epochs.pending import Bell, Handover
 from minloader._epochs.state import Note
+from minloader._errors import without_frames
 
 GRACE = 0.5
 """Seconds that closing waits for the thread, which may be inside ``fn``. An idle thread needs none.
@@ -344,4 +344,7 @@ def _no_state() -> Any:
 
 
 def _fail(error: BaseException) -> Any:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame

@@ -1069,6 +1069,24 @@ def test_a_batch_that_came_early_comes_once(kind):
     assert given == [whole[n] for n in (1, 0, 2)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_an_epoch_of_which_all_was_skipped(kind):
+    """Noted before the first next: the sampler has ended, and is not begun anew."""
+    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
+        whole = [list(map(plain, loader)) for _ in range(2)]
+    states = []
+    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
+        loader.skip(len(whole[0]) + 1)
+        states.append(loader.state_dict())
+    for _ in range(2):
+        with Loader(Echo(), KINDS[kind](), num_workers=1, executor="thread") as loader:
+            loader.load_state_dict(states[-1])
+            batches = iter(loader)
+            states.append(loader.state_dict())
+            assert list(batches) == []
+            assert list(map(plain, loader)) == whole[1]
+
+
 def test_batches_that_came_early_are_fruit_of_their_epoch():
     """What is left of it may fail then, in a resumed run as in an undisturbed one."""
     gate = threading.Event()
@@ -1159,6 +1177,29 @@ def test_an_error_that_waits_for_its_turn_keeps_nothing(way, where, no_collector
         return weakref.ref(loader)
 
     assert run()() is None
+
+
+def pressed(item: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sampler"),
+    [
+        (pressed, range(3)),
+        # 1 and 2 have no length: both errors come before the batches, and the second waits.
+        (Echo(), DynamicBatchSampler({0: 3, 3: 3}, 4, sampler=range(4))),
+    ],
+)
+def test_what_was_raised_here_keeps_nothing(dataset, sampler, no_collector):
+    with Loader(dataset, sampler, num_workers=0) as loader:
+        batches = iter(loader)
+        try:
+            next(batches)
+        except (KeyError, KeyboardInterrupt):  # pytest.raises would keep it, and all frames
+            seen = weakref.ref(batches)
+        del batches
+        assert seen() is None
 
 
 def test_an_item_that_plain_pickle_refuses_is_let_go_of(no_collector):

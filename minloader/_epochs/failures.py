@@ -14,7 +14,7 @@ from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, Worker
 from minloader._insight.counters import ERRORS_KEPT, Counters
 from minloader._memory import pickling
 from minloader._pools.base import Death
-from minloader._worker.messages import Failure, printed
+from minloader._worker.messages import Failure
 
 logger = logging.getLogger("minloader")
 
@@ -134,18 +134,6 @@ def load(part: Any) -> Any:
         return pickling.unpack(part)
     except Exception:  # its class exists in the worker only: the text must do
         return None
-
-
-def without_frames(error: BaseException) -> None:
-    """Have an error that is to wait for its turn carry its traceback as text. May be repeated.
-
-    Frames lead to those that called them, and so to the iterator, which keeps the error: neither
-    would go before the garbage collector comes.
-    """
-    if error.__traceback__ is not None and not isinstance(error.__cause__, WorkerTraceback):
-        BaseException.__setattr__(error, "__cause__", WorkerTraceback(printed(error)))
-    BaseException.__setattr__(error, "__context__", None)
-    BaseException.__setattr__(error, "__traceback__", None)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self
 
 from minloader._checks import B
-from minloader._epochs.failures import without_frames
-from minloader._errors import SKIP
+from minloader._errors import SKIP, without_frames
 from minloader._memory import pickling
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem

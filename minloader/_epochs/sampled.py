@@ -37,6 +37,7 @@ from minloader._epochs.state import (
     has_begun,
     sampler_place,
 )
+from minloader._errors import without_frames
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import HeldItem, Pool
 from minloader._sampling.base import Sampler, ranks_of
@@ -213,11 +214,16 @@ class Source:
             # What it says between epochs may stand for the end of one: there is nothing then.
             first += _take(iterator)
             iterator = iterator if first else iter(told.items)
-        self._pass_over(iterator, at, first, peek=foreign)
-        self._put_back, self._iterator = False, iterator
+        if self._pass_over(iterator, at, first, peek=foreign):
+            self._iterator = iterator
+        else:
+            self._end()
+        self._put_back = False
 
-    def _pass_over(self, iterator: Any, at: int, first: list[Any], *, peek: bool) -> None:
+    def _pass_over(self, iterator: Any, at: int, first: list[Any], *, peek: bool) -> bool:
         """Draw up to the position, and check that the items are still the same.
+
+        Return False if the sampler has ended before that.
 
         Args:
             iterator: of the sampler.
@@ -231,11 +237,11 @@ class Source:
         for here in range(at, stop):
             found, first = first or self._known(iterator, here), []
             if self.error is not None:
-                return
+                return True
             if not found:
                 if here > ordinal:  # no more is known to have been there: the rest was skipped
                     self.position = min(self.position, here)
-                    return
+                    return False
                 raise ValueError(
                     f"the state does not fit: it is at batch {self.position}, but the sampler has "
                     f"ended after {here}"
@@ -254,19 +260,22 @@ class Source:
             self._peeked = found
         elif first:
             self._peeked = first
+        return True
 
     def _known(self, iterator: Any, here: int) -> list[Any]:
         """Return the next item, in a list, past the errors that came before it."""
-        for _ in range(ERRORS):
+        passed = 0
+        while True:
             try:
                 return list(_take(iterator))
             except Exception as error:
+                passed += 1
                 if here >= self.position:  # it comes in its turn
                     self.error = error
-                    failures.without_frames(error)
+                    without_frames(error)
                     return []
-                last = error
-        raise last
+                if passed == ERRORS:
+                    raise
 
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
@@ -332,15 +341,19 @@ class Source:
                 self.error, self.is_inside = error, False
                 raise
         if len(items) == count:
-            if self._is_exact and self.position:
-                self.inside = self.state
-            state, nothing = self._state_now(), iter(())
-            self.state, self._iterator, self.is_ended, self.is_inside = state, nothing, True, False
+            self._end()
             return
         self.is_inside = False
         items[-1] = hold(items[-1])
         self.last = self.position, items[-1]
         self.position += 1
+
+    def _end(self) -> None:
+        """Note the state of the epoch's end, which the sampler has just come to."""
+        if self._is_exact and self.position:
+            self.inside = self.state
+        state, nothing = self._state_now(), iter(())
+        self.state, self._iterator, self.is_ended, self.is_inside = state, nothing, True, False
 
     def interrupted(self, pending: Pending, hold: Callable[[Any], Any]) -> None:
         """Prepare to go on after an interrupt while the items of a task were drawn.
@@ -456,7 +469,7 @@ class SamplerLane(Lane):
         except Exception as error:
             with interrupts_held():
                 source.error, source.is_inside, count = None, False, 0
-                failures.without_frames(error)
+                without_frames(error)
                 failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
                 raised = [failures.Raised(error)]
                 added = [Pending(source, source.position, [], source.state, outcomes=raised)]

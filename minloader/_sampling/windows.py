@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minloader._checks import check_choice, check_iterable, shown
+from minloader._errors import without_frames
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.fitting import cut
 from minloader._sampling.seeding import Piece
@@ -290,12 +291,12 @@ class _Batches(Run):
 
     def _next(self) -> list[Any]:
         while True:
+            if self._failed and not self._forgiven:
+                self._errors += 1
+                raise self._failed.pop(0)
             if self._failed:
-                error = self._failed.pop(0)
-                if not self._forgiven:
-                    self._errors += 1
-                    raise error
                 self._forgiven -= 1
+                del self._failed[0]
             elif self._window is None:
                 self._read()
             else:
@@ -324,6 +325,8 @@ class _Batches(Run):
             self._window, errors = sampler._window(lengths, names)
             self._failed += errors
             self._found, self._numbers = [], []
+        for error in self._failed:
+            without_frames(error)
 
     def _turn(self, end: int, dropped: int, legs: list[Any]) -> None:
         """Begin another window, behind the one that was given; or end."""

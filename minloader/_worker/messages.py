@@ -6,12 +6,11 @@ import enum
 import os
 import traceback
 from collections.abc import Callable
-from concurrent import futures
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from minloader._errors import BatchError
+from minloader._errors import BatchError, printed
 from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import pack_error
 from minloader._sampling.seeding import generator, sample_key
@@ -187,20 +186,6 @@ class Reply(NamedTuple):
     skipped: int = 0
     lasts: list[int | None] = []  # noqa: RUF012  # never changed
     failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
-
-
-PACKAGE = os.path.dirname(os.path.dirname(__file__))
-OURS = {os.path.dirname(futures.__file__), os.path.dirname(__file__)}
-OURS |= {PACKAGE, os.path.join(PACKAGE, "_epochs")}
-"""Folders whose code leads to the user's: that of a future which has failed, too."""
-
-
-def printed(error: BaseException) -> str:
-    """Return an error as Python prints it, without frames of ours that lead to the user's."""
-    frames = first = error.__traceback__
-    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or first))
 
 
 def summary(error: BaseException) -> str:

@@ -273,7 +273,10 @@ class Worker:
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
         if self._borrow is not None and not isinstance(error, Exception | SystemExit):
-            raise error  # Ctrl-C. In a process of ours the executor would try to pickle it.
+            try:  # Ctrl-C. In a process of ours the executor would try to pickle it.
+                raise error
+            finally:
+                del error  # its traceback holds this frame
         self._exit_fork()
         sample, self._maker.failing = self._packed(self._maker.failing), ()
         failure = Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
