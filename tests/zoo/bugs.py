@@ -12,6 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,10 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
 Program = Callable[[Any], bool]
+
+
+class NoSuchOption(Exception):
+    """The loader has nothing of the kind, and so neither the bug nor what it shows in."""
 
 
 class Bug(NamedTuple):
@@ -184,10 +190,99 @@ def other_size(loader_of: Any) -> bool:
             each = loader(rank, size)
             if state is not None:
                 each.load_state_dict(state)
-            given += numbers(batch for batch, _ in zip(each, range(steps), strict=False))
+            given += numbers(islice(each, steps))
             states.append(each.state_dict())
         state = states[0]
     return sorted(given) != list(range(40))
+
+
+@bug("a resumed run of two ranks gets data twice", "accelerate#3938")
+def doubled(loader_of: Any) -> bool:
+    given: list[int] = []
+    for rank in range(2):
+        sampler = DistributedSampler(Squares(), 2, rank, shuffle=False)  # type: ignore[arg-type]
+        first, second = (
+            loader_of(Squares(), batch_size=2, sampler=sampler, num_workers=2) for _ in range(2)
+        )
+        batches = iter(first)
+        given += numbers(next(batches) for _ in range(3))
+        state = first.state_dict()
+        second.load_state_dict(state)
+        given += numbers(second)
+    return sorted(given) != list(range(40))
+
+
+@bug("a trainer that counts the batches first drops the state", "pytorch-lightning#20550")
+def dropped(loader_of: Any) -> bool:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    given: list[int] = []
+
+    class Model(BoringModel):  # type: ignore[misc]
+        def training_step(self, batch: Any, number: int) -> Any:
+            given.extend(batch.tolist())
+            return self(torch.zeros(32)).sum()
+
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    for steps, state in ((3, None), (-1, "step.ckpt")):
+        loader = loader_of(Squares(), batch_size=4, num_workers=1)
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            raise NoSuchOption  # a trainer that keeps its state
+        assert loader.state_dict  # torch's has none
+        keep: list[Any] = [ModelCheckpoint(".", "step", every_n_train_steps=3)]
+        if loader_of.__module__.startswith("minloader"):  # as docs/trainers.md says
+            from minloader.torch.lightning import KeepLoaderState
+
+            keep.append(KeepLoaderState())
+        options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "callbacks": keep}
+        trainer = Trainer(max_steps=steps, **options)
+        trainer.fit(Model(), loader, ckpt_path=state, weights_only=False)
+    return sorted(given) != list(range(40))
+
+
+POOL = ThreadPoolExecutor(1)
+"""As of a library that reads by threads, which begin where it is first used."""
+
+
+class Pooled(Squares):
+    def __getitem__(self, index: int) -> int:
+        return POOL.submit(int, index).result(timeout=15)  # a library waits for ever
+
+
+@bug("forked workers wait for a library's threads", "iohub#416", error=True)
+def threads(loader_of: Any) -> bool:
+    data = Pooled()
+    assert data[1] == 1
+    return numbers(loader_of(data, batch_size=2, num_workers=2)) != list(range(40))
+
+
+class Read(Squares):
+    """Reads a file, a thread at a time, and opens it again where it is unpickled."""
+
+    def __init__(self) -> None:
+        Path("file").write_bytes(b"".join(bytes([index]) * 4096 for index in range(40)))
+        self.__setstate__({})
+
+    def __getstate__(self) -> Any:
+        return {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.file, self.lock = os.open("file", os.O_RDONLY), threading.Lock()
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            os.lseek(self.file, 4096 * index, os.SEEK_SET)
+            return max(int.from_bytes(os.read(self.file, 1)) for _ in range(4096))
+
+
+@bug("forked workers share the place in a file, and read other samples", "VisCy#417")
+def handles(loader_of: Any) -> bool:
+    return numbers(loader_of(Read(), batch_size=2, num_workers=2)) != list(range(40))
 
 
 @bug("a worker that was killed is waited for for ever", "ami-data-companion#140")
