@@ -31,7 +31,12 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from model.machine import Programs, ProgramsInProcesses, counts, run_programs  # noqa: E402
 from model.programs import KINDS  # noqa: E402
 
-COMPUTE = "n = 0\nwhile True:\n    n = (n * 3 + 1) % 1000003\n"
+COMPUTE = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:  # however it ends
+    sum(range(1_000_000))
+"""
 
 
 @contextmanager
