@@ -107,7 +107,7 @@ class BatchTimeout(BatchError):
         self.stack = stack
 
 
-class WorkerTraceback(Exception):
+class OriginalTraceback(Exception):
     """Carries a traceback as text, such as a worker's: the cause of an error raised here."""
 
     def __init__(self, text: str) -> None:
@@ -132,7 +132,7 @@ def without_frames(error: BaseException) -> None:
     Frames lead to those that called them, and so to the iterator, which keeps the error: neither
     would go before the garbage collector comes.
     """
-    if error.__traceback__ is not None and not isinstance(error.__cause__, WorkerTraceback):
-        BaseException.__setattr__(error, "__cause__", WorkerTraceback(printed(error)))
+    if error.__traceback__ is not None and not isinstance(error.__cause__, OriginalTraceback):
+        BaseException.__setattr__(error, "__cause__", OriginalTraceback(printed(error)))
     BaseException.__setattr__(error, "__context__", None)
     BaseException.__setattr__(error, "__traceback__", None)

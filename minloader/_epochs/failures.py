@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, shown
-from minloader._errors import SKIP, BatchError, BatchTimeout, WorkerDied, WorkerTraceback
+from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
 from minloader._insight.counters import ERRORS_KEPT, Counters
 from minloader._memory import pickling
 from minloader._pools.base import Death
@@ -64,7 +64,7 @@ def handle(
     what += failure.stage and f", {failure.stage}"
     place = {"ordinal": ordinal, "epoch": epoch, "item": item}
     place |= {"worker": known_worker, "pid": known_pid, "sample": sample[0] if sample else None}
-    remote = WorkerTraceback(failure.traceback) if failure.traceback else None
+    remote = OriginalTraceback(failure.traceback) if failure.traceback else None
 
     error = load(failure.error)
     if error is not None and remote is not None:
