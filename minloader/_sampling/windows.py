@@ -325,8 +325,8 @@ class _Batches(Run):
             self._window, errors = sampler._window(lengths, names)
             self._failed += errors
             self._found, self._numbers = [], []
-        for error in self._failed:
-            without_frames(error)
+        for failed in self._failed:
+            without_frames(failed)
 
     def _turn(self, end: int, dropped: int, legs: list[Any]) -> None:
         """Begin another window, behind the one that was given; or end."""
