@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import minloader
 from minloader import get_worker_info
 
-SHARED = re.compile(r"(memfd:minloader|/minloader-\w+)( \(deleted\))?$")
+SHARED = re.compile(r"(memfd:minloader-\w+|/minloader-\w+)( \(deleted\))?$")
 """The end of a shared file's path. A clone has the package's name too, with all that lies in it."""
 
 

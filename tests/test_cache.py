@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import pickle
+import re
 import signal
 import threading
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_mistakes(caplog, monkeypatch):
     for dataset in (Echo(), len, {1, 2}, iter([])):
         with pytest.raises(TypeError, match="must have __len__ and __getitem__ to be cached"):
             cached(dataset, bytes=MEGABYTE)
-    with pytest.raises(ValueError, match="bytes must be at least 832, got 100"):
+    with pytest.raises(ValueError, match="bytes must be at least 800, got 100"):
         cached(range(100), bytes=100)
     with pytest.raises(TypeError, match="bytes must be an int, got 1000000"):
         cached(range(100), bytes=1e9)  # type: ignore[arg-type]
@@ -396,13 +397,10 @@ def test_a_copy_shares_the_cache_while_its_owner_lives():
 
 
 def test_a_file_of_another_machine_is_let_alone():
-    """There the path may lead to anything, of the same inode too."""
+    """There the path may lead to anything, to another's cache too."""
     shared = cached(["a", "b"], bytes=MEGABYTE)
     packed = pickle.dumps(shared)
-    for fd in os.listdir("/proc/self/fd"):
-        if SHARED.search(os.path.realpath(f"/proc/self/fd/{fd}")):
-            os.pwrite(int(fd), b"something else", 0)
-    other = pickle.loads(packed)
+    other = pickle.loads(re.sub(rb"minloader-\w{16}", b"minloader-0123456789abcdef", packed))
     assert list(other) == ["a", "b"]
     assert other.kept == (0, 0)
     assert shared.kept[0] == 0

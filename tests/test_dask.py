@@ -23,7 +23,7 @@ from conftest import belongings, eventually, require
 from helpers import SHARED
 
 from minloader import Loader, WorkerDied, get_worker_info
-from minloader._memory.job_file import JobAddress
+from minloader._memory.job_file import JobAddress, JobFile
 from minloader._pools import foreign
 
 dask = require("dask")
@@ -248,18 +248,15 @@ def test_other_versions_are_named(make, monkeypatch):
 
 def test_a_file_of_the_same_place_is_not_taken_for_the_dataset(tmp_path):
     """On another machine the path may lead anywhere."""
-    other = tmp_path / "other"
-    other.write_bytes(bytes(1000))
-    inode = other.stat().st_dev, other.stat().st_ino
-    address = JobAddress(str(other), inode, 0, 1000, b"secret")
-    with pytest.raises(FileNotFoundError, match="holds something else"):
-        address.map()
     os.mkfifo(tmp_path / "pipe")
-    status = (tmp_path / "pipe").stat()
-    inode = status.st_dev, status.st_ino
-    address = address.__class__(str(tmp_path / "pipe"), inode, 0, 9, b"")
-    with pytest.raises(FileNotFoundError):
-        address.map()  # would wait for a writer if it was opened
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    other = JobFile("another")
+    for fd in (other.fd, pipe):  # to open the pipe would be to wait for a writer
+        address = JobAddress(f"/proc/{os.getpid()}/fd/{fd}", "minloader-0123", 0)
+        with pytest.raises(FileNotFoundError, match="holds something else"):
+            address.map()
+    other.close()
+    os.close(pipe)
 
 
 # --- deaths --------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def reference(monkeypatch) -> Iterator[JobReference]:
     monkeypatch.setattr(foreign, "loaded_jobs", {})
     job_file = JobFile("here")
     told = 1, 0, foreign.versions()
-    yield JobReference(job_file.address.token, *told, job_file.address, False)
+    yield JobReference(job_file.mark, *told, job_file.address, False)
     job_file.close()
 
 

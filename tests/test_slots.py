@@ -8,6 +8,7 @@ import gc
 import math
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,6 @@ import psutil
 import pytest
 from conftest import eventually, in_a_fork, printed_by, python, require, variants, workers
 from helpers import (
-    SHARED,
     Forker,
     Keeper,
     Trouble,
@@ -112,9 +112,9 @@ def pack_batch(batch: Any, writer: NoSlot) -> Any:
 
 
 def mapped_files(pid: int | str = "self") -> set[str]:
-    """The slots that a process has mapped, by inode."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if SHARED.search(line)}
+    """The slots that a process has mapped, by their marks."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return set(re.findall(r"(minloader-\w+)(?: \(deleted\))?$", maps, re.MULTILINE))
 
 
 # --- what arrives is what was sent -------------------------------------------------------------
@@ -601,7 +601,7 @@ def test_no_more_slots_than_descriptors(monkeypatch):
 def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
     """The number of its descriptor is used again, for anything."""
     address = bench.pool.address(bench.pool.lend())
-    writer = SlotWriter(address._replace(inode=(address.inode[0] + 1, address.inode[1])))
+    writer = SlotWriter(address._replace(mark="minloader-another"))
     assert writer.reserve(LARGE) is None
     assert writer.overflowed
     assert SlotWriter(address).reserve(LARGE) is not None
@@ -798,7 +798,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {f"{slot.inode[1]}" for slot in inspect(loader).leased_slots}
+        files = {slot.mark for slot in inspect(loader).leased_slots}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()

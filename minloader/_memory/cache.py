@@ -2,8 +2,8 @@
 
 The cache is a shared file, owned by the process that made it. It only grows::
 
-    | token | place, place, place, ... | entry | entry | (lost) | entry |
-    0       32     one for each sample                                  end of the file, <= bytes
+    | place, place, place, ... | entry | entry | (lost) | entry |
+    0    one for each sample                                    end of the file, <= bytes
 
 An entry is one sample, pickled, with its large buffers. A place is where the entry of a sample
 begins, 8 bytes; it is 0 while there is none.
@@ -26,7 +26,6 @@ import mmap
 import operator
 import os
 import pickle
-import secrets
 import struct
 import weakref
 from collections.abc import Callable
@@ -44,7 +43,7 @@ from minloader._memory.slot_writer import NoSlot
 
 logger = logging.getLogger("minloader")
 
-_TOKEN_BYTES, _PLACE_BYTES = 32, 8
+_PLACE_BYTES = 8
 _HEADER = struct.Struct("qq")  # bytes of the pickle, and of the large buffers after it
 _MISSING = object()
 
@@ -90,7 +89,8 @@ class cached:  # noqa: N801  # used as a function
         if not hasattr(os, "preadv"):
             raise OSError("this system cannot share a cache; use the dataset without cached()")
         self.dataset = dataset
-        self._first = _TOKEN_BYTES + _PLACE_BYTES * len(dataset)  # where the first entry begins
+        # Where the first entry begins; there is one place at least, since nothing cannot be mapped.
+        self._first = _PLACE_BYTES * max(1, len(dataset))
         self.bytes = check_int("bytes", bytes, self._first)
         if self.bytes > (free := free_memory()):
             logger.warning(
@@ -99,15 +99,14 @@ class cached:  # noqa: N801  # used as a function
             )
         file = SharedFile()
         weakref.finalize(self, file.close)
-        self._name, self._inode = file.name, file.inode
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._name, self._mark = file.name, file.mark
         # Written, not left as a hole: to write there later could be SIGBUS.
-        os.pwrite(file.fd, self._token.ljust(self._first, b"\0"), 0)
+        os.pwrite(file.fd, b"\0" * self._first, 0)
         self._map(file.fd)
 
     def _map(self, fd: int) -> None:
         self._fd = fd
-        self._places = memoryview(mmap.mmap(fd, self._first))[_TOKEN_BYTES:].cast("q")
+        self._places = memoryview(mmap.mmap(fd, self._first)).cast("q")
 
     @property
     def _path(self) -> str:
@@ -121,10 +120,9 @@ class cached:  # noqa: N801  # used as a function
         path = state.pop("path")
         vars(self).update(state, _places=memoryview(b"").cast("q"))
         with suppress(OSError):  # it is gone, or on another machine: there is no place for a sample
-            fd = open_shared(path, self._inode, os.O_RDWR)
+            fd = open_shared(path, self._mark, os.O_RDWR)
             weakref.finalize(self, os.close, fd).atexit = False
-            if os.pread(fd, _TOKEN_BYTES, 0) == self._token:
-                self._map(fd)
+            self._map(fd)
 
     @property
     def kept(self) -> tuple[int, int]:

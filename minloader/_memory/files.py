@@ -3,16 +3,21 @@
 On Linux a shared file has no name: it is a ``memfd``, which other processes of the machine open
 through ``/proc/<pid>/fd/<n>``. Nothing is left to clean up after SIGKILL, and the size of
 ``/dev/shm`` does not bound it. Where the system has no such files, a shared file has a name.
+
+A path alone does not say which file it leads to: the number of a descriptor is used again, and on
+another machine it is anybody's. So each shared file has a *mark*, which no other has, and which the
+system tells with the path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import secrets
 import signal
-import stat
 import tempfile
 import threading
 import weakref
@@ -39,16 +44,16 @@ class SharedFile:
     Attributes:
         fd: descriptor of the file; -1 when it is closed.
         name: path of a file with a name; None for one without.
-        inode: device and inode, by which other processes know the file, for :func:`open_shared`.
+        mark: by which other processes know the file, for :func:`open_shared`.
     """
 
     def __init__(self, folder: str | None = None) -> None:
         self.name: str | None = None
+        self.mark = f"minloader-{secrets.token_hex(8)}"
         if _can_be_nameless():
-            self.fd = os.memfd_create("minloader")
+            self.fd = os.memfd_create(self.mark)
         else:
-            self.fd, self.name = tempfile.mkstemp(prefix="minloader-", dir=folder)
-        self.inode = inode_of(self.fd)
+            self.fd, self.name = tempfile.mkstemp(prefix=self.mark, dir=folder)
         self._pid = os.getpid()
 
     @property
@@ -76,26 +81,12 @@ def unlink(path: str) -> None:
             os.unlink(path)
 
 
-Inode = tuple[int, int]
-"""Device and inode of a file, which no other file of this machine has while it is open."""
-
-
-def inode_of(fd: int) -> Inode:
-    """Return the device and the inode of an open file."""
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
-
-
-def is_there(path: str, inode: Inode) -> bool:
-    """Whether a path still leads to the shared file that it was given for.
-
-    A number of a descriptor is used again for anything: another file, a pipe, a device.
-    """
+def is_there(path: str, mark: str) -> bool:
+    """Whether a path still leads to the shared file that it was given for."""
     try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    return (status.st_dev, status.st_ino) == inode and stat.S_ISREG(status.st_mode)
+        return mark in os.readlink(path)  # /memfd:minloader-... (deleted)
+    except OSError as error:
+        return error.errno == errno.EINVAL  # no link: the mark is in the path
 
 
 def check_access(path: str) -> None:
@@ -117,7 +108,7 @@ def check_access(path: str) -> None:
             ) from error
 
 
-def open_shared(path: str, inode: Inode, flags: int) -> int:
+def open_shared(path: str, mark: str, flags: int) -> int:
     """Open a shared file of any process and return a descriptor.
 
     Raises:
@@ -125,11 +116,11 @@ def open_shared(path: str, inode: Inode, flags: int) -> int:
             into.
     """
     check_access(path)
-    if is_there(path, inode):  # else not to be opened: a pipe would block us
+    if is_there(path, mark):  # else not to be opened: a pipe would block us
         fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-        if inode_of(fd) == inode:
+        if is_there(path, mark):
             return fd
-        os.close(fd)  # its owner closed it just now, and opened another file
+        os.close(fd)  # its owner closed it just now, and may have opened another file
     raise FileNotFoundError(f"{path} is gone, or now holds something else")
 
 
@@ -255,14 +246,14 @@ class SlotAddress(NamedTuple):
 
     Attributes:
         path: of the slot's file.
-        inode: of that file.
+        mark: of that file.
         size: bytes that the file has.
         limit: bytes that it may grow to.
         closed: how many slots the parent has closed so far, for the worker to notice.
     """
 
     path: str
-    inode: Inode
+    mark: str
     size: int
     limit: int
     closed: int

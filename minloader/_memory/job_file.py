@@ -3,7 +3,7 @@
 An object is serialized once, into a shared file, however many processes load it, now or later. The
 file holds, in this order:
 
-    | pickle of the object | its names in __main__ | large buffers | table | token |
+    | pickle of the object | its names in __main__ | large buffers | table |
 
 Processes map the file copy-on-write: they share its pages until one of them writes to its own, and
 what is large is not copied. The table says where in the file the buffers lie.
@@ -17,7 +17,6 @@ import itertools
 import mmap
 import os
 import pickle
-import secrets
 import sys
 import types
 from array import array
@@ -27,7 +26,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.files import ALIGN, LARGE, Inode, SharedFile, is_there, open_shared
+from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared
 from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
@@ -190,21 +189,17 @@ class JobAddress:
 
     Attributes:
         path: of the file.
-        inode: of the file.
+        mark: of the file.
         index: offset in bytes of the table that says where the buffers lie.
-        size: bytes of the file.
-        token: what the file ends with, and nobody can guess: the proof that a file is this one.
     """
 
     path: str
-    inode: Inode
+    mark: str
     index: int
-    size: int
-    token: bytes
 
     def exists(self) -> bool:
         """Whether the job file is still there."""
-        return is_there(self.path, self.inode)
+        return is_there(self.path, self.mark)
 
     def load(self, *, inherited: Sequence[Any] = ()) -> Any:
         """Map the job file and unpickle the object.
@@ -218,21 +213,16 @@ class JobAddress:
         return self.unpickle(self.map(), inherited=inherited)
 
     def map(self) -> mmap.mmap:
-        """Map the file copy-on-write. On another machine the path may lead to any other file.
+        """Map the file copy-on-write.
 
         Raises:
             OSError: it is not here.
         """
-        fd = open_shared(self.path, self.inode, os.O_RDONLY)
+        fd = open_shared(self.path, self.mark, os.O_RDONLY)
         try:
-            mapping = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
-            if mapping[-len(self.token) :] != self.token:
-                raise ValueError("another file of the same inode, on another machine")
-        except ValueError as error:  # or a smaller one
-            raise FileNotFoundError(f"{self.path} now holds something else") from error
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-        return mapping
 
     def unpickle(self, mapping: mmap.mmap, *, inherited: Sequence[Any] = ()) -> Any:
         """Return the object in a private mapping of the file, or of a copy; see :meth:`load`."""
@@ -255,7 +245,6 @@ class JobFile(SharedFile):
 
     Attributes:
         size: bytes of the file.
-        token: what it ends with.
         inherited: those objects which each process that loads it must inherit.
         modules: names of the modules that whoever loads the object needs.
 
@@ -265,13 +254,11 @@ class JobFile(SharedFile):
 
     def __init__(self, obj: Any, start_method: str | None = None) -> None:
         super().__init__()
-        self.token = secrets.token_bytes(32)
         try:
             with open(self.fd, "wb", closefd=False) as file:
                 pickler = _JobPickler(file, start_method)
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
-                file.write(self.token)
             self.size = os.fstat(self.fd).st_size
             self.inherited = [each for _, each in pickler.inherited.values()]
         except BaseException:
@@ -281,7 +268,7 @@ class JobFile(SharedFile):
     @property
     def address(self) -> JobAddress:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
-        return JobAddress(self.path, self.inode, self._index, self.size, self.token)
+        return JobAddress(self.path, self.mark, self._index)
 
     def content(self) -> mmap.mmap:
         """Map the file, to be sent to where nobody can open it."""

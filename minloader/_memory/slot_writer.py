@@ -25,7 +25,6 @@ from minloader._checks import copied
 from minloader._memory.files import (
     ALIGN,
     LARGE,
-    Inode,
     SharedMapping,
     SlotAddress,
     at_fork,
@@ -89,7 +88,7 @@ class SlotWriter(NoSlot):
     def __init__(self, address: SlotAddress) -> None:
         # A dataset may decode in threads of its own, and anything may run in a finalizer.
         self._lock = threading.RLock()
-        self._place = address.path, address.inode
+        self._place = address.path, address.mark
         self.size: int = address.size
         self._limit = max(address.size, address.limit)
         _forget_closed(address.closed)
@@ -212,8 +211,8 @@ class SlotWriter(NoSlot):
             self.end([])
 
 
-mappings: dict[tuple[str, Inode], SharedMapping] = {}
-"""The slots that this worker has mapped, by path and inode. They stay mapped between tasks."""
+mappings: dict[tuple[str, str], SharedMapping] = {}
+"""The slots that this worker has mapped, by path and mark. They stay mapped between tasks."""
 
 _closed = 0
 

@@ -128,8 +128,8 @@ class Slots:
     def address(self, slot: Slot | None) -> SlotAddress:
         """Return where a worker finds a slot that was lent to it."""
         if slot is None:
-            return SlotAddress("", (0, 0), 0, 0, self._closed)
-        return SlotAddress(slot.path, slot.inode, slot.size, slot.limit, self._closed)
+            return SlotAddress("", "", 0, 0, self._closed)
+        return SlotAddress(slot.path, slot.mark, slot.size, slot.limit, self._closed)
 
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
         """Record the size that the worker made the slot, and the size that it needed."""

@@ -74,7 +74,7 @@ class JobReference(NamedTuple):
     """The part of a loader's job that travels with each task.
 
     Attributes:
-        token: by which each process knows the job.
+        mark: by which each process knows the job.
         num_workers: of the loader.
         seed: of the loader.
         versions: of what must be the same on both sides.
@@ -82,7 +82,7 @@ class JobReference(NamedTuple):
         may_be_remote: whether workers may be on other machines.
     """
 
-    token: bytes
+    mark: str
     num_workers: int
     seed: int
     versions: tuple[str, str]
@@ -147,7 +147,7 @@ class JobSender:
 
     def _tell(self) -> None:
         with suppress(Exception):  # the cluster is gone, or about to go, and the job with it
-            self._client.run(forget, self._job_file.token, on_error="ignore")
+            self._client.run(forget, self._job_file.mark, on_error="ignore")
 
 
 @dataclass(eq=False, repr=False)
@@ -171,13 +171,13 @@ class ForeignPool(RemotePool):
     def __post_init__(self) -> None:
         super().__post_init__()
         file, told = self.job_file, (self.num_workers, self.settings.seed, versions())
-        token = secrets.token_bytes(16) if file is None else file.token
+        mark = secrets.token_hex(8) if file is None else file.mark
         address = None if file is None else file.address
-        self._reference = JobReference(token, *told, address, self.sender is not None)
+        self._reference = JobReference(mark, *told, address, self.sender is not None)
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
         self._job = _Loaded(self.job, threading.local(), ids, nullcontext(), {})
-        _jobs_here[token] = self._job
+        _jobs_here[mark] = self._job
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
@@ -316,11 +316,11 @@ class _Loaded:
         return time.monotonic() - self.used < IDLE_SECONDS
 
 
-_jobs_here: weakref.WeakValueDictionary[bytes, _Loaded] = weakref.WeakValueDictionary()
-"""Jobs of the loaders of this process, by their token, as long as a pool of theirs lives."""
+_jobs_here: weakref.WeakValueDictionary[str, _Loaded] = weakref.WeakValueDictionary()
+"""Jobs of the loaders of this process, by their mark, as long as a pool of theirs lives."""
 
-loaded_jobs: dict[bytes, _Loaded] = {}
-"""Jobs of loaders of other processes, by their token."""
+loaded_jobs: dict[str, _Loaded] = {}
+"""Jobs of loaders of other processes, by their mark."""
 
 _lock = threading.Lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
@@ -328,16 +328,16 @@ _lock = threading.Lock()
 
 def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:
     """Return the job of a task, loaded if need be; None if it is not here."""
-    token = reference.token
-    here = _jobs_here.get(token)
+    mark = reference.mark
+    here = _jobs_here.get(mark)
     if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
         return here
     with _lock:
-        job = loaded_jobs.get(token)
+        job = loaded_jobs.get(mark)
         if job is None:
             job = _load_job(reference, attached)
             if job is not None:
-                loaded_jobs[token] = job
+                loaded_jobs[mark] = job
                 _watch_loaders()
         return job
 
@@ -367,7 +367,7 @@ def _load_job(reference: JobReference, attached: Any) -> _Loaded | None:
             raise
         if attached is None:
             return None
-        mapping, found = mmap.mmap(-1, address.size), None
+        mapping, found = mmap.mmap(-1, len(attached)), None
         mapping[:] = memoryview(attached)  # a copy of its own, for the dataset to change
     how = {"packer": BatchPacker(OutOfBand()), "seed": seed_globals}
     ids = itertools.repeat(-1)
@@ -392,9 +392,9 @@ def forget_closed() -> None:
     global _watcher
     while True:
         threading.Event().wait(LOOK_SECONDS)
-        for token, job in copied(loaded_jobs.items()):
+        for mark, job in copied(loaded_jobs.items()):
             if not job.may_be_needed:
-                forget(token)
+                forget(mark)
             del job
         unmap_closed()
         with _lock:
@@ -403,9 +403,9 @@ def forget_closed() -> None:
                 return
 
 
-def forget(token: bytes) -> None:
+def forget(mark: str) -> None:
     """Let a job go. Another's worker may be making a batch meanwhile."""
-    job = loaded_jobs.pop(token, None)
+    job = loaded_jobs.pop(mark, None)
     if job is not None:
         stop_serving(getattr(job.store, "worker", None))
         del job
