@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -268,8 +269,12 @@ def workers(loader: Any) -> list[Any]:
 
 def has_worked(loader: Any) -> bool:
     """Whether a worker of an executor that is not broken has finished a task."""
-    executors = inspect(loader).executors
-    return any(executor.tasks.any_done and not executor.broken for executor in executors)
+    with suppress(ValueError):  # one was ended just now, by another thread
+        for executor in inspect(loader).executors:
+            beats = map(executor.heartbeats.last, range(len(executor.workers)))
+            if not executor.broken and any(each.began == math.inf for each in beats):
+                return True
+    return False
 
 
 def is_broken(loader: Any) -> bool:

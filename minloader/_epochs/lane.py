@@ -293,6 +293,7 @@ class Lane(ABC):
             self._chunk = min(self._chunk, max(1, least, fits))
         counters.chunk_size = self._chunk
         if made and reply.pid >= 0:
+            self.pool.failed_starts.clear()
             ordinal = self.ordinal(pending.ordinal)
             place = {"batch": ordinal, "count": made, "epoch": pending.source.epoch}
             counters.made(track(reply.worker, reply.pid), reply, place)

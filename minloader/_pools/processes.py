@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -56,7 +56,7 @@ from minloader._memory.files import interrupts_held
 from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
-from minloader._pools.base import GRACE, Death, RemotePool, close_pools
+from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
@@ -181,43 +181,6 @@ class _WorkerContext:
         return self._started[-1]
 
 
-@dataclass
-class _Tasks:
-    """What became of the tasks of an executor.
-
-    It does not know the executor: its futures lead here, and they would lead to a cycle. The
-    collector, which would have to find that, may come while the system's semaphores are counted,
-    which CPython 3.12 refuses.
-
-    Attributes:
-        unfinished: futures of those under way, by the task's id.
-        lost: ids of those that were under way when the executor broke.
-        any_done: whether there ever was a reply.
-    """
-
-    unfinished: dict[int, Future[Reply]] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-    any_done: bool = False
-
-    def add(self, task_id: int, future: Future[Reply]) -> None:
-        self.unfinished[task_id] = future
-        future.add_done_callback(partial(self._remove, task_id))
-
-    def _remove(self, task_id: int, future: Future[Reply]) -> None:
-        self.unfinished.pop(task_id, None)
-        if future.cancelled():
-            return
-        if future.exception() is not None:
-            self.lost.add(task_id)
-        else:
-            self.any_done = True
-
-    def fail(self, reason: str) -> None:
-        """Give those under way an error, unless they are done just now."""
-        for future in list(self.unfinished.values()):
-            future.set_exception(BrokenProcessPool(reason))
-
-
 class _Executor(Executor):
     """An executor whose workers are watched, and of which nothing is left.
 
@@ -225,7 +188,8 @@ class _Executor(Executor):
         setup: what each worker is given when it starts.
         heartbeats: what the workers are doing.
         leaving: whether it takes no more tasks.
-        tasks: what became of its tasks.
+        unfinished: futures of tasks under way, by the task's id.
+        lost: ids of tasks that were under way when it broke.
     """
 
     def __init__(
@@ -243,7 +207,8 @@ class _Executor(Executor):
         self.heartbeats = heartbeats
         self._logs = logs
         self.leaving = False
-        self.tasks = _Tasks()
+        self.unfinished: dict[int, Future[Reply]] = {}
+        self.lost: set[int] = set()
 
     @property
     def workers(self) -> list[WorkerProcess]:
@@ -263,8 +228,14 @@ class _Executor(Executor):
     def send(self, task: Task) -> Future[Reply]:
         """Submit a task to the workers."""
         future = self.submit(run, task)
-        self.tasks.add(task.id, future)
+        self.unfinished[task.id] = future
+        future.add_done_callback(partial(_note_done, self.unfinished, self.lost, task.id))
         return future
+
+    def _fail(self, reason: str) -> None:
+        """Give all tasks under way an error, unless they are done just now."""
+        for future in copied(self.unfinished.values()):
+            finish(future, BrokenProcessPool(reason))
 
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
@@ -291,7 +262,7 @@ class _Executor(Executor):
         if self.manager is None:  # it could not start
             for worker in self.workers:
                 worker.join(GRACE)
-        self.tasks.fail("the workers have ended")
+        self._fail("the workers have ended")
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
@@ -330,11 +301,11 @@ class _Executor(Executor):
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
         manager, reason = self.manager, ""
-        if manager is not None and not manager.is_alive() and self.tasks.unfinished:
+        if manager is not None and not manager.is_alive() and self.unfinished:
             # It has ended with an error: Ctrl-C came in the middle of the executor's submit(),
             # which then gave a number twice.
             reason = "the executor's thread has ended"
-        elif not dead or (self.leaving and not self.tasks.unfinished):
+        elif not dead or (self.leaving and not self.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
@@ -342,7 +313,7 @@ class _Executor(Executor):
             reason = "a worker died while it sent a reply"
         if reason:
             self._kill([worker for worker in self.workers if worker not in dead])
-            self.tasks.fail(reason)
+            self._fail(reason)
             self.break_up(reason)
 
     def _kill_late(self, timeout: float) -> None:
@@ -360,9 +331,9 @@ class _Executor(Executor):
     def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
         if heartbeat.task == 0:  # it has not started
             late = time.monotonic() - worker.began > max(timeout, LONGEST_START)
-            return late and bool(self.tasks.unfinished)
+            return late and bool(self.unfinished)
         late = time.perf_counter() - heartbeat.began > timeout
-        return late and heartbeat.task in self.tasks.unfinished
+        return late and heartbeat.task in self.unfinished
 
     def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
         """Find the workers that died by themselves, or were killed for taking too long."""
@@ -379,6 +350,20 @@ class _Executor(Executor):
             death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
             crash = self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else ""
             yield heartbeat, Death(*death, place=heartbeat.place, crash=crash)
+
+
+def _note_done(
+    unfinished: dict[int, Future[Reply]], lost: set[int], task_id: int, future: Future[Reply]
+) -> None:
+    """Note that a task of an executor is done.
+
+    It does not know the executor: the future leads here, and it would lead to a cycle. The
+    collector, which would have to find that, may come while the system's semaphores are counted,
+    which CPython 3.12 refuses.
+    """
+    unfinished.pop(task_id, None)
+    if not future.cancelled() and future.exception() is not None:
+        lost.add(task_id)
 
 
 def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
@@ -453,13 +438,11 @@ class ProcessPool(RemotePool):
             raise
 
     def _collect_deaths(self, executor: _Executor) -> None:
-        if executor.tasks.any_done:
-            self.failed_starts.clear()
         for heartbeat, death in executor.deaths():
             self.replaced += 1
             if heartbeat.task == 0:
                 self.failed_starts.append(death.cause)
-            if heartbeat.task in executor.tasks.lost:
+            if heartbeat.task in executor.lost:
                 self.deaths[heartbeat.task] = death
                 continue  # whoever has sent the task says what it was
             logger.warning(
