@@ -55,13 +55,11 @@ class Slot(SharedFile):
         size: bytes that the file has, as far as the parent knows.
         limit: bytes that it may have when the task that it was lent to is done.
         mapping: of the file; None if it was not mapped at this size.
-        leased: refers to the mapping that was leased last.
     """
 
     size = 0
     limit = 0
     mapping: SharedMapping | None = None
-    leased: weakref.ref[SharedMapping] | None = None
 
 
 class Slots:
@@ -86,7 +84,7 @@ class Slots:
         self._pid = os.getpid()
         self._all: set[Slot] = set()
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
-        self._leased: set[Slot] = set()
+        self._leased: dict[Slot, SharedMapping] = {}  # a retired slot has lost its mapping
         self._committed = 0  # bytes that the slots have, or may grow to while they are lent
         self._largest = 0  # bytes that the batches of a task were seen to need
         self._open = 0  # slots that have their file
@@ -162,8 +160,7 @@ class Slots:
                         "address space (ulimit -v)"
                     ) from None
             memory = slot.mapping.lease()
-            slot.leased = weakref.ref(slot.mapping)
-            self._leased.add(slot)
+            self._leased[slot] = slot.mapping
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
@@ -172,7 +169,7 @@ class Slots:
 
     def _end_lease(self, slot: Slot) -> None:
         with self._lock:
-            self._leased.discard(slot)
+            self._leased.pop(slot, None)
             self.free(slot)
 
     def free(self, slot: Slot, *, retire: bool = False) -> None:
@@ -205,15 +202,13 @@ class Slots:
         """
         found: list[tuple[SharedMapping, int]] = []
         with self._lock:
-            for slot in list(self._leased):
+            for slot, mapping in list(self._leased.items()):
                 if slot not in self._leased:
                     continue  # collecting garbage has ended it meanwhile
-                mapping = None if slot.leased is None else slot.leased()
-                if mapping is not None:
-                    try:
-                        found.append((mapping, os.dup(slot.fd)))
-                    except OSError:  # it is closed already, or there are no descriptors
-                        found.append((mapping, -1))
+                try:
+                    found.append((mapping, os.dup(slot.fd)))
+                except OSError:  # it is closed already, or there are no descriptors
+                    found.append((mapping, -1))
                 self._retire(slot)
         return found
 
