@@ -453,11 +453,7 @@ class ProcessPool(RemotePool):
 
     def submit(self, task: Task) -> Future[Reply]:
         with self._lock:
-            while True:
-                try:
-                    return self._current().send(task)
-                except BrokenExecutor:  # just now: the task was not under way, so it is not lost
-                    continue
+            return self._current().send(task)
 
     def start(self) -> None:
         with self._lock:
