@@ -25,7 +25,7 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 11, in lines of code: 24, 6, 13, 46, 7, 9, 13, 3, 24, 8, 4.
+The price of the pieces 1 to 11, in lines of code: 24, 6, 13, 41, 7, 9, 13, 3, 24, 8, 4.
 """
 
 from __future__ import annotations
@@ -171,8 +171,9 @@ if sys.platform != "win32":
 # Versions: all.
 # Without this piece: a worker that was killed is said to have ended with exit code 255.
 #
-# So there is a descriptor for each worker (a pidfd), which never stands for another process, and
-# one thread at a time looks. Where the system has none, the first and the last remain.
+# So there is a descriptor for each worker (a pidfd), which never stands for another process. Where
+# the system has none, the first remains. And whoever looks asks first whether the child has ended,
+# which reaps nothing; then one thread at a time asks for its code.
 
 UNKNOWN = 255
 """Exit code of a child that is gone, when nobody knows its own."""
@@ -182,46 +183,40 @@ if sys.platform != "win32":
     class _WorkerPopen(popen_fork.Popen):
         """A child of "spawn" or "fork" whose end is known once and for all."""
 
-        pidfd = -1
+        pidfd: int
         looking: Any  # reentrant: garbage may be collected while it is held, and look, too
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
-            if self.pidfd < 0:
-                if self.returncode is None and hasattr(os, "waitid"):
-                    try:
-                        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                    except ChildProcessError:
-                        self.returncode = UNKNOWN
-                return super().poll(flag)
-            timeout = 0 if flag == os.WNOHANG else None
-            if self.returncode is None and connection.wait([self.pidfd], timeout):
+            if self.returncode is None and self.has_ended(flag):
                 with self.looking:
-                    if super().poll(0) is None:
+                    if super().poll(os.WNOHANG) is None:
                         self.returncode = UNKNOWN
             return self.returncode
 
+        def has_ended(self, flag: int) -> bool:
+            """Whether the child has ended; without WNOHANG, wait until it has."""
+            try:
+                return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is not None
+            except ChildProcessError:  # somebody else has reaped it
+                return True
+
     class _ServedPopen(_WorkerPopen, popen_forkserver.Popen):
         """A child of "forkserver"; the server reaps it, and then sends its exit code."""
+
+        def has_ended(self, flag: int) -> bool:
+            return bool(connection.wait([self.sentinel], 0 if flag else None))
 
     def _hold(popen: Any) -> None:
         """Get hold of a child that was just started."""
         kinds = {popen_fork.Popen.poll: _WorkerPopen, popen_forkserver.Popen.poll: _ServedPopen}
         kind = kinds.get(type(popen).poll)
-        if kind is None:
-            return  # a class of the user's
-        has_pidfds = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+        if kind is None or not hasattr(os, "waitid"):
+            return  # a class of the user's; macOS, before CPython 3.13
         try:
-            popen.pidfd = os.pidfd_open(popen.pid) if has_pidfds else -1
-        except ProcessLookupError:  # somebody has reaped it already
-            if popen.poll() is None:
-                popen.returncode = UNKNOWN
-            return
-        except OSError:  # an old kernel, or no descriptors
-            popen.pidfd = -1
-        if popen.pidfd >= 0:
+            popen.pidfd = os.pidfd_open(popen.pid)
             weakref.finalize(popen, os.close, popen.pidfd).atexit = False
-        elif kind is _ServedPopen:
-            return
+        except (AttributeError, OSError):  # no such system, no descriptors; or it is gone already
+            popen.pidfd = -1
         popen.looking = threading.RLock()
         popen.__class__ = kind
 
