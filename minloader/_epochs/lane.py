@@ -271,7 +271,8 @@ class Lane(ABC):
         assert reply is not None
         pending.future = None  # it leads here, and would keep the memory
         made = len(reply.outcomes)
-        self._learn(pending, reply)
+        if made:  # else the worker has no job yet
+            self._learn(pending, reply)
         if made == len(pending.items):
             pending.outcomes = reply.outcomes
             return
@@ -284,15 +285,14 @@ class Lane(ABC):
         """Learn from a reply how many batches the next task should hold, and how it goes."""
         made, slots = len(reply.outcomes), self.pool.slots
         counters, settings = self.settings.counters, self.settings
-        if made:
-            quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
-            small = CHUNK_BYTES * made / (reply.size or 1)
-            # What was cut short was slow. Otherwise it may just have had no processor for a while.
-            least = self._chunk // 2 if made == len(pending.items) else 1
-            fits = settings.chunk = int(min(quick, small, CHUNK_MOST))
-            self._chunk = min(self._chunk, max(1, least, fits))
+        quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
+        small = CHUNK_BYTES * made / (reply.size or 1)
+        # What was cut short was slow. Otherwise it may just have had no processor for a while.
+        least = self._chunk // 2 if made == len(pending.items) else 1
+        fits = settings.chunk = int(min(quick, small, CHUNK_MOST))
+        self._chunk = min(self._chunk, max(1, least, fits))
         counters.chunk_size = self._chunk
-        if made and reply.pid >= 0:
+        if reply.pid >= 0:
             self.pool.failed_starts.clear()
             ordinal = self.ordinal(pending.ordinal)
             place = {"batch": ordinal, "count": made, "epoch": pending.source.epoch}

@@ -7,7 +7,8 @@ bytes, and each worker process gets the job itself once:
 * on the loader's machine it is mapped from its file (``job_file.py``);
 * elsewhere it comes through the executor::
 
-    task ──> a worker that lacks the job ──> Lacking ──> the task again, the job attached ──> Reply
+    task ──> a worker that lacks the job says so in its reply, and makes nothing
+    the next task, which is mostly that one again ──> takes the job along
 
 With Dask the job is scattered once, and what is attached is Dask's future of it: Dask fetches it
 to the worker that lacks it, from another worker, as it fetches everything. With any other executor
@@ -36,19 +37,19 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from minloader._checks import copied
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand
 from minloader._memory.slot_writer import unmap_closed
-from minloader._pools.base import RemotePool, finish
+from minloader._pools.base import RemotePool
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
@@ -90,16 +91,6 @@ class JobReference(NamedTuple):
     may_be_remote: bool
 
 
-class Lacking(NamedTuple):
-    """Comes in place of a reply: the worker has no job for the task.
-
-    Attributes:
-        where: address of the worker in Dask's cluster; None with other executors.
-    """
-
-    where: str | None
-
-
 LOOK_SECONDS = 1.0
 """How often a worker of the user's executor looks whether loaders were closed."""
 
@@ -123,21 +114,30 @@ class JobSender:
     def __init__(self, executor: Executor, job_file: JobFile) -> None:
         self._job_file, self._pid = job_file, os.getpid()
         self._client: Any = getattr(executor, "_client", None)  # Dask's
-        self._lock = threading.Lock()  # held while the job is scattered
+        self._lacking: deque[str] = deque()  # where workers are that lack the job
         self._scattered: Any = None  # Dask's future of it
 
-    def attach(self, lacking: Lacking) -> tuple[Any, dict[str, Any]]:
-        """Return what stands for the job in the arguments of a task, and how to submit that."""
-        if lacking.where is None:
-            return bytes(self._job_file.content()), {}
-        with self._lock:
-            if self._scattered is None:
-                import numpy as np
+    def look(self, done: Future[Reply]) -> None:
+        """Note whether the worker that had a task lacks the job."""
+        where = None if done.cancelled() or done.exception() else done.result().lacks_job
+        if where is not None:
+            self._lacking.append(where)
 
-                data = np.frombuffer(self._job_file.content(), np.uint8)
-                self._scattered = self._client.scatter(data, workers=[lacking.where], hash=False)
+    def attach(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the next task takes along, and how it is submitted then."""
+        try:
+            where = self._lacking.popleft()
+        except IndexError:
+            return [], {}
+        if not where:
+            return [bytes(self._job_file.content())], {}
+        if self._scattered is None:
+            import numpy as np
+
+            data = np.frombuffer(self._job_file.content(), np.uint8)
+            self._scattered = self._client.scatter(data, workers=[where], hash=False)
         # Another worker may run the task too, should this one die.
-        return self._scattered, {"workers": [lacking.where], "allow_other_workers": True}
+        return [self._scattered], {"workers": [where], "allow_other_workers": True}
 
     def close(self) -> None:
         """Have the workers of a Dask cluster let the job go. Does not wait for them."""
@@ -170,18 +170,26 @@ class ForeignPool(RemotePool):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        file, told = self.job_file, (self.num_workers, self.settings.seed, versions())
-        mark = secrets.token_hex(8) if file is None else file.mark
-        address = None if file is None else file.address
-        self._reference = JobReference(mark, *told, address, self.sender is not None)
+        file = self.job_file
+        self._mark = secrets.token_hex(8) if file is None else file.mark
+        self._address = None if file is None else file.address
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
         self._job = _Loaded(self.job, threading.local(), ids, nullcontext(), {})
-        _jobs_here[mark] = self._job
+        _jobs_here[self._mark] = self._job
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
+
+    def pack(self, task: Task) -> Task:
+        packed = super().pack(task)
+        if self.sender is None:
+            return packed
+        try:  # not in submit(), where Ctrl-C is held: it may take long
+            return packed._replace(job=self.sender.attach())
+        except Exception as error:  # raised there: no item is at fault
+            return packed._replace(job=error)
 
     def submit(self, task: Task) -> Future[Reply]:
         if os.getpid() != self.owner:
@@ -189,57 +197,17 @@ class ForeignPool(RemotePool):
                 f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
-        reference = self._reference  # once: another thread may change the settings
-        if not reference.may_be_remote:
-            sent = self.executor.submit(run_task, reference, task)
-            return cast("Future[Reply]", sent)  # such a worker never lacks the job
-        future: Future[Reply] = Future()
-        self._send(future, reference, task)
-        return future
-
-    def _send(
-        self, future: Future[Reply], reference: JobReference, task: Task, *job: Any, **options: Any
-    ) -> None:
-        """Have the executor run a task, maybe with the job attached; its reply is the future's."""
-        options |= self._options
-        sent: Future[Any] = self.executor.submit(run_task, reference, task, *job, **options)
-        watched = weakref.ref(sent)  # no cycle: the reply is large
-
-        def cancel(future: Future[Reply]) -> None:
-            if future.cancelled() and (sent := watched()) is not None:
-                sent.cancel()
-
-        future.add_done_callback(cancel)
-        sent.add_done_callback(partial(self._receive, future, reference, task))
-
-    def _receive(
-        self, future: Future[Reply], reference: JobReference, task: Task, sent: Future[Any]
-    ) -> None:
-        if sent.cancelled():
-            future.cancel()
-        elif (error := sent.exception()) is not None:
-            finish(future, error)
-        elif isinstance(sent.result(), Lacking):
-            # Not here: this is a thread of the executor, which may have to send the job.
-            args = future, reference, task, sent.result()
-            threading.Thread(
-                target=self._send_with_job, args=args, name="minloader-job", daemon=True
-            ).start()
-        else:
-            finish(future, sent.result())
-
-    def _send_with_job(
-        self, future: Future[Reply], reference: JobReference, task: Task, lacking: Lacking
-    ) -> None:
-        try:
-            assert self.sender is not None
-            job, options = self.sender.attach(lacking)
-            self._send(future, reference, task, job, **options)
-        except BaseException as error:  # raised where it is waited for
-            finish(future, error)
-
-    def replace_workers(self) -> None:
-        self._reference = self._reference._replace(num_workers=self.num_workers)
+        told = self.num_workers, self.settings.seed, versions()
+        reference = JobReference(self._mark, *told, self._address, self.sender is not None)
+        if self.sender is None:
+            return self.executor.submit(run_task, reference, task)
+        if isinstance(task.job, Exception):
+            raise task.job
+        job, options = task.job
+        args = run_task, reference, task._replace(job=None), *job
+        sent: Future[Reply] = self.executor.submit(*args, **options, **self._options)
+        sent.add_done_callback(self.sender.look)  # before whoever sends the task again
+        return sent
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.
@@ -250,12 +218,12 @@ class ForeignPool(RemotePool):
 # --- in a worker of the user's executor ----------------------------------------------------------
 
 
-def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply | Lacking:
+def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply:
     """Make the batches of a task. The executor runs it, wherever its workers are."""
     try:
         job = find_job(reference, attached)
         if job is None:
-            return Lacking(_dask_address())
+            return Reply(-1, os.getpid(), True, [], lacks_job=_dask_address())
         worker = job.worker(reference)
     except Exception as error:
         stage = "while the worker loaded the dataset"
@@ -412,13 +380,12 @@ def forget(mark: str) -> None:
         gc.collect()  # a dataset may be in a cycle
 
 
-def _dask_address() -> str | None:
-    """Return where Dask's worker is that runs this; None where it is none of Dask's."""
+def _dask_address() -> str:
+    """Return where Dask's worker is that runs this; "" where it is none of Dask's."""
     try:
-        address: str = sys.modules["distributed"].get_worker().address
+        return str(sys.modules["distributed"].get_worker().address)
     except (KeyError, ValueError):
-        return None
-    return address
+        return ""
 
 
 _DASK = ("dask", "distributed", "tornado")

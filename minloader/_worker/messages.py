@@ -127,6 +127,7 @@ class Task(NamedTuple):
         packed: whether items that are bytes are packed ones, since they leave the process.
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
+        job: what it takes along for a worker that lacks the job, and how it is submitted then.
     """
 
     ordinal: int
@@ -137,6 +138,7 @@ class Task(NamedTuple):
     shard: Shard | None = None
     packed: bool = False
     alone: bool = False
+    job: Any = None
 
 
 class Reply(NamedTuple):
@@ -147,7 +149,7 @@ class Reply(NamedTuple):
         pid: its process.
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
-            slow is cut short. None: the reader of the shard is not here.
+            slow is cut short. None: the reader of the shard, or the job, is not here.
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
         timings: of these, seconds of transforming, collating and packing.
@@ -165,6 +167,8 @@ class Reply(NamedTuple):
         lasts: of a stream, what the samples of each batch are recognized by.
         failed: samples that failed and were left out: of which outcome, the index of the sample
             in a tuple (packed if the reply is; () if it is not known), and the error in words.
+        lacks_job: where in Dask's cluster a worker is that has no job to make batches from, "" if
+            it is another's; None if it has one.
     """
 
     worker: int
@@ -186,6 +190,7 @@ class Reply(NamedTuple):
     skipped: int = 0
     lasts: list[int | None] = []  # noqa: RUF012  # never changed
     failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
+    lacks_job: str | None = None
 
 
 def summary(error: BaseException) -> str:
