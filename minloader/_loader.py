@@ -606,7 +606,7 @@ class Loader(Generic[B]):
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
             state = self._beginning() if account is None else source_after(account, 0).state
-            return [partial(sampler_place, [], 0, [], False, state, None)]
+            return [partial(sampler_place, [], 0, False, state, None)]
         if account is None:
             state = _state_before(self.dataset)
             known = None if state is None else {"dataset": state}

@@ -177,6 +177,24 @@ def test_what_comes_after_batches_that_came_early_keeps_its_place(way):
             assert list(loader) == rest[taken:]
 
 
+@pytest.mark.parametrize("bad", [4, 6, 9])
+@pytest.mark.parametrize("way", [HERE, THREADS])
+def test_an_error_of_the_sampler_comes_in_its_turn_between_batches_that_came_early(way, bad):
+    early = {3, 4, 7, 8}
+    sampler = Failing(12, 99)
+    with Loader(Echo(), sampler, **way) as loader:
+        next(iter(loader))
+        loader.load_state_dict(loader.state_dict() | {"beyond": [[3, 5], [7, 9]]})
+        sampler.bad = bad
+        rest = [n for n in range(1, 12) if n not in early]
+        place = sum(n < bad for n in rest)
+        assert list(outcomes_of(iter(loader))) == [
+            *rest[:place],
+            f"{BAD_ITEM} is bad",
+            *rest[place:],
+        ]
+
+
 @pytest.mark.parametrize("taken", [0, 3, 299])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("torchs", [False, True])
@@ -487,7 +505,7 @@ PLACES = [100, pytest.param(400, marks=SLOW)]
 """Interrupts in a test. A batch of a task that has come passes 10 places of ours, a task 300."""
 
 
-HOLES = [[n, n + n % 5 + 1] for n in range(10, 10**4, 11)]
+HOLES = [[n, n + n % 5 + 1] for n in range(10, 10**3, 11)]
 EARLY = {n for start, stop in HOLES for n in range(start, stop)}
 """Batches that came early, and are passed over."""
 

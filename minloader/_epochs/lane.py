@@ -149,12 +149,12 @@ class Lane(ABC):
                 return False  # first they come from where they are
             self.adopt()
         unsent = self._unsent
-        if unsent is None or not unsent.items:  # drawing it was interrupted
-            if unsent is None and self.is_drawn:
+        if unsent is None:
+            if self.is_drawn:
                 return False
             self._draw()
             unsent = self._unsent
-        if unsent is not None and unsent.items:
+        if unsent is not None:
             self._send(unsent if unsent.task is None else self._renewed(unsent))
         return True
 

@@ -129,7 +129,6 @@ class Source:
         state: a state of the sampler, from there or before.
         inside: when our sampler has ended: a state of it from before that.
         last: ordinal and item of the one drawn last.
-        holes: from, to: ordinals ahead that an earlier run has delivered.
         is_ended: whether there are no more items.
         error: raised by the sampler, and not yet on the account. It comes again until it is.
         is_inside: whether the sampler's own code runs, or what it says at its end is noted.
@@ -150,20 +149,19 @@ class Source:
         self.index, self.epoch = index, epoch
         self.state = state
         self.position = place["batches"] if place else 0
-        self.holes = [list(hole) for hole in place["beyond"]] if place else []
         self.ranks = ranks_of(told.sampler)  # each has other items, and the state of one serves all
         self.is_ended = bool(place and place["ended"])
         self.inside: SamplerState | None = None
         self.last: tuple[int, Any] | None = None
         self.check = (place["check"] if place else None) or (-1, None)
         self._place = place
+        self._early = place["beyond"] if place else []  # from, to: delivered before their turn
         # Our samplers tell the truth before their first item, too. Others may be in another epoch.
         self._is_exact = isinstance(told.sampler, Sampler)
         self._is_stateful = is_stateful(told.sampler)
         self._put_back = put_back
         self._iterator: Any = None
         self._reading = -1
-        self._peeked: list[Any] = []  # drawn while going on, and still to be given
         self.error: Exception | None = None
         self.is_inside = False
         self.length: int | None = None
@@ -174,8 +172,11 @@ class Source:
         """Whether it has begun to read."""
         return self._iterator is not None
 
-    def open(self) -> None:
+    def open(self, lane: Lane) -> None:
         """Begin to read, or go on to where it was. Harmless when repeated.
+
+        Args:
+            lane: to its account is added what is drawn on the way, and still to be given.
 
         Raises:
             RuntimeError: the sampler is an iterator that is used up.
@@ -207,25 +208,19 @@ class Source:
         if known is not None and known.at:
             _check_put_back(sampler, iterator, known)
         at = known.at if known is not None else 0
-        self._peeked = []
         foreign = known is not None and not self._is_exact
         first: list[Any] = []
         if foreign and not at and not told.items.is_used_up:
             # What it says between epochs may stand for the end of one: there is nothing then.
             first += _take(iterator)
             iterator = iterator if first else iter(told.items)
-        if self._pass_over(iterator, at, first, peek=foreign):
-            self._iterator = iterator
-        else:
-            self._end()
-        self._put_back = False
+        self._go_on(lane, iterator, at, first, peek=foreign)
 
-    def _pass_over(self, iterator: Any, at: int, first: list[Any], *, peek: bool) -> bool:
+    def _go_on(self, lane: Lane, iterator: Any, at: int, first: list[Any], *, peek: bool) -> None:
         """Draw up to the position, and check that the items are still the same.
 
-        Return False if the sampler has ended before that.
-
         Args:
+            lane: to its account is added what is still to be given.
             iterator: of the sampler.
             at: where it was, before the first item.
             first: that item, if it was drawn.
@@ -233,15 +228,28 @@ class Source:
                 put back would hold for the next.
         """
         ordinal, expected = self.check
-        stop = max(self.position, ordinal + 1, self.position + peek)
-        for here in range(at, stop):
-            found, first = first or self._known(iterator, here), []
-            if self.error is not None:
-                return True
+        early = [range(*each) for each in self._early]
+        end = early[-1].stop if early else self.position  # nothing after it was delivered
+        here, last, failed, is_over = at, self.last, 0, False
+        drawn: list[Pending] = []
+        task: Pending | None = None  # the last of them, if the next item belongs to it
+        while here < max(end, ordinal + 1, self.position + peek):
+            try:
+                found, first = first or list(_take(iterator)), []
+            except Exception as error:
+                if here >= self.position:  # it comes in its turn
+                    drawn.append(self.raised(error, here))
+                    task = None
+                if here >= end:
+                    break
+                failed += 1
+                if failed == ERRORS:
+                    raise
+                continue
             if not found:
                 if here > ordinal:  # no more is known to have been there: the rest was skipped
-                    self.position = min(self.position, here)
-                    return False
+                    is_over = True
+                    break
                 raise ValueError(
                     f"the state does not fit: it is at batch {self.position}, but the sampler has "
                     f"ended after {here}"
@@ -255,27 +263,20 @@ class Source:
                     "were (also seed and number of ranks), or the sampler must have state_dict "
                     "and load_state_dict"
                 )
-            self.last = here, item
-        if stop > self.position:
-            self._peeked = found
-        elif first:
-            self._peeked = first
-        return True
-
-    def _known(self, iterator: Any, here: int) -> list[Any]:
-        """Return the next item, in a list, past the errors that came before it."""
-        passed = 0
-        while True:
-            try:
-                return list(_take(iterator))
-            except Exception as error:
-                passed += 1
-                if here >= self.position:  # it comes in its turn
-                    self.error = error
-                    without_frames(error)
-                    return []
-                if passed == ERRORS:
-                    raise
+            if here < self.position or any(here in each for each in early):
+                task = None
+            else:
+                if task is None:
+                    task = Pending(self, here, [], self.state)
+                    drawn.append(task)
+                task.items.append(lane.pool.hold(item))
+            last, failed, here = (here, item), 0, here + 1
+        with interrupts_held():
+            lane.pending += drawn
+            self._iterator, self._put_back, self._early = iterator, False, []
+            self.position, self.last = here, last and (last[0], lane.pool.hold(last[1]))
+            if is_over:
+                self._end()
 
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
@@ -286,7 +287,7 @@ class Source:
         """Ask the sampler for its state, unless that was done not long ago."""
         now = time.perf_counter()
         first = not self.position and (self.state is not None or not self._is_exact)
-        if first or self._peeked or now < self._due:
+        if first or now < self._due:
             return
         self.state = self._state_now()
         self._due = now + STATE_COST * (time.perf_counter() - now)
@@ -300,26 +301,6 @@ class Source:
                 self._is_stateful = False
         return self.state
 
-    @property
-    def is_adjoining(self) -> bool:
-        """Whether the next item follows on the last one, with nothing to leave out between."""
-        return not self.holes or self.holes[0][0] > self.position
-
-    def pass_holes(self, pending: Pending) -> None:
-        """Draw what an earlier run has handed over, and have a task begin after it."""
-        while not self.is_adjoining:
-            if self.position < self.holes[0][1]:
-                if self._peeked:
-                    self._peeked = []
-                else:
-                    self.is_inside = True
-                    list(_take(self._iterator))
-                self.position += 1
-                self.is_inside = False
-            else:
-                pending.ordinal = self.position
-                del self.holes[0]
-
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
         """Add the next item to a list, or end.
 
@@ -330,16 +311,13 @@ class Source:
         count = len(items)
         if self.error is not None:
             raise self.error
-        if self._peeked:
-            items.extend(map(self._peeked.pop, (0,)))
-        else:
-            taken = _take(self._iterator)
-            self.is_inside = True
-            try:
-                items.extend(taken)
-            except Exception as error:
-                self.error, self.is_inside = error, False
-                raise
+        taken = _take(self._iterator)
+        self.is_inside = True
+        try:
+            items.extend(taken)
+        except Exception as error:
+            self.error, self.is_inside = error, False
+            raise
         if len(items) == count:
             self._end()
             return
@@ -355,24 +333,30 @@ class Source:
         state, nothing = self._state_now(), iter(())
         self.state, self._iterator, self.is_ended, self.is_inside = state, nothing, True, False
 
-    def interrupted(self, pending: Pending, hold: Callable[[Any], Any]) -> None:
+    def raised(self, error: Exception, ordinal: int) -> Pending:
+        """Return what stands for an error of the sampler in the account."""
+        without_frames(error)
+        failures.add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
+        return Pending(self, ordinal, [], self.state, outcomes=[failures.Raised(error)])
+
+    def interrupted(self, task: Pending, hold: Callable[[Any], Any]) -> None:
         """Prepare to go on after an interrupt while the items of a task were drawn.
 
         They are drawn again if the sampler may have lost its place, as a generator has that was
         interrupted.
         """
-        items = pending.items
-        inside = self.is_inside and pending.ordinal + len(items) <= self.position
-        if inside and not self.told.items.is_used_up:
-            if self.last is not None and self.last[0] < pending.ordinal:
-                self.check = self.last[0], self.digest(self.last[1])
-            self.state, self._put_back, self._iterator = pending.before, True, None
-            items.clear()
-            self.position, self.last = pending.ordinal, None
+        items = task.items
+        inside = self.is_inside and task.ordinal + len(items) <= self.position
         self.is_inside = False
+        if inside and not self.told.items.is_used_up:
+            if self.last is not None and self.last[0] < task.ordinal:
+                self.check = self.last[0], self.digest(self.last[1])
+            self.state, self._put_back, self._iterator = task.before, True, None
+            self.position, self.last = task.ordinal, None
+            items.clear()
         items[-1:] = map(hold, items[-1:])
         if items:
-            self.position = pending.ordinal + len(items)
+            self.position = task.ordinal + len(items)
 
 
 def _take(iterator: Any) -> Iterator[Any]:
@@ -393,7 +377,7 @@ class SamplerLane(Lane):
         self, settings: Settings, where: Callable[[], Pool], bell: Bell, source: Source
     ) -> None:
         super().__init__(settings, where, bell)
-        source.open()
+        source.open(self)
         self._begin(source)
         self._is_elsewhere = source.is_ended  # the sampler, rather than after the last source
 
@@ -442,46 +426,41 @@ class SamplerLane(Lane):
     def _draw(self) -> None:
         source, begin = self.sources[-1], time.perf_counter()
         reads = self.settings.reads if self.settings.depth else 0  # here: batch by batch
-        pending = self._unsent  # one whose drawing was interrupted
+        task: Pending | None = None
         try:
-            source.open()
-            if pending is None:
+            source.open(self)
+            if self._unsent is None and not source.is_ended:
                 source.ask()
-                pending = Pending(source, source.position, [], source.state)
-                self.pending.append(pending)
-            if not pending.items:
-                source.pass_holes(pending)
-            # After the deadline no more are drawn: a slow sampler must not hold up those that are
-            # there.
-            while not source.is_ended and (
-                not pending.items
-                or (
-                    (len(pending.items) < self._chunk or _samples(pending.items) < reads)
-                    and time.perf_counter() < begin + CHUNK_SECONDS
-                    and source.is_adjoining
-                )
-            ):
-                source.draw(pending.items, self.pool.hold)
+                task = Pending(source, source.position, [], source.state)
+                self.pending.append(task)
+                # After the deadline no more are drawn: a slow sampler must not hold up those that
+                # are there.
+                while not source.is_ended and (
+                    not task.items
+                    or (
+                        (len(task.items) < self._chunk or _samples(task.items) < reads)
+                        and time.perf_counter() < begin + CHUNK_SECONDS
+                    )
+                ):
+                    source.draw(task.items, self.pool.hold)
             if source.is_ended:
                 end = Pending(source, source.position, [], source.state, ends=True)
-                self._follow(pending, end)
-            count = len(pending.items)
+                self._follow(task, end)
         except Exception as error:
             with interrupts_held():
-                source.error, source.is_inside, count = None, False, 0
-                without_frames(error)
-                failures.add_note(error, f"minloader: raised by the sampler, epoch {source.epoch}")
-                raised = [failures.Raised(error)]
-                added = [Pending(source, source.position, [], source.state, outcomes=raised)]
+                source.error, source.is_inside = None, False
+                added = [source.raised(error, source.position)]
                 if not source.is_open:  # what cannot be begun is over
                     source.is_ended = True
                     added.append(Pending(source, source.position, [], source.state, ends=True))
-                self._follow(pending, *added)
+                self._follow(task, *added)
         except BaseException:
-            if pending is not None:
-                source.interrupted(pending, self.pool.hold)
+            if task is not None:
+                with interrupts_held():
+                    source.interrupted(task, self.pool.hold)
+                    self._follow(task)
             raise
-        self.settings.counters.drew(begin, count)
+        self.settings.counters.drew(begin, 0 if task is None else len(task.items))
 
     def _follow(self, pending: Pending | None, *added: Pending) -> None:
         """Add what is no task, after the task that was drawn last if that has items."""
@@ -528,8 +507,6 @@ class SamplerLane(Lane):
         ranges = [(each.ordinal + each.given, each.ordinal + len(each.items)) for each in left]
         position = source.position if end is None else end.ordinal
         check, state = source.last, source.state if end is None else end.before
-        if source._peeked:
-            check = source.position, source._peeked[0]
         if left:
             check, state = (ranges[0][0], left[0].item(left[0].given)), left[0].before
         raised = next((each for each in mine if each.is_open and not each.items), None)
@@ -543,7 +520,7 @@ class SamplerLane(Lane):
             # Another world deals out what is left, which the state of the end does not have. And
             # without workers the end is not read ahead.
             state, ended = source.inside, False
-        return partial(sampler_place, ranges, position, list(source.holes), ended, state, known)
+        return partial(sampler_place, ranges, position, ended, state, known)
 
 
 def source_after(account: Any, epoch: int) -> Source:

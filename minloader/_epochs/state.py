@@ -27,7 +27,6 @@ Note = Callable[[], State]
 def sampler_place(
     ranges: list[tuple[int, int]],
     position: int,
-    holes: list[list[int]],
     ended: bool,
     state: Any,
     check: Any,
@@ -37,7 +36,6 @@ def sampler_place(
     Args:
         ranges: from, to: ordinals that were drawn and not handed over, ascending.
         position: ordinal of the next item to be drawn.
-        holes: ranges of ordinals that an earlier run has handed over.
         ended: whether there is nothing more to hand over.
         state: of the sampler, from the first of these ordinals or before; None if there is none.
         check: an ordinal, and the digest of its item or what returns that; None if there is none.
@@ -48,7 +46,6 @@ def sampler_place(
         if start > stop:
             beyond.append([stop, start])
         stop = max(stop, end)
-    beyond += [[max(start, position), stop] for start, stop in holes if stop > position]
     if check is not None and callable(check[1]):
         check = check[0], check[1]()
     return {
