@@ -35,14 +35,14 @@ from typing import Any, ClassVar
 
 from minloader._checks import copied, shown
 from minloader._epochs import failures
-from minloader._epochs.pending import Bell, Pending, Ready, replied
+from minloader._epochs.pending import Bell, Pending, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._errors import WorkerDied
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import Death, Pool
-from minloader._worker.messages import Failure, Reply, Task
+from minloader._worker.messages import Reply, Task
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -260,9 +260,8 @@ class Lane(ABC):
 
     def put_back(self, pending: Pending, n: int, outcome: Any) -> None:
         """Have an outcome handed over once more, which did not reach the consumer."""
-        kept = outcome if type(outcome) in (Failure, failures.Raised) else Ready(outcome)
-        reply = pending.reply or Reply(-1, -1, False, [])
-        piece = pending.part(n, n + 1, outcomes=[kept], reply=reply, begun=True)
+        reply = (pending.reply or replied())._replace(packed=False)  # it was unpacked
+        piece = pending.part(n, n + 1, outcomes=[outcome], reply=reply, begun=True)
         self.pending.appendleft(piece)
 
     def _open(self, pending: Pending) -> None:

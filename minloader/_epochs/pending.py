@@ -44,12 +44,6 @@ class SamplerState(NamedTuple):
     state: Any
 
 
-class Ready(NamedTuple):
-    """A batch that was unpacked, and that an interrupt has kept from the consumer."""
-
-    batch: Any
-
-
 class Bell:
     """Wakes the consumer up when a task has arrived."""
 
@@ -242,8 +236,6 @@ class Pending:
         """Return an outcome as it is handed over: a batch, SKIP, a failure, a sampler's error."""
         assert self.outcomes is not None
         outcome, reply = self.outcomes[n], self.reply
-        if type(outcome) is Ready:
-            return outcome.batch
         try:
             if type(outcome) is pickling.PackedBatch:
                 return pickling.unpack_batch(outcome, self.memory)
