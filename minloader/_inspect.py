@@ -71,7 +71,7 @@ class Inspection:
     @property
     def sampler_used_up(self) -> bool:
         """Whether the sampler is an iterator that has served its one epoch."""
-        return self._loader._told.items.is_used_up
+        return self._loader._told.is_used_up
 
     @property
     def is_torchs(self) -> bool:

@@ -649,7 +649,7 @@ class Loader(Generic[B]):
             checks.tell_idle_workers(self.num_workers, self._shards)
         else:
             if self._account is None or not self._account.is_under_way:
-                self._told.tell(epoch)  # else the length is compared when it is told
+                self._told.set_epoch(epoch)  # else the length is compared when it is told
             length = self._told.length(epoch)
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
             self._told.epoch = None  # the sampler may stand where the epoch before has ended

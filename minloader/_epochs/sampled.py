@@ -15,7 +15,6 @@ task has an earlier state, and items are drawn again from there.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import time
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from minloader._checks import is_stateful, shown
+from minloader._checks import shown
 from minloader._epochs import failures
 from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, SamplerState
@@ -55,34 +54,29 @@ ERRORS = 1_000
 """Where items are drawn again, so many errors in a row are passed over, which had come before."""
 
 
-class Told:
-    """A sampler, and the number of the epoch that it was told last.
+class Told(Repeatable):
+    """The sampler, and the number of the epoch that it was told last.
 
     Attributes:
-        sampler: the loader's.
-        items: the same, made to refuse a second pass where that would be empty.
         epoch: None if it was told none.
         readings: how often reading it was begun. It tells where the last of them is.
     """
 
     def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.items = Repeatable("sampler", sampler)
+        super().__init__("sampler", sampler)
         self.epoch: int | None = None
         self.readings = 0
 
-    def tell(self, epoch: int) -> None:
-        """Tell the sampler the number of the epoch, if it wants to know."""
+    def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        super().set_epoch(epoch)
 
     def length(self, epoch: int) -> int | None:
         """Return the number of batches of an epoch; None where it is not known now."""
-        if self.epoch != epoch and hasattr(self.sampler, "set_epoch"):
+        if self.epoch != epoch and hasattr(self.items, "set_epoch"):
             return None  # to tell the sampler might disturb the epoch that it is in
         try:
-            return len(self.sampler)
+            return len(self.items)
         except Exception as error:
             logger.debug("the sampler has no length: %r", error)
             return None
@@ -97,7 +91,7 @@ class Told:
         Raises:
             TypeError: it is not known.
         """
-        sampler, former = self.sampler, self.epoch
+        sampler, former = self.items, self.epoch
         epoch = epoch if source is None else source.epoch
         is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
         if not is_told or epoch == former:
@@ -106,10 +100,10 @@ class Told:
             if source.length is None:
                 raise TypeError("it was not known when the epoch was begun")
             return source.length
-        self.tell(epoch)
+        self.set_epoch(epoch)
         length = len(sampler)
         if former is not None:
-            self.tell(former)
+            self.set_epoch(former)
         return length
 
 
@@ -149,7 +143,7 @@ class Source:
         self.index, self.epoch = index, epoch
         self.state = state
         self.position = place["batches"] if place else 0
-        self.ranks = ranks_of(told.sampler)  # each has other items, and the state of one serves all
+        self.ranks = ranks_of(told.items)  # each has other items, and the state of one serves all
         self.is_ended = bool(place and place["ended"])
         self.inside: SamplerState | None = None
         self.last: tuple[int, Any] | None = None
@@ -157,8 +151,7 @@ class Source:
         self._place = place
         self._early = place["beyond"] if place else []  # from, to: delivered before their turn
         # Our samplers tell the truth before their first item, too. Others may be in another epoch.
-        self._is_exact = isinstance(told.sampler, Sampler)
-        self._is_stateful = is_stateful(told.sampler)
+        self._is_exact = isinstance(told.items, Sampler)
         self._put_back = put_back
         self._iterator: Any = None
         self._reading = -1
@@ -184,16 +177,16 @@ class Source:
         """
         if self._iterator is not None or (self.is_ended and not self._put_back):
             return
-        told, sampler = self.told, self.told.sampler
+        told, sampler = self.told, self.told.items
         known = self.state if self._put_back else None
         if self.state is None and isinstance(sampler, Sampler):
             sampler._forget()  # the epoch before was left, however far it was drawn
         if known is None or known.at:
-            told.tell(self.epoch)
+            told.set_epoch(self.epoch)
         if known is not None:
-            _put_back(sampler, known)
+            told.put(known.state)
             if not known.at:
-                told.tell(self.epoch)
+                told.set_epoch(self.epoch)
         if hasattr(sampler, "set_epoch"):
             # Once it has been told the next epoch, to tell it this one would disturb that.
             length = told.length(self.epoch)
@@ -204,16 +197,16 @@ class Source:
             self._put_back = False
             return
         told.readings = self._reading = told.readings + 1
-        iterator = iter(told.items)  # once: some samplers begin anew with each
+        iterator = iter(told)  # once: some samplers begin anew with each
         if known is not None and known.at:
             _check_put_back(sampler, iterator, known)
         at = known.at if known is not None else 0
         foreign = known is not None and not self._is_exact
         first: list[Any] = []
-        if foreign and not at and not told.items.is_used_up:
+        if foreign and not at and not told.is_used_up:
             # What it says between epochs may stand for the end of one: there is nothing then.
             first += _take(iterator)
-            iterator = iterator if first else iter(told.items)
+            iterator = iterator if first else iter(told)
         self._go_on(lane, iterator, at, first, peek=foreign)
 
     def _go_on(self, lane: Lane, iterator: Any, at: int, first: list[Any], *, peek: bool) -> None:
@@ -293,13 +286,8 @@ class Source:
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
     def _state_now(self) -> SamplerState | None:
-        if self._is_stateful and self._reading == self.told.readings:
-            try:
-                state = copy.deepcopy(self.told.sampler.state_dict())
-                return SamplerState(self.position, state)
-            except NotImplementedError:  # inherited, but not meant
-                self._is_stateful = False
-        return self.state
+        state = self.told.state() if self._reading == self.told.readings else None
+        return self.state if state is None else SamplerState(self.position, state)
 
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
         """Add the next item to a list, or end.
@@ -348,7 +336,7 @@ class Source:
         items = task.items
         inside = self.is_inside and task.ordinal + len(items) <= self.position
         self.is_inside = False
-        if inside and not self.told.items.is_used_up:
+        if inside and not self.told.is_used_up:
             if self.last is not None and self.last[0] < task.ordinal:
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = task.before, True, None
@@ -546,16 +534,6 @@ def _samples(items: list[Any]) -> int:
 
 
 # --- a state that is put back
-
-
-def _put_back(sampler: Any, known: SamplerState) -> None:
-    try:
-        sampler.load_state_dict(copy.deepcopy(known.state))  # some empty what they are given
-    except StopIteration as error:
-        raise ValueError(
-            f"the state does not fit: the sampler, {shown(sampler)}, has ended before it was where "
-            "the state was taken"
-        ) from error
 
 
 def _check_put_back(sampler: Any, items: Any, known: SamplerState) -> None:

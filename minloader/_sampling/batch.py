@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from minloader._checks import check_choice, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.source import Source, plain, unplain
+from minloader._sampling.source import Reading, Source, plain, unplain
 
 
 class StepRun(Run):
@@ -82,8 +82,8 @@ class StepSampler(Sampler):
         return batches + more, 0 if self.last_batch == "rollover" else rest
 
     def _read(self, epoch: int, place: Any) -> Any:
-        """Begin to read items from a place on."""
-        raise NotImplementedError
+        """Return what reads items from a place on."""
+        return Reading(self._source, epoch, place)
 
     def _ahead(self, place: Any) -> int:
         """Return how many items are to be read from a place on.
@@ -137,7 +137,8 @@ class BatchSampler(StepSampler):
         world_size: int = 1,
     ) -> None:
         super().__init__(batch_size, shuffle, seed, rank, world_size)
-        self._source = Source("n_or_sampler", n_or_sampler)
+        order = self._derive if self.shuffle else None
+        self._source = Source("n_or_sampler", n_or_sampler, order)
         self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
         self.n = None if self._source.values is None else len(self._source)
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
@@ -148,9 +149,6 @@ class BatchSampler(StepSampler):
                 f"shuffle=True needs a number of samples or a sequence, got {shown(n_or_sampler)}; "
                 "shuffle in that sampler, or give list(sampler)"
             )
-
-    def _read(self, epoch: int, place: Sequence[Any]) -> Any:
-        return self._source.read(epoch, place, self._derive(epoch) if self.shuffle else None)
 
     def _ahead(self, place: Sequence[Any]) -> int:
         return max(0, len(self._source) - int(place[0]))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from minloader._checks import shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import Source, next_epoch
+from minloader._sampling.source import Reading, Source
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -48,8 +49,8 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
     return [float(value) for value in values]
 
 
-class Part(Source):
-    """A part as it was given.
+def source_of(number: int, part: Any, shuffle: bool, seed: int) -> Source:
+    """Return what the items of a part are read from.
 
     Args:
         number: of the part.
@@ -57,73 +58,21 @@ class Part(Source):
         shuffle: whether to shuffle the indices of the former two.
         seed: of the mixture.
 
-    Attributes:
-        size: number of its samples; None if it was given as a sampler.
-
     Raises:
-        TypeError: it is none of these, or could be two of them.
+        TypeError: the part is none of these, or could be two of them.
         ValueError: the number is below 0.
     """
-
-    def __init__(self, number: int, part: Any, shuffle: bool, seed: int) -> None:
-        name = f"parts[{number}]"
-        if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
-            raise TypeError(
-                f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
-                "give its len(), or BatchSampler(indices, None)"
-            )
-        kind = type(part)
-        if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
-            part = len(part)
-        super().__init__(name, part)
-        self.size = None if hasattr(part, "__iter__") else len(self)
-        self._seed = (seed, number) if shuffle and self.size is not None else None
-
-    def read_pass(self, epoch: int, place: Sequence[Any]) -> Any:
-        """Begin to read a pass from a place on."""
-        return self.read(epoch, place, self._seed and derive("part", *self._seed, epoch))
-
-
-class _Passes:
-    """How far an epoch has read a part: ``[passes, ended, place]``, where it stands.
-
-    Attributes:
-        ended: whether it has no more items, and is not begun anew.
-    """
-
-    def __init__(self, part: Part, epoch: int, known: Sequence[Any]) -> None:
-        self.part, self._epoch = part, epoch
-        self._number, self.ended, self._place = known
-        self._reading: Any = None
-
-    def take(self, again: bool) -> list[Any]:
-        """Return the next item, in a list, or an empty one if there are no more.
-
-        Args:
-            again: whether the part is then begun anew, in another order.
-        """
-        if self._reading is None:
-            self._reading = self.part.read_pass(self._epoch + self._number * PASS, self._place)
-        items: list[Any] = []
-        self._reading.take(items, 1)
-        if items or not again:
-            return items
-        if not self._reading.read:
-            raise ValueError(
-                f"{self.part.name} has no items, so it cannot be begun anew; give it the weight 0, "
-                "or leave it out"
-            )
-        self._number, self._place, self._reading = self._number + 1, self._reading.over(), None
-        return self.take(again)
-
-    def place(self) -> list[Any]:
-        """Return what another run goes on from."""
-        place = self._place if self._reading is None else self._reading.place()
-        return [self._number, self.ended, place]
-
-    def over(self) -> list[Any]:
-        """Return what another epoch goes on from."""
-        return [0, False, next_epoch(self.place()[2])]
+    name = f"parts[{number}]"
+    if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
+        raise TypeError(
+            f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
+            "give its len(), or BatchSampler(indices, None)"
+        )
+    kind = type(part)
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
+        part = len(part)
+    is_shuffled = shuffle and not hasattr(part, "__iter__")
+    return Source(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
 
 
 class Draws:
@@ -134,35 +83,42 @@ class Draws:
     Args:
         sampler: the mixture whose epoch it is.
         epoch: its number.
-        known: from :meth:`place` of an earlier run.
+        known: from :meth:`place` of an earlier run. Of each part it has the number of its pass, and
+            where it stands in that.
     """
 
     def __init__(self, sampler: Any, epoch: int, known: dict[str, Any]) -> None:
-        pairs = zip(sampler._parts, known["parts"], strict=True)
-        self._parts = [_Passes(part, epoch, place) for part, place in pairs]
+        self._parts, self._epoch = sampler._parts, epoch
         self._stop, self._length_of = sampler.stop, sampler._length_of
         self._step, self._weights = 0, list[float]()
         self._due: list[int] = list(known["due"])
         self._longest: int = known["longest"]
+        self._passes: list[int] = [number for number, _ in known["parts"]]
+        self._readings = [self._read(n, place) for n, (_, place) in enumerate(known["parts"])]
+
+    def _read(self, part: int, place: Sequence[Any]) -> Reading:
+        return Reading(self._parts[part], self._epoch + self._passes[part] * PASS, place)
 
     @staticmethod
-    def beginning(parts: list[Any]) -> dict[str, Any]:
-        """Return what the first draw of an epoch goes on from."""
+    def beginning(places: list[Any]) -> dict[str, Any]:
+        """Return what the first draw of an epoch goes on from; its parts from these places."""
+        parts = [[0, place] for place in places]
         return {"step": 0, "weights": [], "due": [0] * len(parts), "longest": 1, "parts": parts}
 
     def place(self) -> dict[str, Any]:
         """Return what another run goes on from."""
+        places = [reading.place() for reading in self._readings]
         return {
             "step": self._step,
             "weights": list(self._weights),
             "due": list(self._due),
             "longest": self._longest,
-            "parts": [part.place() for part in self._parts],
+            "parts": [list(pair) for pair in zip(self._passes, places, strict=True)],
         }
 
     def over(self) -> dict[str, Any]:
         """Return what another epoch goes on from, after this one has ended."""
-        return self.beginning([part.over() for part in self._parts])
+        return self.beginning([reading.over() for reading in self._readings])
 
     def weigh(self, step: int, weights: Sequence[float]) -> None:
         """Take the weights of a step."""
@@ -176,9 +132,8 @@ class Draws:
         most += len(into)
         while len(into) < most and any(self._shares):
             number = self._choose()
-            part = self._parts[number]
             try:
-                draws = [(number, item) for item in part.take(self._stop == "never")]
+                draws = [(number, item) for item in self._next(number)]
                 lengths = [self._length(draw) for draw in draws]
             except Exception:  # it had its turn
                 self._give(number, self._longest)
@@ -187,9 +142,25 @@ class Draws:
                 self._give(number, *lengths)
                 into += draws
             else:
-                part.ended = True
                 self._due = [0] * len(self._due)  # what is due to it cannot be given
                 self._divide()
+
+    def _next(self, number: int) -> list[Any]:
+        """Return the next item of a part, in a list, or an empty one if it has ended."""
+        items: list[Any] = []
+        while not items:
+            reading = self._readings[number]
+            reading.take(items, 1)
+            if items or self._stop != "never":
+                break
+            if reading.read <= 1:  # the first was not there
+                raise ValueError(
+                    f"{self._parts[number].name} has no items, so it cannot be begun anew; give it "
+                    "the weight 0, or leave it out"
+                )
+            self._passes[number] += 1
+            self._readings[number] = self._read(number, reading.over())
+        return items
 
     def _length(self, draw: tuple[int, Any]) -> int:
         """Return the length of an item, in GRAIN."""
@@ -226,7 +197,7 @@ class Draws:
 
     def _divide(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""
-        ended = [part.ended for part in self._parts]
+        ended = [reading.ended for reading in self._readings]
         over = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
         weights = [Fraction(0 if over or out else weight) for weight, out in pairs]

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
-from minloader._sampling.draws import PASS, Draws, Part, Weights, check_weights
-from minloader._sampling.source import LookUp, look_up
+from minloader._sampling.draws import PASS, Draws, Weights, check_weights, source_of
+from minloader._sampling.source import LookUp, Source, look_up
 
 
 class _Run(StepRun):
@@ -86,10 +86,10 @@ class MixtureSampler(StepSampler):
         super().__init__(batch_size, shuffle, seed, rank, world_size)
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
-        self._parts = [Part(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
+        self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
-        self.parts = [part.size for part in self._parts]
+        self.parts = [len(p) if not hasattr(p.items, "__iter__") else None for p in self._parts]
         self.weights = weights
         if not callable(weights):
             self.weights = check_weights("weights", weights, len(self._parts))
@@ -104,12 +104,12 @@ class MixtureSampler(StepSampler):
         weights = self.weights(epoch, step)
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
-    def _sources(self) -> Sequence[Part]:
+    def _sources(self) -> Sequence[Source]:
         return self._parts
 
     def _beginning(self) -> Place:
-        parts = [[0, False, part.beginning()] for part in self._parts]
-        return super()._beginning() | {"source": Draws.beginning(parts)}
+        places = [part.beginning() for part in self._parts]
+        return super()._beginning() | {"source": Draws.beginning(places)}
 
     def _read(self, epoch: int, place: dict[str, Any]) -> Draws:
         return Draws(self, epoch, place)
@@ -121,11 +121,7 @@ class MixtureSampler(StepSampler):
                 "that are no function"
             )
         weighted = zip(self._parts, self.weights, place["parts"], strict=True)
-        return sum(
-            len(part) - read
-            for part, weight, (_, ended, (read, *_)) in weighted
-            if weight and not ended
-        )
+        return sum(max(0, len(part) - at[0]) for part, weight, (_, at) in weighted if weight)
 
     def _restore(self, epoch: int, place: Place) -> None:
         known = place["source"]
@@ -135,5 +131,5 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {here}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (number, _, at) in zip(self._parts, known["parts"], strict=True):
+        for part, (number, at) in zip(self._parts, known["parts"], strict=True):
             part.restore(epoch + number * PASS, at)

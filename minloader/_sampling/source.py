@@ -1,14 +1,15 @@
 """What a sampler reads its items from, and how far it has read.
 
 A *place* in it is a list of plain values, ``[read, state, over]``: how many items of the epoch were
-asked for; the state of what is read, if it has one; and whether that is from an epoch's end: of
-this one, or if nothing was read yet, of the one before.
+asked for, the one that was not there any more included; the state of what is read, if it has one;
+and whether that is from an epoch's end: of this one, or if nothing was asked for, of the one
+before.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
 from typing import Any, Protocol
@@ -23,11 +24,6 @@ millisecond. With fewer, numpy's overhead counts; more of them do not fit into t
 BEGINNING: list[Any] = [0, None, False]
 
 
-def next_epoch(place: Sequence[Any]) -> list[Any]:
-    """Return where an epoch begins, if the one before has ended at a place."""
-    return [0, place[1], True] if place[2] and place[1] is not None else BEGINNING
-
-
 def used_up(name: str, iterator: Any) -> RuntimeError:
     """Return the error for an argument that cannot serve a second epoch."""
     return RuntimeError(
@@ -37,26 +33,54 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
 
 
 class Repeatable:
-    """An iterable that refuses a second epoch if it would be silently empty.
+    """An iterable that is told its epochs, and refuses one that would be silently empty.
 
     Args:
-        name: name of the argument that the iterable was given as.
-        iterable: what to iterate over.
+        name: name of the argument that it was given as.
+        items: the iterable.
     """
 
-    def __init__(self, name: str, iterable: Iterable[Any]) -> None:
-        self._name = name
-        self._iterable = iterable
+    def __init__(self, name: str, items: Any) -> None:
+        self.name = name
+        self.items: Any = items
         self.is_used_up = False
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the iterable the number of the epoch, if it wants to know."""
+        if hasattr(self.items, "set_epoch"):
+            self.items.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._iterable)
+        iterator: Iterator[Any] = iter(self.items)
         # An iterator with epochs (lhotse's samplers) begins anew with each of them.
-        if iterator is self._iterable and not hasattr(iterator, "set_epoch"):
+        if iterator is self.items and not hasattr(iterator, "set_epoch"):
             if self.is_used_up:
-                raise used_up(self._name, iterator)
+                raise used_up(self.name, iterator)
             self.is_used_up = True
         return iterator
+
+    def state(self) -> Any:
+        """Return the state of the iterable, if it has one."""
+        if not is_stateful(self.items):
+            return None
+        try:
+            return copy.deepcopy(self.items.state_dict())
+        except NotImplementedError:  # inherited, but not meant
+            return None
+
+    def put(self, state: Any) -> None:
+        """Put the iterable to a state.
+
+        Raises:
+            ValueError: it has ended before that.
+        """
+        try:
+            self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+        except StopIteration as error:
+            raise ValueError(
+                f"the state does not fit: the {self.name}, {shown(self.items)}, has ended before "
+                "it was where the state was taken"
+            ) from error
 
 
 def plain(item: Any) -> Any:
@@ -112,25 +136,25 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
     return noted
 
 
-class Source:
+class Source(Repeatable):
     """A number of indices, a sequence or an iterable, which is read once in each epoch.
 
     Args:
         name: name of the argument that it was given as.
         items: what was given.
+        order: returns what an epoch of a sequence is shuffled by. None: it comes as it is.
 
     Attributes:
         values: the items, if any of them can be had without those before it; else None.
     """
 
-    def __init__(self, name: str, items: Any) -> None:
-        self.name = name
-        self.items: Any = items
+    def __init__(self, name: str, items: Any, order: Callable[[int], int] | None = None) -> None:
+        super().__init__(name, items)
         is_array = hasattr(items, "__array__") and hasattr(items, "__len__")
         self.values: Any = items if is_array or isinstance(items, Sequence) else None
         if not hasattr(items, "__iter__"):
             self.values = range(check_int(name, items, 0))
-        self.iterable = Repeatable(name, items)
+        self._order = order
         self.stands: Any = None  # the state that it was put to, or has ended with
         self.was_put = False  # by a state, and not read since
         self._is_fresh = True  # neither put nor read so far
@@ -138,10 +162,8 @@ class Source:
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the iterable the number of the epoch."""
-        if hasattr(self.items, "set_epoch"):
-            self.items.set_epoch(epoch)
+    def state(self) -> Any:
+        return super().state() if self.values is None else None
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
@@ -173,22 +195,12 @@ class Source:
                 "load_state_dict; make the sampler over one of the same kind"
             )
         self.set_epoch(epoch)
-        self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+        self.put(state)
         self.stands, self.was_put, self._is_fresh = state, True, False
 
-    def read(self, epoch: int, place: Sequence[Any], seed: int | None = None) -> Reading:
-        """Begin to read an epoch from a place on.
-
-        Args:
-            epoch: its number.
-            place: where to begin.
-            seed: what decides the order of a sequence; None: it comes as it is.
-        """
-        if self.values is not None:
-            return Reading(self, place, seed)
+    def prepare(self, epoch: int, place: Sequence[Any]) -> Sequence[Any]:
+        """Put the iterable to where an epoch goes on; return that place, with its state."""
         self.restore(epoch, place)
-        if place[2] and place[0]:  # it has ended, and is to be told of another epoch only
-            return Reading(self, place)
         if place[1] is None or place[2]:
             self.set_epoch(epoch)
         if list(place) == BEGINNING:
@@ -198,56 +210,57 @@ class Source:
             if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
                 place = [0, state, True]  # nobody can tell it the epoch again
         self.stands, self._is_fresh = None, False
-        return Reading(self, place)
+        return place
 
-    def begin(self, at: int, seed: int | None) -> Iterator[Any]:
-        """Return an iterator: over a sequence from an item on, over an iterable anew."""
-        if self.values is None:
-            return iter(self.iterable)
+    def begin(self, epoch: int, at: int) -> Iterator[Any]:
+        """Return an iterator over the items of a sequence, from one of them on."""
         n = len(self.values)
         places: Iterator[int] = iter(range(at, n))
-        if seed is not None:
+        if self._order is not None:
             from minloader._sampling.permutation import Permutation  # which needs numpy
 
-            order = Permutation(n, seed)
+            order = Permutation(n, self._order(epoch))
             starts = range(at, n, CHUNK)
             places = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
         is_count = isinstance(self.values, range) and self.values == range(n)
         return places if is_count else map(self.values.__getitem__, places)
 
-    def state(self) -> Any:
-        """Return the state of the iterable, if it has one."""
-        if self.values is not None or not is_stateful(self.items):
-            return None
-        try:
-            return copy.deepcopy(self.items.state_dict())
-        except NotImplementedError:  # inherited, but not meant
-            return None
-
 
 class Reading:
-    """How far an epoch has read a source.
+    """How far an epoch has read a source. It begins when an item is asked for.
 
     Args:
         source: what is read.
+        epoch: its number.
         place: where it begins.
-        seed: what decides the order of a sequence; None: it comes as it is.
 
     Attributes:
         read: number of items that were asked for.
         ended: whether there are no more.
     """
 
-    def __init__(self, source: Source, place: Sequence[Any], seed: int | None = None) -> None:
-        self._source, self._seed = source, seed
-        self._at_end = place[2]  # of the epoch before
+    def __init__(self, source: Source, epoch: int, place: Sequence[Any]) -> None:
+        self._source, self._epoch = source, epoch
         # Until it has given an item: a generator tells the truth about its place from then on.
         self._known: Sequence[Any] | None = place
         self.read: int = place[0]
         self.ended = bool(place[2] and self.read)
-        has_place = source.values is not None or place[1] is not None or self.ended
-        self._pass_by = 0 if has_place else self.read
-        self._items: Any = iter(()) if self.ended else source.begin(self.read, seed)
+        self._pass_by = 0
+        self._items: Any = None  # to begin at the next item
+
+    def _begin(self) -> None:
+        """Begin with the next item."""
+        source = self._source
+        if source.values is not None:
+            self._items = source.begin(self._epoch, self.read)
+            return
+        try:
+            self._known = source.prepare(self._epoch, self._known or BEGINNING)
+            self._pass_by = self.read if self._known[1] is None else 0
+            self._items = iter(source)
+        except Exception:
+            self.ended = True  # what cannot be begun is over
+            raise
 
     def take(self, into: list[Any], most: int) -> None:
         """Add the next items to a list, fewer where the epoch ends.
@@ -255,13 +268,15 @@ class Reading:
         What an item raises is raised here, once: the items before it are in the list.
         """
         source, before = self._source, len(into)
+        if self.ended:
+            return
+        if self._items is None:
+            self._begin()
         while self._pass_by:
             self._pass_by -= 1
             with suppress(Exception):  # it was raised when the item was asked for first
                 next(self._items)
         try:
-            if self._items is None:  # begun again behind what was taken
-                self._items = source.begin(self.read, self._seed)
             # islice would call iter, with which some samplers begin anew.
             into.extend(map(next, repeat(self._items, most)))
         except BaseException as error:
@@ -274,16 +289,17 @@ class Reading:
             taken = len(into) - before
             self.read += taken
             if taken:
-                self._known, self._at_end, source.was_put = None, False, False
-        if taken < most and not self.ended:
-            if self._at_end and source.was_put:
-                # Some say once more that the epoch is over whose state they were put to.
-                self._at_end, self._items = False, source.begin(0, None)
-                self.take(into, most)
-                return
-            self.ended = True
-            state = source.stands = source.state()
-            self._known = [self.read, state, True]
+                self._known, source.was_put = None, False
+        if taken == most:
+            return
+        if source.was_put and self._known and self._known[2]:
+            # Some say once more that the epoch is over whose state they were put to.
+            source.was_put, self._items = False, iter(source)
+            self.take(into, most)
+            return
+        self.ended, self.read = True, self.read + 1
+        source.stands = source.state()
+        self._known = [self.read, source.stands, True]
 
     def place(self) -> Sequence[Any]:
         """Return where this stands."""
@@ -291,4 +307,5 @@ class Reading:
 
     def over(self) -> Sequence[Any]:
         """Return where another epoch begins, after this one has ended."""
-        return next_epoch(self.place())
+        _, state, over = self.place()
+        return [0, state, True] if over and state is not None else BEGINNING

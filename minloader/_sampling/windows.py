@@ -31,7 +31,7 @@ from minloader._errors import without_frames
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.fitting import cut
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import Source, look_up, plain
+from minloader._sampling.source import Reading, Source, look_up, plain
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
@@ -276,7 +276,7 @@ class _Batches(Run):
 
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
-        self._reading = sampler._source.read(epoch, place["source"])
+        self._reading = Reading(sampler._source, epoch, place["source"])
         self._window = sampler._all
         self._dealt: Dealt | None = None
         self._found: list[Any] = []  # what was read of the window, until that is whole
@@ -315,6 +315,8 @@ class _Batches(Run):
         try:
             reading.take(found, WINDOW - before)
         except Exception as error:
+            if reading.ended:  # it cannot be begun, which is no error of a window
+                raise
             self._failed.append(error)
         finally:
             self._numbers += range(first, first + len(found) - before)
