@@ -466,6 +466,16 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     return samples
 
 
+def read_sample(dataset: Any, item: Any) -> Any:
+    """Return what a dataset of any kind gives for one item."""
+    # Looked up on the type, as Python itself does: a class can be a callable dataset.
+    if hasattr(type(dataset), "__getitem__"):
+        return dataset[item]
+    if hasattr(type(dataset), "__getitems__"):
+        return check_samples(dataset.__getitems__([item]), [item])[0]
+    return dataset(item)
+
+
 def refuse_none(samples: Sequence[Any], path: str) -> None:
     """Refuse samples, or the same part of each, of which some are None."""
     found = [n for n, sample in enumerate(samples) if sample is None]

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from minloader._checks import check_indices, check_samples, shown
+from minloader._checks import check_indices, check_samples, read_sample, shown
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import NO_SAMPLE, Job, WorkerInfo, current_info, summary
 
@@ -58,7 +59,7 @@ class BatchMaker:
             if self.job.on_sample is not None or self.begun:  # the item is a sample
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
-            batch = self._get(item)
+            batch = read_sample(self.job.dataset, item)
             if self.job.transform is None:
                 return batch
             self.turn_to(item, ("transform",))
@@ -103,22 +104,13 @@ class BatchMaker:
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         if not self.begun:
-            return self._each(self._get, indices, indices)
+            return self._each(partial(read_sample, self.job.dataset), indices, indices)
         futures = self.begun.pop(0)
         try:
             return self._each(Future.result, futures, indices)
         finally:
             for future in futures:  # after an error, or Ctrl-C
                 future.cancel()
-
-    def _get(self, item: Any) -> Any:
-        dataset = self.job.dataset
-        # Looked up on the type, as Python itself does: a class can be a callable dataset.
-        if hasattr(type(dataset), "__getitem__"):
-            return dataset[item]
-        if hasattr(type(dataset), "__getitems__"):
-            return check_samples(dataset.__getitems__([item]), [item])[0]
-        return dataset(item)
 
     def _gather(self, item: Any, as_torch: bool = False) -> Any:
         dataset = self.job.dataset
