@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import Source
+from minloader._sampling.source import Reading, Source
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
@@ -96,6 +96,7 @@ class Run(Iterator[Any]):
 
     def __init__(self, sampler: Any, epoch: int, place: Place) -> None:
         self.sampler, self.epoch, self._place = sampler, epoch, place
+        self._reading = sampler._read(epoch, place["source"])
         self.batches: int = place["batches"]
         self.touched = self.ended = False
 
@@ -274,6 +275,10 @@ class Sampler:
         numbers = {"batches": 0, "begun": 0, "errors": 0, "dropped": 0}
         source = self._source.beginning()
         return {"between": True, **numbers, "legs": [], "left": [], "source": source}
+
+    def _read(self, epoch: int, place: Any) -> Any:
+        """Return what reads items from a place in the source on."""
+        return Reading(self._source, epoch, place)
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""

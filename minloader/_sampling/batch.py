@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from minloader._checks import check_choice, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.source import Reading, Source, plain, unplain
+from minloader._sampling.source import Source, plain, unplain
 
 
 class StepRun(Run):
@@ -23,7 +23,6 @@ class StepRun(Run):
         self._legs = sampler._legs(place)  # to be passed over
         self._begun = place["begun"]
         self._left: list[Any] = list(map(unplain, place["left"]))  # comes before what is read
-        self._reading = sampler._read(epoch, place["source"])
 
     def place(self) -> Place:
         place: Place = self.sampler._beginning() | {"left": list(map(plain, self._left))}
@@ -80,10 +79,6 @@ class StepSampler(Sampler):
         if self.last_batch == "keep" and rest >= self.world_size:
             return batches + more + 1, 0
         return batches + more, 0 if self.last_batch == "rollover" else rest
-
-    def _read(self, epoch: int, place: Any) -> Any:
-        """Return what reads items from a place on."""
-        return Reading(self._source, epoch, place)
 
     def _ahead(self, place: Any) -> int:
         """Return how many items are to be read from a place on.

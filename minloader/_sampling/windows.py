@@ -31,7 +31,7 @@ from minloader._errors import without_frames
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.fitting import cut
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import Reading, Source, look_up, plain
+from minloader._sampling.source import Source, look_up, plain
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
@@ -51,20 +51,18 @@ class Window:
         costs: of the entries, above 0.
         samples: number of the sample of each entry; None: they are the same.
         spans: where each entry starts and stops in its sample; None: they are whole.
-        names: what the samples are called; None: by their numbers.
+        names: what the samples are called.
     """
 
     costs: NDArray[Any]
     samples: NDArray[Any] | None
     spans: NDArray[Any] | None
-    names: Sequence[Any] | None
+    names: Sequence[Any]
 
     def items(self, entries: NDArray[Any]) -> list[Any]:
         """Return the items of a batch."""
         samples = entries if self.samples is None else self.samples[entries]
-        items: list[Any] = samples.tolist()
-        if self.names is not None:
-            items = [self.names[sample] for sample in items]
+        items = [self.names[sample] for sample in samples.tolist()]
         if self.spans is None:
             return items
         spans = zip(items, *self.spans[entries].T.tolist(), strict=True)
@@ -127,7 +125,7 @@ class WindowSampler(Sampler):
             raise TypeError(f"lengths must be an iterable of numbers, got {shown(lengths)}")
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
-            self._all, errors = self._window(lengths, None)
+            self._all, errors = self._window(lengths, range(self.n))
             for error in errors:
                 raise error
             digest = blake2b(self._all.costs.data, digest_size=16)
@@ -162,17 +160,16 @@ class WindowSampler(Sampler):
 
     # --- windows
 
-    def _window(self, lengths: Any, names: Sequence[Any] | None) -> tuple[Window, list[Exception]]:
+    def _window(self, lengths: Any, names: Sequence[Any]) -> tuple[Window, list[Exception]]:
         """Return the window of some samples, and the errors of those that it leaves out.
 
         Args:
             lengths: of the samples; for a length may stand the error of looking it up.
-            names: what the samples are called; None: by their numbers.
+            names: what the samples are called.
         """
         dtypes, kind, word = self._kind
         limit_name, limit = self._limit(vars(self))
         each = lengths if hasattr(lengths, "__array__") else list(lengths)
-        called = range(len(each)) if names is None else names
         errors: dict[int, Exception] = {}
         try:
             values = np.asarray(each)
@@ -184,7 +181,7 @@ class WindowSampler(Sampler):
                 if isinstance(one, Exception):
                     errors[n] = one
                 elif not isinstance(one, kind) or isinstance(one, bool):
-                    name = shown(called[n])
+                    name = shown(names[n])
                     errors[n] = TypeError(
                         f"lengths must be one {word} for each sample, got {shown(one)} for {name}"
                     )
@@ -200,7 +197,7 @@ class WindowSampler(Sampler):
         for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
             price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
             error = ValueError(
-                f"lengths[{called[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
+                f"lengths[{names[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
                 f"most {limit_name}={limit:g}; raise {limit_name}, leave that sample out, or give "
                 "another value of long"
             )
@@ -276,7 +273,6 @@ class _Batches(Run):
 
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
-        self._reading = Reading(sampler._source, epoch, place["source"])
         self._window = sampler._all
         self._dealt: Dealt | None = None
         self._found: list[Any] = []  # what was read of the window, until that is whole
