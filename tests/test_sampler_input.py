@@ -437,6 +437,26 @@ def test_what_is_no_state_is_refused(kind):
         sampler.load_state_dict(state | {"epoch": "first"})
 
 
+def emptied(value: Any) -> None:
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            emptied(each)
+    value.clear()
+
+
+@every_kind
+def test_a_state_is_the_callers_own(kind):
+    """torch's distributed checkpoints read another state into that of a new sampler."""
+    expected = json.dumps(make(kind).state_dict()), list(make(kind))
+    sampler = make(kind)
+    emptied(sampler.state_dict())
+    assert (json.dumps(make(kind).state_dict()), list(make(kind))) == expected
+    iterator = iter(sampler)
+    first = next(iterator)
+    emptied(sampler.state_dict())
+    assert [first, *iterator] == expected[1]
+
+
 @every_kind
 def test_a_state_is_of_the_iterator_made_last(kind):
     sampler = make(kind)

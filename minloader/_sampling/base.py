@@ -219,7 +219,7 @@ class Sampler:
         The dict has all that decides the order, so that ``load_state_dict`` can refuse a state that
         does not fit. Every rank has the same one.
         """
-        return {**self._identity(), "epoch": self.epoch, **self._position()}
+        return copy.deepcopy({**self._identity(), "epoch": self.epoch, **self._position()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator continue from a state. Later ones begin anew.
