@@ -458,6 +458,18 @@ def test_a_state_is_the_callers_own(kind):
 
 
 @every_kind
+def test_a_damaged_place_of_what_is_read_is_refused(kind):
+    sampler = make(kind)
+    state = sampler.state_dict()
+    source = state["source"]
+    place = source["parts"][1][1] if kind == "mixture" else source
+    for wrong, error in ((-1, ValueError), ("first", TypeError)):
+        place[:] = [wrong, None, False]
+        with pytest.raises(error, match=r"items read of .* must be"):
+            sampler.load_state_dict(state)
+
+
+@every_kind
 def test_a_state_is_of_the_iterator_made_last(kind):
     sampler = make(kind)
     first, second = iter(sampler), iter(sampler)

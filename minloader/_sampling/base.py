@@ -282,7 +282,6 @@ class Sampler:
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
-        check_int("source", place["source"][0], 0)
         self._source.restore(epoch, place["source"])
 
     def _legs(self, place: Place) -> list[list[Any]]:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from minloader._checks import check_choice, check_int, shown
@@ -86,7 +86,7 @@ class StepSampler(Sampler):
         Raises:
             TypeError: that is not known.
         """
-        raise NotImplementedError
+        return max(0, len(self._source) - int(place[0]))
 
 
 class BatchSampler(StepSampler):
@@ -144,6 +144,3 @@ class BatchSampler(StepSampler):
                 f"shuffle=True needs a number of samples or a sequence, got {shown(n_or_sampler)}; "
                 "shuffle in that sampler, or give list(sampler)"
             )
-
-    def _ahead(self, place: Sequence[Any]) -> int:
-        return max(0, len(self._source) - int(place[0]))

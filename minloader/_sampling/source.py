@@ -186,7 +186,8 @@ class Source(Repeatable):
         Raises:
             ValueError: it cannot be put there.
         """
-        _, state, _ = place
+        read, state, _ = place
+        check_int(f"items read of {self.name}", read, 0)
         if state is None or state is self.stands:
             return
         if not is_stateful(self.items):
