@@ -1,19 +1,213 @@
 """Draws from several samplers or datasets by weight.
 
-A draw (``draws.py``) chooses a part, and takes its next item. A step is as many draws as all ranks
-take at once, cut into one piece for each.
+A *draw* chooses a part by weight, and takes its next item. A step is as many draws as all ranks
+take at once, cut into one piece for each. Shares are whole numbers, so that nothing is rounded
+while draws add up, and a state in JSON is exact.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
-from minloader._sampling.draws import PASS, Draws, Weights, check_weights, source_of
-from minloader._sampling.source import LookUp, Source, look_up
+from minloader._sampling.seeding import derive
+from minloader._sampling.source import LookUp, Reading, Source, look_up
+
+UNIT = 2**53
+"""What the shares of all parts add up to. As fine as the random numbers of numpy are."""
+
+GRAIN = 2**20
+"""Parts of a length of 1 that are counted: lengths may be seconds."""
+
+PASS = 1_000_000
+"""What each pass of a part that is begun anew adds to the epoch that it is told. More than a run
+has epochs, and small enough for samplers that seed 32-bit generators with it."""
+
+Weights = Sequence[float] | Callable[[int, int], Sequence[float]]
+
+
+def check_weights(name: str, given: Any, parts: int) -> list[float]:
+    """Return the weights of so many parts as floats.
+
+    Raises:
+        TypeError: they are not numbers.
+        ValueError: they are impossible, or not one for each part.
+    """
+    values: list[Any] = list(given) if hasattr(given, "__iter__") else [None]
+    if not all(isinstance(value, Real) for value in values):
+        raise TypeError(f"{name} must be one number for each part, got {shown(given)}")
+    if len(values) != parts:
+        raise ValueError(f"{name} must be {parts} numbers, one for each part, got {shown(given)}")
+    if not all(0 <= value < math.inf for value in values) or not any(values):
+        raise ValueError(
+            f"{name} must be finite numbers of at least 0, not all of them 0, got {shown(given)}"
+        )
+    return [float(value) for value in values]
+
+
+def source_of(number: int, part: Any, shuffle: bool, seed: int) -> Source:
+    """Return what the items of a part are read from.
+
+    Args:
+        number: of the part.
+        part: a number of samples, a dataset or a sampler.
+        shuffle: whether to shuffle the indices of the former two.
+        seed: of the mixture.
+
+    Raises:
+        TypeError: the part is none of these, or could be two of them.
+        ValueError: the number is below 0.
+    """
+    name = f"parts[{number}]"
+    if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
+        raise TypeError(
+            f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
+            "give its len(), or BatchSampler(indices, None)"
+        )
+    kind = type(part)
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
+        part = len(part)
+    is_shuffled = shuffle and not hasattr(part, "__iter__")
+    return Source(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
+
+
+class Draws:
+    """The draws of an epoch.
+
+    What is *due* to a part is what its share of all draws is more than what it was given.
+
+    Args:
+        sampler: the mixture whose epoch it is.
+        epoch: its number.
+        known: from :meth:`place` of an earlier run. Of each part it has the number of its pass, and
+            where it stands in that.
+    """
+
+    def __init__(self, sampler: MixtureSampler, epoch: int, known: dict[str, Any]) -> None:
+        self._parts, self._epoch = sampler._parts, epoch
+        self._stop, self._length_of = sampler.stop, sampler._length_of
+        self._step, self._weights = 0, list[float]()
+        self._due: list[int] = list(known["due"])
+        self._longest: int = known["longest"]
+        self._passes: list[int] = [number for number, _ in known["parts"]]
+        self._readings = [self._read(n, place) for n, (_, place) in enumerate(known["parts"])]
+
+    def _read(self, part: int, place: Sequence[Any]) -> Reading:
+        return Reading(self._parts[part], self._epoch + self._passes[part] * PASS, place)
+
+    @staticmethod
+    def beginning(places: list[Any]) -> dict[str, Any]:
+        """Return what the first draw of an epoch goes on from; its parts from these places."""
+        parts = [[0, place] for place in places]
+        return {"step": 0, "weights": [], "due": [0] * len(parts), "longest": 1, "parts": parts}
+
+    def place(self) -> dict[str, Any]:
+        """Return what another run goes on from."""
+        places = [reading.place() for reading in self._readings]
+        return {
+            "step": self._step,
+            "weights": list(self._weights),
+            "due": list(self._due),
+            "longest": self._longest,
+            "parts": [list(pair) for pair in zip(self._passes, places, strict=True)],
+        }
+
+    def over(self) -> dict[str, Any]:
+        """Return what another epoch goes on from, after this one has ended."""
+        return self.beginning([reading.over() for reading in self._readings])
+
+    def weigh(self, step: int, weights: Sequence[float]) -> None:
+        """Take the weights of a step."""
+        self._step = step
+        if weights != self._weights:
+            self._weights = list(weights)
+            self._divide()
+
+    def take(self, into: list[Any], most: int) -> None:
+        """Add draws to a list, each the number of a part and its next item; fewer at the end."""
+        most += len(into)
+        while len(into) < most and any(self._shares):
+            number = self._choose()
+            try:
+                draws = [(number, item) for item in self._next(number)]
+                lengths = [self._length(draw) for draw in draws]
+            except Exception:  # it had its turn
+                self._give(number, self._longest)
+                raise
+            if draws:
+                self._give(number, *lengths)
+                into += draws
+            else:
+                self._due = [0] * len(self._due)  # what is due to it cannot be given
+                self._divide()
+
+    def _next(self, number: int) -> list[Any]:
+        """Return the next item of a part, in a list, or an empty one if it has ended."""
+        items: list[Any] = []
+        while not items:
+            reading = self._readings[number]
+            reading.take(items, 1)
+            if items or self._stop != "never":
+                break
+            if reading.read <= 1:  # the first was not there
+                raise ValueError(
+                    f"{self._parts[number].name} has no items, so it cannot be begun anew; give it "
+                    "the weight 0, or leave it out"
+                )
+            self._passes[number] += 1
+            self._readings[number] = self._read(number, reading.over())
+        return items
+
+    def _length(self, draw: tuple[int, Any]) -> int:
+        """Return the length of an item, in GRAIN."""
+        if self._length_of is None:
+            return 1
+        length = self._length_of(draw)
+        if isinstance(length, Exception):
+            raise length
+        if not 0 <= length < math.inf:
+            raise ValueError(f"lengths[{draw!r}] is {length}, but must be at least 0")
+        return max(1, round((float(length) or 1) * GRAIN))
+
+    def _choose(self) -> int:
+        """Choose a part such that each has been given its share to within the longest item.
+
+        Of the parts that are not ahead of their share, it is the one that would first be behind by
+        the longest item (R. Tijdeman, The chairman assignment problem, 1980; known from operating
+        systems as "earliest deadline first").
+        """
+        exact = self._length_of is None  # then this draw's length is known, and counts already
+        turns = (
+            (due + (share if exact else 1) <= 0, (self._longest * UNIT - due) / share, part)
+            for part, (due, share) in enumerate(zip(self._due, self._shares, strict=True))
+            if share
+        )
+        return min(turns)[2]
+
+    def _give(self, number: int, length: int) -> None:
+        """Count a draw of a part."""
+        self._longest = max(self._longest, length)
+        pairs = zip(self._due, self._shares, strict=True)
+        self._due = [due + share * length for due, share in pairs]
+        self._due[number] -= UNIT * length
+
+    def _divide(self) -> None:
+        """Divide the next draws by weight between the parts that have not ended."""
+        ended = [reading.ended for reading in self._readings]
+        over = self._stop == "first" and any(ended)
+        pairs = zip(self._weights, ended, strict=True)
+        weights = [Fraction(0 if over or out else weight) for weight, out in pairs]
+        total = sum(weights)
+        self._shares = [int(weight * UNIT / total) if total else 0 for weight in weights]
+        if total:  # what was rounded off
+            self._shares[weights.index(max(weights))] += UNIT - sum(self._shares)
 
 
 class _Run(StepRun):
