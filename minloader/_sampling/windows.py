@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from minloader._checks import check_choice, check_iterable, shown
 from minloader._errors import without_frames
 from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.fitting import cut
 from minloader._sampling.seeding import Piece
 from minloader._sampling.source import Source, look_up, plain
 
@@ -207,7 +206,7 @@ class WindowSampler(Sampler):
             samples = np.flatnonzero(~wrong)
             costs = costs[samples]
         if self.long == "split":
-            pieces, spans = cut(costs, int(limit))
+            pieces, spans = _cut(costs, int(limit))
             samples = pieces if samples is None else samples[pieces]
             costs = np.maximum(1, spans[:, 1] - spans[:, 0])
         elif not costs.all():  # what costs nothing would let batches grow without end
@@ -266,6 +265,16 @@ class WindowSampler(Sampler):
         if window is self._all:
             self._dealt = key, dealt
         return dealt
+
+
+def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the sample of each piece, shape ``(n,)``, and its start and stop, shape ``(n, 2)``."""
+    stops = lengths.astype(np.int64)
+    counts = np.maximum(1, -(-stops // capacity))
+    samples = np.repeat(np.arange(len(stops)), counts)
+    firsts = np.cumsum(counts) - counts
+    starts = (np.arange(len(samples)) - firsts[samples]) * capacity
+    return samples, np.stack([starts, np.minimum(starts + capacity, stops[samples])], axis=1)
 
 
 class _Batches(Run):
