@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from minloader._memory.slot_writer import empty
     from minloader._prefetch import prefetch
     from minloader._sampling.batch import BatchSampler
-    from minloader._sampling.collate import Padded, collate, pad_collate
+    from minloader._sampling.collate import Packed, Padded, collate, pack_collate, pad_collate
     from minloader._sampling.concatenated import Concatenated
     from minloader._sampling.dynamic import DynamicBatchSampler
     from minloader._sampling.mixture import MixtureSampler
-    from minloader._sampling.pack_collate import Packed, pack_collate
     from minloader._sampling.packed import PackedBatchSampler
     from minloader._sampling.sliced import sliced
     from minloader._worker.concurrent import concurrent
@@ -82,11 +81,10 @@ _ROOMS = {
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",
     "_sampling.batch": "BatchSampler",
-    "_sampling.collate": "Padded collate pad_collate",
+    "_sampling.collate": "Packed Padded collate pack_collate pad_collate",
     "_sampling.concatenated": "Concatenated",
     "_sampling.dynamic": "DynamicBatchSampler",
     "_sampling.mixture": "MixtureSampler",
-    "_sampling.pack_collate": "Packed pack_collate",
     "_sampling.packed": "PackedBatchSampler",
     "_sampling.sliced": "sliced",
     "_worker.concurrent": "concurrent",

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minloader._checks import check_int
-from minloader._sampling.pack_collate import pack_collate
+from minloader._sampling.collate import pack_collate
 from minloader._sampling.source import LookUp
 from minloader._sampling.windows import Plan, WindowSampler
 
