@@ -50,7 +50,7 @@ class Window:
         costs: of the entries, above 0.
         samples: number of the sample of each entry; None: they are the same.
         spans: where each entry starts and stops in its sample; None: they are whole.
-        names: what the samples are called.
+        names: what the samples are called: of an array of lengths ``range(n)``, their numbers.
     """
 
     costs: NDArray[Any]
@@ -61,7 +61,9 @@ class Window:
     def items(self, entries: NDArray[Any]) -> list[Any]:
         """Return the items of a batch."""
         samples = entries if self.samples is None else self.samples[entries]
-        items = [self.names[sample] for sample in samples.tolist()]
+        items: list[Any] = samples.tolist()
+        if not isinstance(self.names, range):
+            items = [self.names[sample] for sample in items]
         if self.spans is None:
             return items
         spans = zip(items, *self.spans[entries].T.tolist(), strict=True)
