@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
 from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.seeding import derive
@@ -38,13 +38,17 @@ Place = dict[str, Any]
 
 - between: whether no epoch has begun, so that any may begin there;
 - batches: number of batches that each rank was given in the epoch, or the one that has ended;
+- dropped: number of samples that no rank gets, of the one that has ended, or of the windows
+  (``windows.py``) before this one;
 - source: where the source stands; begun: number of batches that were given until then;
 - legs: who was given batches since then, of other world sizes one after another: the values that
   decided how steps were dealt out, and until which number of batches;
 - left: items that are read and still to be given;
-- errors, dropped: of the window (``windows.py``), how many errors were raised; of those before it,
-  how many samples were dropped.
+- errors: how many were raised of the window.
 """
+
+NOTHING: Place = {"batches": 0, "dropped": 0}
+"""Of an epoch that begins."""
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
@@ -90,6 +94,7 @@ class Run(Iterator[Any]):
 
     Attributes:
         batches: number of batches that each rank was given.
+        dropped: number of samples that no rank gets, as far as is known.
         touched: whether a batch was asked for.
         ended: whether there are no more.
     """
@@ -98,6 +103,7 @@ class Run(Iterator[Any]):
         self.sampler, self.epoch, self._place = sampler, epoch, place
         self._reading = sampler._read(epoch, place["source"])
         self.batches: int = place["batches"]
+        self.dropped: int = place["dropped"]
         self.touched = self.ended = False
 
     def __next__(self) -> Any:
@@ -117,15 +123,10 @@ class Run(Iterator[Any]):
         """Return the next batch of this rank, or end."""
         raise NotImplementedError
 
-    def _end(self, dropped: int) -> NoReturn:
-        """End the epoch, of which so many samples were dropped."""
-        self.sampler._dropped, self.ended = dropped, True
-        raise StopIteration
-
     def place(self) -> Place:
         """Return where this run stands; when it has ended, where any other epoch begins.
 
-        ``batches`` are those of this epoch in either case.
+        ``batches`` and ``dropped`` are those of this epoch in either case.
         """
         raise NotImplementedError
 
@@ -149,7 +150,6 @@ class Sampler:
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
-        self._dropped = 0  # samples of the last epoch that was iterated to its end
         self._run: Run | None = None  # made last
         # An epoch, and where it began; or the next begins, if a state was loaded.
         self._known: tuple[int, Place] | None = None
@@ -169,16 +169,17 @@ class Sampler:
         self.epoch = check_int("epoch", epoch, 0)
         known = self._known if self._run is None else None  # a state was loaded
         if known is None or known[0] != epoch:  # what was put back might begin anew
-            self._source.set_epoch(epoch)
-            if known is not None and not known[1]["between"]:
-                self._source.stands = None
+            for source in self._sources():
+                source.set_epoch(epoch)
+                if known is not None and not known[1]["between"]:
+                    source.stands = None
 
     def __iter__(self) -> Iterator[Any]:
         place = self._position()
         if self._run is not None and not place["between"]:
             place = self._beginning()
         if place["between"]:
-            place = place | {"batches": 0}
+            place = place | NOTHING
         self._known = self.epoch, place
         self._run = self._begin(self, self.epoch, place)
         return self._run
@@ -203,13 +204,13 @@ class Sampler:
         try:
             return self._counts()[1]
         except TypeError:
-            return self._dropped
+            return int(self._position()["dropped"])
 
     def _counts(self) -> tuple[int, int]:
         place = self._position()
         foreseen = self._foreseen(place)
         has_ended = place["between"] and place["batches"]
-        return (place["batches"], self._dropped) if has_ended else foreseen
+        return (place["batches"], place["dropped"]) if has_ended else foreseen
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the iterator made last, as a small dict that is fit for JSON.
@@ -246,7 +247,7 @@ class Sampler:
         former, state = self._check(state), copy.deepcopy(state)
         place = {name: state[name] for name in self._beginning()}
         if place["between"] and more:  # they are of an epoch that begins there
-            place |= {"between": False, "batches": 0}
+            place |= {"between": False, **NOTHING}
         else:
             epoch = state["epoch"]
         if former and not place["between"]:
@@ -272,9 +273,9 @@ class Sampler:
 
     def _beginning(self) -> Place:
         """Return where an epoch begins if none before has left anything for it."""
-        numbers = {"batches": 0, "begun": 0, "errors": 0, "dropped": 0}
         source = self._source.beginning()
-        return {"between": True, **numbers, "legs": [], "left": [], "source": source}
+        lists: Place = {"legs": [], "left": [], "source": source}
+        return {"between": True, **NOTHING, "begun": 0, "errors": 0, **lists}
 
     def _read(self, epoch: int, place: Any) -> Any:
         """Return what reads items from a place in the source on."""
@@ -309,7 +310,7 @@ class Sampler:
         if known is not None and known[0] == self.epoch:
             return known[1]
         if known is not None and known[1]["between"]:
-            return known[1] | {"batches": 0}
+            return known[1] | NOTHING
         return self._beginning()
 
     def _identity(self) -> dict[str, Any]:

@@ -26,9 +26,10 @@ class StepRun(Run):
 
     def place(self) -> Place:
         place: Place = self.sampler._beginning() | {"left": list(map(plain, self._left))}
+        place |= {"batches": self.batches, "dropped": self.dropped}
         if self.ended:
-            return place | {"batches": self.batches, "source": self._reading.over()}
-        numbers = {"batches": self.batches, "begun": self._begun, "legs": self._legs[:-1]}
+            return place | {"source": self._reading.over()}
+        numbers = {"begun": self._begun, "legs": self._legs[:-1]}
         return place | numbers | {"between": False, "source": self._reading.place()}
 
     def _next(self) -> Any:
@@ -51,9 +52,10 @@ class StepRun(Run):
         if len(self._left) < whole:
             self._reading.take(self._left, whole - len(self._left))
         if len(self._left) < (ranks if last_batch == "keep" else whole):
-            dropped = 0 if last_batch == "rollover" else len(self._left)
-            del self._left[len(self._left) - dropped :]
-            self._end(dropped)
+            if last_batch != "rollover":
+                self.dropped, self._left = len(self._left), []
+            self.ended = True
+            raise StopIteration
         step, self._left = self._left[:whole], self._left[whole:]
         self._begun += 1
         return step

@@ -293,7 +293,7 @@ class _Batches(Run):
         self._forgiven = self._errors  # by an earlier run
 
     def place(self) -> Place:
-        numbers = {"batches": self.batches, "errors": self._errors}
+        numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._errors}
         return self._place | numbers | {"between": self.ended}
 
     def _next(self) -> list[Any]:
@@ -339,15 +339,15 @@ class _Batches(Run):
 
     def _turn(self, end: int, dropped: int, legs: list[Any]) -> None:
         """Begin another window, behind the one that was given; or end."""
-        dropped += self._place["dropped"]
         reading, place = self._reading, self.sampler._beginning()
         self._errors = self._forgiven = 0
+        self.dropped += dropped
         if self._window is self.sampler._all or reading.ended:
             self._place = place | {"source": reading.over()}
-            self._end(dropped)
+            self.ended = True
+            raise StopIteration
         self._window = self._dealt = None
-        numbers = {"begun": end, "dropped": dropped, "legs": legs}
-        self._place = place | numbers | {"source": reading.place()}
+        self._place = place | {"begun": end, "legs": legs, "source": reading.place()}
 
 
 WindowSampler._begin = _Batches
