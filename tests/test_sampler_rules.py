@@ -629,6 +629,45 @@ def test_what_cannot_be_begun_is_not_over_after_a_resume(over):
                 list(fresh)
 
 
+class Spoilt(Told):
+    """Some of its items raise, and it goes on behind them."""
+
+    def __init__(self, n: int, bad: set[int]) -> None:
+        super().__init__(n)
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.checked, super().__iter__())
+
+    def checked(self, item: int) -> int:
+        if item in self.bad:
+            raise OSError(f"item {item}")
+        return item
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchSampler(BatchSampler(Raising(4, {0, 1, 2, 3}), 2), 2),
+        lambda: MixtureSampler([Spoilt(4, {3}), 3], [1, 1], 2),
+    ],
+)
+def test_an_epoch_after_errors_that_a_state_is_amid(make):
+    """Also where nothing but errors came behind the state."""
+    lived, states = make(), []
+    iterator = iter(begun(lived, 0))
+    while len(states) < 9:
+        states.append(saved(lived))
+        with suppress(OSError, StopIteration):
+            next(iterator)
+    expected = collected(begun(lived, 1))
+    for state in states:
+        fresh = make()
+        fresh.load_state_dict(state)
+        collected(begun(fresh, 0))
+        assert collected(begun(fresh, 1)) == expected
+
+
 # --- arguments --------------------------------------------------------------------------------
 
 

@@ -207,7 +207,8 @@ class Source(Repeatable):
         if list(place) == BEGINNING:
             self.forget()  # ours would begin with what they still have, which no state tells of
             if self.was_put and iter(self.items) is not self.items:
-                next(iter(self.items), None)  # else it would go on where it was put
+                with suppress(Exception):  # it comes again, in its turn
+                    next(iter(self.items), None)  # else it would go on where it was put
             if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
                 place = [0, state, True]  # nobody can tell it the epoch again
         self.stands, self._is_fresh = None, False
@@ -268,7 +269,7 @@ class Reading:
 
         What an item raises is raised here, once: the items before it are in the list.
         """
-        source, before = self._source, len(into)
+        source, before, failed = self._source, len(into), False
         if self.ended:
             return
         if self._items is None:
@@ -281,17 +282,16 @@ class Reading:
             # islice would call iter, with which some samplers begin anew.
             into.extend(map(next, repeat(self._items, most)))
         except BaseException as error:
-            if isinstance(error, Exception):
-                self.read, self._known = self.read + 1, None
+            failed = isinstance(error, Exception)  # which stands for an item
             if source.values is not None:
                 self._items = None
             raise
         finally:
-            taken = len(into) - before
-            self.read += taken
-            if taken:
+            moved = len(into) - before + failed
+            self.read += moved
+            if moved:
                 self._known, source.was_put = None, False
-        if taken == most:
+        if moved == most:
             return
         if source.was_put and self._known and self._known[2]:
             # Some say once more that the epoch is over whose state they were put to.
