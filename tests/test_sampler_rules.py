@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
-from conftest import variants
+from conftest import outcomes, variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import Lazy, plain
@@ -627,6 +627,23 @@ def test_what_cannot_be_begun_is_not_over_after_a_resume(over):
         else:
             with pytest.raises(OSError, match="not mounted"):
                 list(fresh)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", FAILING)
+def test_an_error_that_came_does_not_come_again_after_a_resume(kind, workers):
+    def loader() -> Loader:
+        return Loader(repr, FAILING[kind](), num_workers=workers, executor="thread")
+
+    with loader() as lived:
+        batches, found, states = iter(lived), [], []
+        while not found or found[-1] is not None:
+            found += list(map(str, outcomes(batches, 1))) or [None]
+            states.append(lived.state_dict())
+    for place, state in enumerate(states[:-1], 1):
+        with loader() as fresh:
+            fresh.load_state_dict(state)
+            assert list(map(str, outcomes(iter(fresh)))) == found[place:-1]
 
 
 class Spoilt(Told):

@@ -442,6 +442,8 @@ class SamplerLane(Lane):
                     source.is_ended = True
                     added.append(Pending(source, source.position, [], source.state, ends=True))
                 self._follow(task, *added)
+                if source._is_exact:  # a run that goes on from here does not meet it again
+                    source.state = source._state_now()
         except BaseException:
             if task is not None:
                 with interrupts_held():
