@@ -360,6 +360,8 @@ class Loader(Generic[B]):
         account, source = self._account, None
         if account is not None and account.is_under_way:
             source = account.lanes[0].sources[0]
+        elif account is not None and not account.is_over and isinstance(self.sampler, Sampler):
+            self.sampler._forget()  # as the next epoch will, of one that was left
         try:
             return self._told.length_in(self.epoch, source)
         except TypeError as error:

@@ -460,6 +460,9 @@ def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
         for length in (1, 2):
             assert [len(loader) for _ in loader] == [length] * length
         assert len(loader) == 1  # that of the next
+    with Loader(range(6), num_workers=2, **options) as loader:
+        next(iter(loader))  # the end was seen, and the epoch is left nevertheless
+        assert len(loader) == len(list(loader)) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
