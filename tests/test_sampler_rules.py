@@ -663,6 +663,23 @@ class Spoilt(Told):
 
 
 @pytest.mark.parametrize(
+    "make", [lambda: Spoilt(4, {2}), lambda: BatchSampler(Raising(3, {0, 1, 2}), 2)]
+)
+def test_errors_that_were_still_to_come_come_after_a_resume(make):
+    """Also those before the first item, and where the end was seen."""
+    with Loader(repr, make(), num_workers=0) as alone:
+        expected = list(map(str, outcomes(iter(alone))))
+    options = {"num_workers": 2, "executor": "thread", "prefetch_factor": 9}
+    with Loader(repr, make(), **options) as lived:
+        batches = iter(lived)
+        state = lived.state_dict()
+        assert list(map(str, outcomes(batches))) == expected
+    with Loader(repr, make(), num_workers=0) as fresh:
+        fresh.load_state_dict(state)
+        assert list(map(str, outcomes(iter(fresh)))) == expected
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: BatchSampler(BatchSampler(Raising(4, {0, 1, 2, 3}), 2), 2),

@@ -201,24 +201,17 @@ class Source:
         if known is not None and known.at:
             _check_put_back(sampler, iterator, known)
         at = known.at if known is not None else 0
-        foreign = known is not None and not self._is_exact
-        first: list[Any] = []
-        if foreign and not at and not told.is_used_up:
-            # What it says between epochs may stand for the end of one: there is nothing then.
-            first += _take(iterator)
-            iterator = iterator if first else iter(told)
-        self._go_on(lane, iterator, at, first, peek=foreign)
+        self._go_on(lane, iterator, at, foreign=known is not None and not self._is_exact)
 
-    def _go_on(self, lane: Lane, iterator: Any, at: int, first: list[Any], *, peek: bool) -> None:
+    def _go_on(self, lane: Lane, iterator: Any, at: int, *, foreign: bool) -> None:
         """Draw up to the position, and check that the items are still the same.
 
         Args:
             lane: to its account is added what is still to be given.
             iterator: of the sampler.
             at: where it was, before the first item.
-            first: that item, if it was drawn.
-            peek: whether to draw the next item: the generator of a sampler must begin, or what was
-                put back would hold for the next.
+            foreign: whether another's sampler was put there. Then the next item is drawn, too: the
+                generator of one must begin, or what was put back would hold for the next.
         """
         ordinal, expected = self.check
         early = [range(*each) for each in self._early]
@@ -226,9 +219,12 @@ class Source:
         here, last, failed, is_over = at, self.last, 0, False
         drawn: list[Pending] = []
         task: Pending | None = None  # the last of them, if the next item belongs to it
-        while here < max(end, ordinal + 1, self.position + peek):
+        # What it says between epochs may stand for the end of one: there is nothing then.
+        is_first = foreign and not at and not self.told.is_used_up
+        while here < max(end, ordinal + 1, self.position + foreign):
+            may_be_over, is_first = is_first, False
             try:
-                found, first = first or list(_take(iterator)), []
+                found = list(_take(iterator))
             except Exception as error:
                 if here >= self.position:  # it comes in its turn
                     drawn.append(self.raised(error, here))
@@ -238,6 +234,9 @@ class Source:
                 failed += 1
                 if failed == ERRORS:
                     raise
+                continue
+            if not found and may_be_over:
+                iterator = iter(self.told)
                 continue
             if not found:
                 if here > ordinal:  # no more is known to have been there: the rest was skipped
@@ -505,7 +504,7 @@ class SamplerLane(Lane):
         known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
         if check is not None:
             known = check[0], partial(source.digest, check[1])
-        ended = end is not None and not ranges
+        ended = end is not None and not ranges and raised is None
         if ended and source.inside is not None:
             # Another world deals out what is left, which the state of the end does not have. And
             # without workers the end is not read ahead.
