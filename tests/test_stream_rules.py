@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -135,6 +136,31 @@ def test_a_stream_that_reads_otherwise_again_is_refused(workers):
             loader.load_state_dict(state)
             with pytest.raises(Exception, match=r"stream|dataset"):
                 list(loader)
+
+
+class Named(str):
+    """A string, as numpy's are."""
+
+
+FORMS: dict[str, Any] = {
+    "another kind of string": lambda number: Named(number),
+    "behind what is neither number nor string": lambda number: {"image": object(), "label": number},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_number_or_string_tells_streams_apart(form):
+    def stream(first: int) -> Any:
+        return Steady(20, lambda number: FORMS[form](first + number))
+
+    with Loader(stream(0), num_workers=1, executor="thread") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for first in 0, 1:
+        with Loader(stream(first), num_workers=1, executor="thread") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="other samples") if first else nullcontext():
+                assert len(list(loader)) == 19
 
 
 @pytest.mark.slow

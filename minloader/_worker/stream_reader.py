@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import islice, repeat
 from types import GeneratorType
 from typing import Any
 
@@ -366,29 +366,23 @@ def recognized(samples: list[Any]) -> int:
     return zlib.crc32(repr((_plain(samples[0]), _plain(samples[-1]))).encode())
 
 
-def _plain(value: Any) -> Any:
-    """Return the first number or string in a sample, or the first ones of an array."""
-    for _ in range(_DEPTH):
-        kind = type(value)
-        if kind in _PLAIN:
-            return value[:64] if kind in (str, bytes) else value
-        if isinstance(value, Mapping):
-            value = next(iter(value.values()), None)
-        elif isinstance(value, list | tuple):
-            value = value[0] if value else None
-        else:
-            break
+def _plain(value: Any, depth: int = 8) -> Any:
+    """Return the first number or string in a sample, or the first ones of an array; else None."""
+    if isinstance(value, str | bytes):
+        return value[:64]
+    if isinstance(value, int | float):
+        return value + 0  # of an enum, without its name
+    parts = value.values() if isinstance(value, Mapping) else value
+    if parts is not value or isinstance(value, list | tuple):
+        found = (_plain(part, depth - 1) for part in islice(parts, depth))
+        return next((each for each in found if each is not None), None)
     flat: Any = getattr(value, "flat", None)  # a numpy array
     if flat is None and hasattr(value, "flatten"):  # a tensor
         flat = value.flatten()
     try:
         return list(map(float, flat[:8]))
     except (TypeError, ValueError):
-        return type(value).__qualname__
-
-
-_DEPTH = 8
-_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+        return None
 
 
 def _read_once(dataset: Any) -> RuntimeError:
