@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from asyncio import sleep
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import idioms
 from helpers import Numbers as Steady
 
 from minloader import SKIP, get_worker_info
@@ -237,9 +239,22 @@ class Opened(Steady):
             yield self.on_sample(number)
 
 
+class OpenedCounting(idioms.Counting):
+    """The same with a state, and a count of its passes."""
+
+    opened: tuple[int, int] | None = None
+
+    def values(self) -> range:
+        if self.opened is None:
+            raise AttributeError("this copy was not opened")
+        first, step = self.opened
+        return range(100 * self.epoch + first, 100 * self.epoch + self.n, step)
+
+
 def open_stream(info: Any) -> None:
     """A ``worker_init_fn``."""
-    info.dataset.opened = info.id, info.num_workers
+    stream = getattr(info.dataset, "stream", info.dataset)  # one that is shuffled
+    stream.opened = info.id, info.num_workers
 
 
 class Passes(Steady):
@@ -313,7 +328,7 @@ def plain(item: Any) -> Any:
     """An item as tuples and numbers: two that are alike are equal."""
     if isinstance(item, (list, tuple)):
         return tuple(map(plain, item))
-    return int(item)
+    return item if item is None or isinstance(item, str) else int(item)
 
 
 def index_of(item: Any) -> int:
@@ -330,39 +345,81 @@ def drawn() -> int:
 
 
 class Cook:
-    """Gives the item and a random number of the batch.
+    """Gives the item and a random number of the batch; what is given such a pair adds another.
 
     Args:
         bad: indices of items that raise, see :func:`index_of`.
         left_out: those of items for which it says SKIP.
         slow: those of items that take 0.02 s.
+        n: its length.
+        draws: whether it draws a number.
     """
 
-    def __init__(self, bad: Any = (), left_out: Any = (), slow: Any = ()) -> None:
+    def __init__(
+        self, bad: Any = (), left_out: Any = (), slow: Any = (), n: int = 0, draws: bool = True
+    ) -> None:
         self.bad = set(bad)
         self.left_out = set(left_out)
         self.slow = set(slow)
+        self.n = n
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return self.n
 
     def __getitem__(self, item: Any) -> Any:
-        index = index_of(item)
-        if index in self.slow:
+        if index_of(item) in self.slow:
             threading.Event().wait(0.02)
+        return self.made(item)
+
+    def __call__(self, sample: Any) -> Any:
+        """As a ``transform``."""
+        item = sample[0] if isinstance(sample, tuple) else sample
+        if isinstance(item, str):
+            return sample
+        return self.made(item)[0], (getattr(sample, "draw", 0), drawn())
+
+    def made(self, item: Any) -> Any:
+        index = index_of(item)
         if index in self.bad:
             raise ValueError(f"{index} is bad")
-        return SKIP if index in self.left_out else (plain(item), drawn())
+        return SKIP if index in self.left_out else (plain(item), self.draws and drawn())
+
+
+class Awaited(Cook):
+    """The same, which is awaited."""
+
+    async def __getitem__(self, item: Any) -> Any:
+        await sleep(0.02 * (index_of(item) in self.slow))
+        return self.made(item)
+
+
+class Number(int):
+    """A number of a stream, and one that the stream has drawn."""
+
+    draw = 0
 
 
 class Slow:
-    """Some numbers of a stream take 0.02 s."""
+    """Draws for each number of a stream. Some take 0.02 s, and for some it says SKIP.
 
-    def __init__(self, slow: Any) -> None:
+    Args:
+        slow, left_out: which.
+    """
+
+    def __init__(self, slow: Any, left_out: Any = ()) -> None:
         self.slow = set(slow)
+        self.left_out = set(left_out)
 
-    def __call__(self, number: int) -> int:
+    def __call__(self, number: int) -> Any:
         if number % 100 in self.slow:
             threading.Event().wait(0.02)
-        return number
+        given = Number(number)
+        given.draw = drawn()
+        return SKIP if index_of(number) in self.left_out else given
 
 
-def with_draw(sample: Any) -> Any:
-    return plain(sample), drawn()
+def combined(samples: list[Any]) -> Any:
+    """Collates items and draws."""
+    items, draws = zip(*samples, strict=True)
+    return items, draws

@@ -18,11 +18,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from .programs import KINDS, WAYS, WITHIN, Kind, Program, Refused
+from .programs import (
+    DATASETS,
+    KINDS,
+    ON_ERROR,
+    WAYS,
+    WITHIN,
+    Kind,
+    Program,
+    Refused,
+    end_executors,
+)
 
 HERE = ["here"]
 THREADS = ["thread", "threads", "three threads"]
 PROCESSES = ["process", "processes"]
+USERS = ["user's threads", "user's processes"]
 
 counts: Counter[str] = Counter()
 """How often each rule was used by all programs of this process, and how many there were."""
@@ -32,6 +43,8 @@ failures: list[BaseException] = []
 
 some = st.integers(0, 2)
 
+seeds = st.sampled_from([0, 0, 7, None])
+
 pressed = st.none() | st.none() | st.integers(0, 300) | st.integers(0, 1_500)
 """After how many places Ctrl-C comes in a call; None: it does not."""
 
@@ -39,7 +52,7 @@ pressed = st.none() | st.none() | st.integers(0, 300) | st.integers(0, 1_500)
 class Programs(RuleBasedStateMachine):
     """A program, of one step after the other."""
 
-    ways = (*HERE, *THREADS)
+    ways = (*HERE, *THREADS, USERS[0])
     kinds = tuple(KINDS)
 
     def __init__(self) -> None:
@@ -49,18 +62,37 @@ class Programs(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin_program(self, data: Any) -> None:
         kind = data.draw(st.sampled_from(self.kinds), label="kind")
-        way = data.draw(st.sampled_from(self.ways_of(KINDS[kind])), label="way")
+        what = KINDS[kind]
+        way = data.draw(st.sampled_from(self.ways_of(what)), label="way")
         # At least three batches, of which at most two do not come: else that is an error.
         n = data.draw(st.integers(12, 17) | st.integers(30, 60), label="n")
         indices = st.frozensets(st.integers(0, n - 1), max_size=1)
         bad, left_out, slow = (data.draw(indices, label=what) for what in ("bad", "skip", "slow"))
-        fate = data.draw(st.sampled_from(["fails", "left out", "replaced", "mended"]), label="fate")
-        options: dict[str, Any] = {
-            "prefetch_factor": data.draw(st.integers(1, 3), label="prefetch_factor"),
-            "in_order": data.draw(st.sampled_from([True, True, True, False]), label="in_order"),
-        }
+        fate = data.draw(st.sampled_from(list(ON_ERROR)), label="fate")
+        options = self.drawn_options(data) | {"seed": data.draw(seeds, label="seed")}
+        dataset, collated = "plain", False
+        if what.stream and not what.repeatable:  # where a batch is, and what is beside it, depends
+            bad = frozenset()
+        elif what.stream:
+            collated = data.draw(st.booleans(), label="collated")
+            if collated:
+                options["batch_size"] = data.draw(st.integers(1, 3), label="batch_size")
+                options["last_batch"] = data.draw(st.sampled_from(["keep", "discard"]))
+        else:
+            dataset = data.draw(st.sampled_from(datasets_of(what)), label="dataset")
+            must = dataset == "cached" or what.options
+            collated = what.lists and (must or data.draw(st.booleans(), label="collated"))
         counts["programs"] += 1
-        self.program = Program(kind, way, n, bad, left_out - bad, slow, fate, options)
+        how = fate, options, dataset, bool(collated)
+        self.program = Program(kind, way, n, bad, left_out - bad, slow, *how)
+
+    def drawn_options(self, data: Any) -> dict[str, Any]:
+        """What may be another in a loader that goes on from a state."""
+        in_order = st.sampled_from([True, True, True, False])
+        return {
+            "prefetch_factor": data.draw(st.integers(1, 3), label="prefetch_factor"),
+            "in_order": data.draw(in_order, label="in_order"),
+        }
 
     @contextlib.contextmanager
     def noted(self, name: str) -> Iterator[Program]:
@@ -91,7 +123,8 @@ class Programs(RuleBasedStateMachine):
 
     def ways_of(self, what: Kind) -> list[str]:
         """With 0 workers, a stream that must be opened for its shard has one copy only."""
-        return [way for way in self.ways if not what.opened or way != "here"]
+        without = USERS * what.stream + HERE * what.opened
+        return [way for way in self.ways if way not in without]
 
     @property
     def elsewhere(self) -> str:
@@ -116,6 +149,8 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.can_begin)
     @rule(place=pressed)
     def begin(self, place: int | None) -> None:
+        if not self.program.what.has_state:  # what it raised then, it does not raise once more
+            place = None
         with self.noted("iter" if place is None else "Ctrl-C in iter") as program:
             program.begin("iter", place=place)
 
@@ -189,7 +224,7 @@ class Programs(RuleBasedStateMachine):
         with self.noted("load_state_dict") as program:
             program.load(which % len(program.states), place)
 
-    @precondition(lambda self: self.program.states)
+    @precondition(lambda self: self.program.states and self.program.options["seed"] is not None)
     @rule(which=st.integers(0, 9))
     def refuse(self, which: int) -> None:
         with self.noted("a state that is refused") as program:
@@ -204,9 +239,12 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.program.states)
     @rule(which=st.integers(0, 9), data=st.data())
     def move(self, which: int, data: Any) -> None:
-        way = data.draw(st.sampled_from(self.ways_of(self.program.what)), label="way")
+        what, options = self.program.what, self.drawn_options(data)
+        way = data.draw(st.sampled_from(self.ways_of(what)), label="way")
+        if not what.repeatable:
+            del options["in_order"]
         with self.noted("load_state_dict elsewhere") as program:
-            program.move(which % len(program.states), way)
+            program.move(which % len(program.states), way, **options)
 
     @precondition(lambda self: self.program.states)
     @rule(which=st.integers(0, 9))
@@ -253,11 +291,30 @@ class Programs(RuleBasedStateMachine):
             with self.noted("close") as program:
                 program.close()
 
+    @precondition(lambda self: self.live and self.program.steps[7:])
+    @rule(which=some, seldom=st.integers(0, 5))
+    def close_meanwhile(self, which: int, seldom: int) -> None:
+        if seldom == 5:
+            with self.noted("close while a thread takes batches") as program:
+                program.close_meanwhile(which % self.live)
+
+    @precondition(lambda self: self.can_begin and self.program.way not in USERS)
+    @rule(seldom=st.integers(0, 5))
+    def fork(self, seldom: int) -> None:
+        if seldom == 5:
+            with self.noted("fork") as program:
+                program.fork()
+
 
 class ProgramsInProcesses(Programs):
     """The same with worker processes, most of the time."""
 
-    ways = (*PROCESSES, *PROCESSES, "here", "threads")
+    ways = (*PROCESSES, *PROCESSES, "here", "threads", *USERS)
+
+
+def datasets_of(what: Kind) -> list[str]:
+    """How the samples of a sampler can be read: a cache takes numbers alone."""
+    return ["plain", "plain", *(name for name in DATASETS if what.numbers or name != "cached")]
 
 
 def run_programs(machine: Any, number: int, options: settings) -> None:
@@ -277,6 +334,8 @@ def run_programs(machine: Any, number: int, options: settings) -> None:
             if failures:
                 raise failures[0] from None
             number += 1_000_000
+        finally:
+            end_executors()
 
 
-assert set(HERE + THREADS + PROCESSES) == set(WAYS)
+assert set(HERE + THREADS + PROCESSES + USERS) == set(WAYS)

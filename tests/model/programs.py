@@ -15,10 +15,13 @@ import os
 import random
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import idioms
 import psutil
@@ -27,11 +30,13 @@ from helpers import StatefulIterator
 from interrupts import OURS, interrupted
 from kinds import (
     BAD_ITEM,
+    Awaited,
     Cook,
     Counted,
     CountedIterator,
     Failing,
     Opened,
+    OpenedCounting,
     OwnGenerator,
     OwnOrder,
     Reusing,
@@ -40,15 +45,25 @@ from kinds import (
     Told,
     ToldWithState,
     Uneven,
+    combined,
     index_of,
     open_stream,
     plain,
     shuffled_indices,
     uneven_part,
-    with_draw,
 )
 
-from minloader import BatchSampler, DynamicBatchSampler, Loader, MixtureSampler, prefetch
+from minloader import (
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    MixtureSampler,
+    cached,
+    concurrent,
+    prefetch,
+    shuffled,
+)
+from minloader._sampling.seeding import generator
 
 from .model import Chain, Model, Place, Run
 
@@ -59,13 +74,24 @@ HANG = 60.0
 # --- kinds of samplers and streams ---------------------------------------------------------------
 
 
+class At(NamedTuple):
+    """Where an epoch is: its number, passes before it, its chain, number of shards, and the seed of
+    the loader."""
+
+    epoch: int
+    passes: int
+    chain: Chain
+    shards: int
+    seed: int
+
+
 @dataclass(frozen=True)
 class Kind:
     """A sampler or a stream.
 
     Attributes:
         make: makes one for so many indices, or samples.
-        items: what it gives: so many, number of the epoch, passes before, number of shards.
+        items: what an epoch of so many has; of a stream, the samples of each shard.
         stream: whether it is a stream.
         alone: whether the place is the object's own, so that only one iteration at a time is
             possible, and none can be left early without a state to go on from.
@@ -74,11 +100,13 @@ class Kind:
         has_state: whether a state may be asked for.
         opened: whether a stream must be opened in a worker, see :class:`Opened`.
         bad: an item of its own that fails.
-        rolls: whether ``items`` takes the chain too.
+        lists: whether its items are lists of indices.
+        numbers: whether its indices are numbers, alone or in lists.
+        options: of the loader.
     """
 
     make: Callable[[int], Any]
-    items: Callable[[int, int, int, int], list[Any]]
+    items: Callable[[int, At], list[Any]]
     stream: bool = False
     alone: bool = False
     sequential: bool = False
@@ -86,39 +114,41 @@ class Kind:
     has_state: bool = True
     opened: bool = False
     bad: int | None = None
-    rolls: bool = False
+    lists: bool = False
+    numbers: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def numbered(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
+def numbered(n: int, at: At) -> list[Any]:
     return list(range(n))
 
 
-def told(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
-    return [1000 * epoch + each for each in shuffled_indices(n, epoch)]
+def told(n: int, at: At) -> list[Any]:
+    return [1000 * at.epoch + each for each in shuffled_indices(n, at.epoch)]
 
 
-def counted(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
-    return told(n, passes, passes, shards)
+def counted(n: int, at: At) -> list[Any]:
+    return told(n, at._replace(epoch=at.passes))
 
 
-def failing(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
-    return [0, 1, 2, *[BAD_ITEM] * (passes == 0), *range(3, n)]
+def failing(n: int, at: At) -> list[Any]:
+    return [0, 1, 2, *[BAD_ITEM] * (at.passes == 0), *range(3, n)]
 
 
 def pairs(items: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def cut(n: int, *place: int) -> list[Any]:
-        values = items(n, *place)
+    def cut(n: int, at: At) -> list[Any]:
+        values = items(n, at)
         return [values[i : i + 2] for i in range(0, len(values), 2)]
 
     return cut
 
 
-def as_alone(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
+def as_alone(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     """What a sampler gives that is told its epoch and read by itself."""
 
-    def items(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
+    def items(n: int, at: At) -> list[Any]:
         sampler = make(n)
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(at.epoch)
         return list(sampler)
 
     return items
@@ -127,9 +157,9 @@ def as_alone(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
 def as_rolled(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """The same of one that begins with what the epochs of its chain have left."""
 
-    def items(n: int, epoch: int, passes: int, shards: int, chain: Chain) -> list[Any]:
+    def items(n: int, at: At) -> list[Any]:
         sampler, given = make(n), []
-        for number in (*chain, epoch):
+        for number in (*at.chain, at.epoch):
             sampler.set_epoch(number)
             given = list(sampler)
         return given
@@ -139,25 +169,51 @@ def as_rolled(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
 
 def as_read_through(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """The same of one that has read all epochs before."""
+    rolled = as_rolled(make)
+    return lambda n, at: rolled(n, at._replace(chain=tuple(range(at.epoch))))
 
-    def items(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
-        sampler, given = make(n), []
-        for number in range(epoch + 1):
-            sampler.set_epoch(number)
-            given = list(sampler)
+
+def own_shuffled(n: int, at: At) -> list[Any]:
+    sampler = BatchSampler(n, 2, shuffle=True, seed=at.seed)
+    sampler.set_epoch(at.epoch)
+    return list(sampler)
+
+
+def in_shards(part: Callable[[int, int, int], list[int]], step: int = 0) -> Callable[..., Any]:
+    """The shards of a stream; ``step`` is what each pass adds."""
+
+    def shards(n: int, at: At) -> list[Any]:
+        parts = [part(n, shard, at.shards) for shard in range(at.shards)]
+        return [[step * at.passes + each for each in numbers] for numbers in parts]
+
+    return shards
+
+
+HALF = 3
+"""Samples in half the buffer of a stream that is shuffled."""
+
+
+def mixed(kind: Kind) -> Kind:
+    """A stream that is shuffled. An error comes where the buffer is filled."""
+
+    def mix(shard: int, samples: list[int], at: At) -> list[int]:
+        good = [each for each in samples if each != kind.bad]
+        given: list[int] = []
+        for number, first in enumerate(range(0, len(good), HALF)):
+            half = good[first : first + HALF]
+            rng = generator("shuffled", 0, at.seed, at.epoch, 0, shard, number)
+            given += [half[place] for place in reversed(rng.permutation(len(half)))]
+        if len(good) < len(samples):
+            read = [HALF * (j // HALF + 1) + j % HALF for j in range(len(good))]
+            behind = [j for j in range(len(good)) if read[j] > samples.index(kind.bad)]
+            given.insert((behind or [len(good)])[0], kind.bad)
         return given
 
-    return items
-
-
-def in_turns(part: Callable[[int, int, int], list[int]], step: int = 0) -> Callable[..., list[Any]]:
-    """The shards of a stream in turns; ``step`` is what each pass adds."""
-
-    def items(n: int, epoch: int, passes: int, shards: int) -> list[Any]:
-        rounds = itertools.zip_longest(*(part(n, shard, shards) for shard in range(shards)))
-        return [step * passes + each for turn in rounds for each in turn if each is not None]
-
-    return items
+    return replace(
+        kind,
+        make=lambda n: shuffled(kind.make(n), 2 * HALF),
+        items=lambda n, at: [mix(*each, at) for each in enumerate(kind.items(n, at))],
+    )
 
 
 def even_part(n: int, shard: int, shards: int) -> list[int]:
@@ -193,40 +249,67 @@ def _rolling_state(n: int) -> Any:
     return BatchSampler(ToldWithState(n), 2, last_batch="rollover")
 
 
+STREAMS: dict[str, Kind] = {
+    "steady": Kind(Steady, in_shards(even_part), stream=True),
+    "uneven": Kind(Uneven, in_shards(uneven_part), stream=True),
+    "iterator with state": Kind(StatefulIterator, in_shards(even_part), stream=True),
+    "failing iterator": Kind(
+        lambda n: StatefulIterator(n, bad=4), in_shards(even_part), stream=True, bad=4
+    ),
+    "opened": Kind(Opened, in_shards(even_part), stream=True, opened=True),
+    "opened counting": Kind(
+        OpenedCounting, in_shards(even_part, 100), stream=True, sequential=True, opened=True
+    ),
+    "counting": Kind(idioms.Counting, in_shards(even_part, 100), stream=True, sequential=True),
+    "separate": Kind(idioms.Separate, in_shards(even_part, 100), stream=True, sequential=True),
+}
+
 KINDS: dict[str, Kind] = {
     "range": Kind(range, numbered),
-    "lists": Kind(lambda n: [[k] for k in range(n)], lambda n, *_: [[k] for k in range(n)]),
+    "lists": Kind(
+        lambda n: [[k] for k in range(n)], lambda n, at: [[k] for k in range(n)], lists=True
+    ),
     "told": Kind(Told, told),
-    "shuffled": Kind(_shuffled, as_alone(_shuffled)),
-    "rolling": Kind(_rolling, as_rolled(_rolling), rolls=True),
-    "dynamic": Kind(_dynamic, as_alone(_dynamic)),
-    "mixture": Kind(_mixture, as_alone(_mixture)),
-    "batches of told": Kind(lambda n: BatchSampler(Told(n), 2), pairs(told), alone=True),
-    "reusing": Kind(Reusing, pairs(numbered), alone=True),
+    "own shuffled": Kind(
+        lambda n: None, own_shuffled, lists=True, options={"batch_size": 2, "shuffle": True}
+    ),
+    "shuffled": Kind(_shuffled, as_alone(_shuffled), lists=True),
+    "rolling": Kind(_rolling, as_rolled(_rolling), lists=True),
+    "dynamic": Kind(_dynamic, as_alone(_dynamic), lists=True),
+    "mixture": Kind(_mixture, as_alone(_mixture), lists=True, numbers=False),
+    "batches of told": Kind(
+        lambda n: BatchSampler(Told(n), 2), pairs(told), alone=True, lists=True
+    ),
+    "reusing": Kind(Reusing, pairs(numbered), alone=True, lists=True),
     "told with state": Kind(ToldWithState, told, alone=True),
     "counted": Kind(Counted, counted, alone=True, sequential=True),
     "counted iterator": Kind(CountedIterator, counted, alone=True, sequential=True),
     "batches of counted": Kind(
-        lambda n: BatchSampler(Counted(n), 2), pairs(counted), alone=True, sequential=True
+        lambda n: BatchSampler(Counted(n), 2),
+        pairs(counted),
+        alone=True,
+        sequential=True,
+        lists=True,
     ),
     "batches of batches": Kind(
         lambda n: BatchSampler(BatchSampler(Counted(n), 2), 2),
         pairs(pairs(counted)),
         alone=True,
         sequential=True,
+        numbers=False,
     ),
     "rolling told": Kind(
-        _rolling_told, as_read_through(_rolling_told), alone=True, sequential=True
+        _rolling_told, as_read_through(_rolling_told), alone=True, sequential=True, lists=True
     ),
     "rolling list": Kind(
-        _rolling_list, as_read_through(_rolling_list), alone=True, sequential=True
+        _rolling_list, as_read_through(_rolling_list), alone=True, sequential=True, lists=True
     ),
     "rolling state": Kind(
-        _rolling_state, as_read_through(_rolling_state), alone=True, sequential=True
+        _rolling_state, as_read_through(_rolling_state), alone=True, sequential=True, lists=True
     ),
     "own generator": Kind(
         lambda n: OwnGenerator(n + 200),
-        lambda n, *_: list(range(n + 200)),
+        lambda n, at: list(range(n + 200)),
         alone=True,
         sequential=True,
         repeatable=False,
@@ -234,17 +317,22 @@ KINDS: dict[str, Kind] = {
     "failing": Kind(
         lambda n: Failing(n, 3), failing, alone=True, sequential=True, has_state=False, bad=BAD_ITEM
     ),
-    "steady": Kind(Steady, in_turns(even_part), stream=True),
-    "uneven": Kind(Uneven, in_turns(uneven_part), stream=True),
-    "iterator with state": Kind(StatefulIterator, in_turns(even_part), stream=True),
-    "failing iterator": Kind(
-        lambda n: StatefulIterator(n, bad=4), in_turns(even_part), stream=True, bad=4
-    ),
-    "opened": Kind(Opened, in_turns(even_part), stream=True, opened=True),
-    "counting": Kind(idioms.Counting, in_turns(even_part, 100), stream=True, sequential=True),
-    "separate": Kind(idioms.Separate, in_turns(even_part, 100), stream=True, sequential=True),
-    "own order": Kind(OwnOrder, in_turns(even_part), stream=True, repeatable=False),
+    "own order": Kind(OwnOrder, in_shards(even_part), stream=True, repeatable=False),
+    **STREAMS,
+    **{f"{name}, shuffled": mixed(kind) for name, kind in STREAMS.items()},
 }
+
+
+@cache
+def users_threads() -> Executor:
+    """An executor of the user's, which all programs share."""
+    return ThreadPoolExecutor(3)
+
+
+@cache
+def users_processes() -> Executor:
+    return ProcessPoolExecutor(2, get_context("spawn"))
+
 
 WAYS: dict[str, dict[str, Any]] = {
     "here": {"num_workers": 0, "executor": "thread"},  # when it is resized
@@ -253,6 +341,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "three threads": {"num_workers": 3, "executor": "thread"},
     "process": {"num_workers": 1},
     "processes": {"num_workers": 2},
+    "user's threads": {"num_workers": 2, "executor": users_threads},
+    "user's processes": {"num_workers": 2, "executor": users_processes},
+}
+
+DATASETS: dict[str, Callable[..., Any]] = {
+    "plain": Cook,
+    "concurrent": lambda *args: concurrent(Cook(*args), 3),
+    "awaited": lambda *args: concurrent(Awaited(*args), 3),
+    "cached": lambda *args: cached(Cook(*args, draws=False), bytes=42_000),
 }
 
 
@@ -264,7 +361,7 @@ class Refused(Exception):
     """An order that can be had by nothing was wanted again, and that was said."""
 
 
-def replace(failure: Any) -> Any:
+def replaced(failure: Any) -> Any:
     """An ``on_error``."""
     return "replaced", plain(failure.item)
 
@@ -273,17 +370,18 @@ class Mending:
     """An ``on_error`` that is asked per sample, where that is made."""
 
     def __call__(self, failure: Any) -> Any:
-        raise AssertionError(f"a batch has failed: {failure}")
+        raise failure.__cause__
 
     def for_sample(self, failure: Any) -> Any:
-        return replace(failure)
+        return "mended", plain(failure.item)
 
 
 ON_ERROR: dict[str, Any] = {
     "fails": "raise",
     "left out": "skip",
-    "replaced": replace,
+    "replaced": replaced,
     "mended": Mending(),
+    "shorter": "skip_sample",
 }
 
 
@@ -298,6 +396,8 @@ class Program:
         bad, left_out, slow: indices of items, see :class:`Cook`.
         fate: of an item that is bad.
         options: of the loader.
+        dataset: how samples are read, by name.
+        collated: whether each sample of an item is read by itself.
     """
 
     kind: str
@@ -308,23 +408,31 @@ class Program:
     slow: frozenset[int] = frozenset()
     fate: str = "fails"
     options: dict[str, Any] = field(default_factory=dict)
+    dataset: str = "plain"
+    collated: bool = False
     steps: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.what = KINDS[self.kind]
+        self.options |= self.what.options
         self.shards = max(1, WAYS[self.way]["num_workers"]) if self.what.stream else 0
-        ordered = self.what.repeatable and self.options.get("in_order", True)
-        self.model = Model(self.plan, ordered, self.has_one_order)
+        self.model = Model(self.plan, self.ordered, self.has_one_order)
         self.states: list[tuple[Any, Place]] = []
         self.loader = self.make(self.way)
         self.runs: list[tuple[Iterator[Any], Run, str]] = []
         self.former: Iterator[Any] | None = None  # from before a state was loaded
         self.disturbed = False  # whether a stream may have to be read again
         self.went_on = False  # from a state
-        self.write(f"loader: {self.kind}, n={self.n}, {self.way}, {self.options}")
+        how = f"{self.dataset}, {'collated, ' * self.collated}{self.options}"
+        self.write(f"loader: {self.kind}, n={self.n}, {self.way}, {how}")
         for name in ("bad", "left_out", "slow"):
             if getattr(self, name):
                 self.write(f"{name}: {sorted(getattr(self, name))}, {self.fate}")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether batches come in the order of their ordinals."""
+        return self.what.repeatable and bool(self.options.get("in_order", True))
 
     @property
     def has_one_order(self) -> bool:
@@ -339,31 +447,64 @@ class Program:
         return known and not any(how == "prefetched" for _, _, how in self.runs)
 
     def plan(self, epoch: int, passes: int, chain: Chain) -> list[tuple[Any, str]]:
-        chains = (chain,) if self.what.rolls else ()
-        items = self.what.items(self.n, epoch, passes, self.shards, *chains)
-        return [(plain(item), self.fate_of(item)) for item in items]
+        at = At(epoch, passes, chain, self.shards, self.loader.seed)
+        items = self.what.items(self.n, at)
+        if not self.what.stream:
+            return [self.planned(item, item if self.collated else [item]) for item in items]
+        shards = [self.cut(shard, samples) for shard, samples in enumerate(items)]
+        turns = itertools.zip_longest(*shards)
+        return [batch for turn in turns for batch in turn if batch is not None]
 
-    def fate_of(self, item: Any) -> str:
-        if item == self.what.bad:
-            return "fails"
-        if self.what.stream:
-            return "given"
-        index = index_of(item)
-        if index in self.bad:
-            return "replaced" if self.fate == "mended" else self.fate
-        return "left out" if index in self.left_out else "given"
+    def cut(self, shard: int, samples: list[int]) -> list[tuple[Any, str]]:
+        """The batches of a shard; one in which the stream fails has no samples."""
+        batches, batch = [], []
+        for n, sample in enumerate(samples, 1):
+            item, is_bad = (shard, len(batches)), sample == self.what.bad
+            batch.append(sample)
+            last = n == len(samples) and self.options.get("last_batch") != "discard"
+            if is_bad or last or len(batch) == self.options.get("batch_size", 1):
+                batches.append(self.failed(item, sample) if is_bad else self.planned(item, batch))
+                batch = []
+        return batches
+
+    def failed(self, item: Any, sample: Any) -> tuple[Any, str]:
+        if self.fate in ("left out", "replaced"):
+            return item, self.fate
+        return plain(sample), "fails"
+
+    def planned(self, item: Any, samples: list[Any]) -> tuple[Any, str]:
+        """What becomes of a batch of some samples."""
+        made: list[Any] = []
+        if samples == [self.what.bad]:
+            return BAD_ITEM, "fails"
+        for sample in samples:
+            if index_of(sample) not in self.bad | self.left_out:
+                made.append(plain(sample))
+            elif index_of(sample) in self.bad and self.fate == "mended":
+                made.append("mended")
+            elif index_of(sample) in self.bad and self.fate != "shorter":
+                return plain(self.failed(item, sample)[0]), self.fate
+        if not made:
+            return plain(item), "left out"
+        return tuple(made) if self.collated else made[0], "given"
 
     def make(self, way: str) -> Loader:
-        options = {"on_error": ON_ERROR[self.fate], "retries": 1_000} | self.options | WAYS[way]
+        options = {"on_error": ON_ERROR[self.fate], "retries": 1_000, "max_errors": 100_000}
+        options |= self.options | WAYS[way]
+        if callable(options.get("executor")):
+            options["executor"] = options["executor"]()
+        if self.collated:
+            options["collate_fn"] = combined
         if not self.what.stream:
-            dataset = Cook(self.bad, self.left_out, self.slow)
+            dataset = DATASETS[self.dataset](self.bad, self.left_out, self.slow, self.n)
+            if self.dataset == "cached":
+                options["transform"] = Cook()
             return Loader(dataset, self.what.make(self.n), **options)
-        options.pop("on_error")
         stream = self.what.make(self.n)
-        stream.on_sample = Slow(self.slow)
+        getattr(stream, "stream", stream).on_sample = Slow(self.slow, self.left_out)
         if self.what.opened:
             options["worker_init_fn"] = open_stream
-        return Loader(stream, transform=with_draw, **options)
+        return Loader(stream, transform=Cook(self.bad), **options)
 
     def write(self, text: str) -> None:
         self.steps.append(text)
@@ -599,13 +740,15 @@ class Program:
                 given = error
             raise AssertionError(f"the former iterator has given {given}")
 
-    def move(self, which: int, way: str) -> None:
-        """Goes on from a state, in a fresh loader."""
-        with self.step(f"load state {which} in a fresh loader, {way}"):
+    def move(self, which: int, way: str, **options: Any) -> None:
+        """Goes on from a state, in a fresh loader, with some options that are others."""
+        with self.step(f"load state {which} in a fresh loader, {way}, {options}"):
             while self.runs:
                 self.drop(-1)
             self.loader.close()
+            self.options |= options
             self.loader, self.way = self.make(way), way
+            self.model.ordered = self.ordered
             self._loaded(which)
 
     def verify(self, which: int, way: str = "here") -> None:
@@ -659,7 +802,8 @@ class Program:
         """Kills a worker of ours, by its pid."""
         with self.step(f"kill a worker, {seed}"):
             mine = psutil.Process().children()
-            found = [each for each in mine if is_worker(each)]
+            users = users_processes()._processes if users_processes.cache_info().currsize else {}
+            found = [each for each in mine if is_worker(each) and each.pid not in users]
             if found:
                 self.disturbed = True
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -684,6 +828,55 @@ class Program:
                 assert how == "prefetched", f"a closed loader has given {given}"
             self.restart()
 
+    def close_meanwhile(self, which: int) -> None:
+        """Ends the loader while another thread takes batches, which ends then."""
+        with self.step(f"close while a thread takes batches of {which}"):
+            batches, ends = self.runs[which][0], []
+
+            def taking() -> None:
+                try:
+                    while True:
+                        with contextlib.suppress(ValueError):
+                            next(batches)
+                except (RuntimeError, StopIteration) as error:
+                    ends.append(error)
+
+            thread = threading.Thread(target=taking)
+            thread.start()
+            self.loader.close()
+            thread.join()
+            assert ends, "the thread has failed"
+            self.restart()
+
+    def fork(self) -> None:
+        """A fork of this process is given an epoch of its own."""
+        with self.step("fork"):
+            here, there = os.pipe()
+            child = os.fork()
+            if child == 0:
+                self._in_fork(there)
+            try:
+                os.close(there)
+                with os.fdopen(here) as told:
+                    failed = told.read()
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            assert not failed, failed
+
+    def _in_fork(self, there: int) -> None:
+        try:
+            self.disturbed = True
+            self.begin("iter")
+            self.finish(-1)
+            while self.runs:
+                self.drop(-1)
+            self.loader.close()
+        except BaseException:
+            os.write(there, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+
     def restart(self) -> None:
         """Begins anew with a fresh loader."""
         self.write("a fresh loader")
@@ -691,7 +884,7 @@ class Program:
         self.shards = max(1, WAYS[self.way]["num_workers"]) if self.what.stream else 0
         self.loader, self.model = (
             self.make(self.way),
-            Model(self.plan, self.model.ordered, self.has_one_order),
+            Model(self.plan, self.ordered, self.has_one_order),
         )
         self.states.clear()
         self.disturbed = self.went_on = False
@@ -720,6 +913,14 @@ def outcomes_of(batches: Iterator[Any]) -> Iterator[Any]:
             return
         except ValueError as error:
             yield error
+
+
+def end_executors() -> None:
+    """Ends those of the user's."""
+    for executor in users_threads, users_processes:
+        if executor.cache_info().currsize:
+            executor().shutdown()
+        executor.cache_clear()
 
 
 def same(batch: Any) -> Any:
