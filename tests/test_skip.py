@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -309,3 +311,16 @@ def test_the_limit_is_of_the_loaders_life():
         Loader(Faulty(), max_errors=-1)
     with pytest.raises(TypeError, match="max_errors must be an int"):
         Loader(Faulty(), max_errors="3")
+
+
+@pytest.mark.parametrize("on_error", ["skip", "skip_sample"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_log_that_is_kept_keeps_no_dataset(on_error, num_workers, caplog):
+    options: Any = {"on_error": on_error, "num_workers": num_workers, "executor": "thread"}
+    dataset = Faulty()
+    with Loader(dataset, range(12), **options) as loader:
+        assert len(list(loader)) == 8
+    kept = weakref.ref(dataset)
+    del dataset, loader
+    gc.collect()
+    assert [kept(), len(caplog.records)] == [None, 4]

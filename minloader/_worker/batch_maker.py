@@ -195,7 +195,7 @@ def asked_per_sample(on_error: Any) -> Callable[[BatchError], Any] | None:
 
 def leave_out(failure: BatchError) -> Any:
     """Have a sample left out of its batch, and say so in the log."""
-    logger.warning("left out %s", failure)
+    logger.warning("left out %s", str(failure))  # else a log that is kept keeps the error's frames
     return SKIP
 
 
