@@ -299,9 +299,9 @@ class Programs(RuleBasedStateMachine):
                 program.close_meanwhile(which % self.live)
 
     @precondition(lambda self: self.can_begin and self.program.way not in USERS)
-    @rule(seldom=st.integers(0, 5))
+    @rule(seldom=st.integers(0, 20))
     def fork(self, seldom: int) -> None:
-        if seldom == 5:
+        if seldom == 10:
             with self.noted("fork") as program:
                 program.fork()
 
