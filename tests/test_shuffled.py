@@ -43,6 +43,17 @@ class Reading(Iterator[int]):
         return number
 
 
+class FailingGenerator:
+    def __init__(self, n: int, bad: int) -> None:
+        self.n, self.bad = n, bad
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.n):
+            if number == self.bad:
+                raise ValueError(f"{number} is bad")
+            yield number
+
+
 class Placed(Numbers):
     """One whose iterator has a state, and that is not begun anew by it."""
 
@@ -211,6 +222,17 @@ def test_errors_are_raised_once(size):
         loader = make()
         loader.load_state_dict(state)
         assert rest(loader) == whole[k + 1 :], k
+
+
+@pytest.mark.parametrize("way", ["thread", "process"])
+def test_an_end_by_an_error_is_told(way, caplog):
+    """Samples that are in the buffer come after it, and then no more."""
+    stream = shuffled(FailingGenerator(40, 20), 10)
+    with Loader(stream, num_workers=1, executor=way, on_error="skip") as loader:
+        assert sorted(loader) == list(range(20))
+    assert [record.message for record in caplog.records].count(
+        "a shuffled stream ended with its error, as a generator does"
+    ) == 1
 
 
 def test_epochs_and_shards_have_orders_of_their_own():

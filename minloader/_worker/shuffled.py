@@ -102,6 +102,7 @@ class Shuffle:
         self._before_filled: Any = None
         self._failed_filling = 0
         self._is_noted = False  # whether the state before the other half is known
+        self._has_failed = False  # with the sample that was to be read last
         self._ended = False
 
     def __iter__(self) -> Shuffle:
@@ -139,9 +140,13 @@ class Shuffle:
             self._seed(self._number * self._size + len(self._filled))
             try:
                 self._filled.append(next(self._source))
+                self._has_failed = False
             except StopIteration:
                 self._ended = True
+                if self._has_failed:  # who reads this cannot tell: samples have come since
+                    logger.warning("a shuffled stream ended with its error, as a generator does")
             except Exception:
+                self._has_failed = True
                 self._failed_filling += 1
                 raise
 
