@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import WAYS, eventually, printed_by, require
-from helpers import Echo, Faulty
+from conftest import eventually, printed_by, require
+from helpers import Echo
 
 from minloader import BatchSampler, Loader, collate
 from minloader._inspect import inspect
@@ -31,21 +31,6 @@ class Images:
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_batches_arrive_in_order(name):
-    sampler = BatchSampler(20, 4)
-    with Loader(Images(), sampler, collate_fn=collate, **WAYS[name]) as loader:
-        found = list(to_device(loader))
-    assert len(found) == 5
-    for n, batch in enumerate(found):
-        assert isinstance(batch["image"], jax.Array)
-        assert batch["image"].shape == (4, 64, 64)
-        assert batch["image"].dtype == np.float32
-        assert (batch["image"][:, 0, 0] == np.arange(4 * n, 4 * n + 4)).all()
-        assert batch["name"] == [f"image {index}" for index in range(4 * n, 4 * n + 4)]
 
 
 @pytest.mark.slow
@@ -179,23 +164,6 @@ def test_reads_no_further_ahead_than_depth():
             assert drawn == list(range(depth + 1))
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         to_device([], depth=0)
-
-
-@pytest.mark.slow
-def test_state_epochs_and_errors():
-    with Loader(Faulty(4, {2: ValueError}), transform=np.float32, num_workers=2) as loader:
-        batches = to_device(loader.epochs(2))
-        epoch, first = next(batches)
-        assert (type(epoch), epoch, first) == (int, 0, 0)
-        assert next(batches) == (0, 1)
-        assert loader.state_dict() == batches.state_dict()
-        assert loader.state_dict()["batches"] == 2
-        with pytest.raises(ValueError, match="item 2 is bad"):
-            next(batches)
-        assert next(batches) == (0, 9)
-        assert next(batches) == (1, 0)
-        assert loader.state_dict()["epoch"] == 1
-        batches.close()
 
 
 def test_what_jax_refuses_is_raised_in_its_place():
