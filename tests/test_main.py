@@ -363,11 +363,12 @@ class Squares:
         return Square(index.value**2)
 
 def train(rank):
-    options = {"transform": negative, "num_workers": 1, "mp_context": sys.argv[2]}
-    with Loader(Squares(), map(Square, range(6)), **options) as loader:
-        batches = list(loader)
-    assert all(type(each) is Square for each in batches)
-    print([each.value for each in batches], flush=True)
+    for method in "spawn", "forkserver", "fork":
+        options = {"transform": negative, "num_workers": 1, "mp_context": method}
+        with Loader(Squares(), map(Square, range(6)), **options) as loader:
+            batches = list(loader)
+        assert all(type(each) is Square for each in batches)
+        print(method, [each.value for each in batches], flush=True)
 
 def negative(square):
     return Square(-square.value)
@@ -384,13 +385,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("workers", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("launcher", ["spawn", "forkserver", "torch"])
-def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher, workers):
+def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher):
     """There the main module is ``__mp_main__``."""
     if launcher == "torch":
         require("torch")
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)
-    done = printed_by(script, launcher, workers, options=["-W", "ignore"])
-    assert done == "[0, -1, -4, -9, -16, -25]\n"
+    told = printed_by(script, launcher, options=["-W", "ignore"]).splitlines()
+    assert told == [f"{way} [0, -1, -4, -9, -16, -25]" for way in ("spawn", "forkserver", "fork")]
