@@ -22,6 +22,8 @@ from trouble import Noted, die_writing
 from minloader import SKIP, Loader, cached
 from minloader._memory import cache
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 MEGABYTE = 1 << 20
 
 

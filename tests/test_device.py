@@ -30,6 +30,8 @@ from helpers import (
 from minloader import BatchSampler, Loader, prefetch
 from minloader._inspect import inspect
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 @pytest.fixture(params=WAYS)
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:

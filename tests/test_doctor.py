@@ -138,6 +138,7 @@ def test_a_healthy_loader():
     assert len({line.removesuffix("  <--").__len__() for line in table}) == 1  # aligned
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_dataset_that_depends_on_its_worker():
     report = quick(lambda: Loader(patients.Unlike(), shuffle=True), workers=[1], seconds=0.1)
     assert not report.is_reproducible
@@ -296,6 +297,7 @@ def test_which_rates_can_be_compared(counts: list[int], is_steady: bool):
     assert trials.is_steady(list(enumerate(counts))) == is_steady
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_trial_goes_on_until_its_rate_is_steady(monkeypatch: pytest.MonkeyPatch):
     """Four times as long as was asked for, at most."""
     monkeypatch.setattr(trials, "LEAST", 60)
@@ -319,6 +321,7 @@ def test_the_step_decides_how_many_workers_are_enough():
     assert "the consumer is the limit" in report.cause
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_settings_are_handed_on_and_set():
     loaders = []
 

@@ -35,6 +35,8 @@ from trouble import Trap
 from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
 from minloader._checks import amount, duration
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 
 @pytest.fixture(params=["process-1", "foreign-process"])
 def across(request):
@@ -300,11 +302,6 @@ def test_foreign_executor_in_a_fork_is_refused():
 def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         Loader(**({"dataset": Squares(), "sampler": [1]} | options))
-
-
-def test_wrong_epoch():
-    with pytest.raises(ValueError, match="epoch must be at least 0"):
-        Loader(Squares(), num_workers=0).set_epoch(-1)
 
 
 def test_numpy_integers_are_integers():

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from samples import Imports
 from minloader import Loader
 from minloader._worker import start
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 logger = logging.getLogger("tests.dataset")
+
+SPAWN = get_context("spawn")
+"""For a worker whose standard error is that of the test: a fork server has its own."""
 
 
 class Unpicklable(UserWarning):
@@ -76,11 +82,11 @@ class Talkative:
 def talk(caplog):
     """Has workers say something, and returns the records that come of it."""
 
-    def talk(*items: Any, level: int = logging.INFO, num_workers: int = 1) -> list[Any]:
+    def talk(*items: Any, level: int = logging.INFO, **options: Any) -> list[Any]:
         caplog.clear()
         with (
             caplog.at_level(level, "tests"),
-            Loader(Talkative(), items, num_workers=num_workers, collate_fn=None) as loader,
+            Loader(Talkative(), items, **({"num_workers": 1} | options)) as loader,
         ):
             list(loader)
         records = [each for each in caplog.records if each.name == logger.name]
@@ -210,7 +216,7 @@ def test_several_workers_warn_once():
 
 
 def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
-    assert [each.getMessage() for each in talk(("fork",))] == ["loading"]
+    assert [each.getMessage() for each in talk(("fork",), mp_context=SPAWN)] == ["loading"]
     assert capfd.readouterr().err == "in a fork\n"
 
 
@@ -254,7 +260,7 @@ def test_a_filter_that_raises_harms_nobody(caplog, monkeypatch):
 
     monkeypatch.setattr(logger, "filters", [refuse])
     items = [("error", "oh")] * 3
-    with Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader:
+    with Loader(Talkative(), items, num_workers=1) as loader:
         assert len(list(loader)) == 3
     assert "what a worker logged could not be shown" in caplog.text
 
@@ -270,7 +276,7 @@ def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
     items = [("error", "oh")] * 3
     with (
         handled(refuse, logging.getLogger()),
-        Loader(Talkative(), items, num_workers=1, collate_fn=None) as loader,
+        Loader(Talkative(), items, num_workers=1) as loader,
     ):
         assert len(list(loader)) == 3
     assert names.count(logger.name) == 3
@@ -280,7 +286,7 @@ def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
 def test_a_root_logger_that_takes_everything(caplog):
     with caplog.at_level(logging.NOTSET):
         assert logging.getLogger().level == logging.NOTSET
-        with Loader(Talkative(), [("debug", "here", {})], num_workers=1, collate_fn=None) as loader:
+        with Loader(Talkative(), [("debug", "here", {})], num_workers=1) as loader:
             list(loader)
     assert (logger.name, logging.DEBUG, "here") in caplog.record_tuples
 
@@ -290,8 +296,8 @@ def set_up_logging(info: Any) -> None:
 
 
 def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
-    items = [("debug", "here", {})]
-    with Loader(Talkative(), items, num_workers=1, worker_init_fn=set_up_logging) as loader:
+    items, options = [("debug", "here", {})], {"num_workers": 1, "mp_context": SPAWN}
+    with Loader(Talkative(), items, worker_init_fn=set_up_logging, **options) as loader:
         list(loader)
     assert capfd.readouterr().err == "worker tests.dataset here\n"
     assert logger.name not in caplog.text
@@ -348,7 +354,7 @@ def test_a_fork_waits_until_a_record_is_shown():
                 self.forked.wait(0.2)
 
     logging.getLogger("data").addHandler(Slow())
-    with Loader(item, range(1), num_workers=1, collate_fn=None) as loader:
+    with Loader(item, range(1), num_workers=1) as loader:
         batches = iter(loader)
         Slow.inside.wait()
         child = os.fork()

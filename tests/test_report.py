@@ -32,6 +32,8 @@ from minloader._insight.page import text as page_text
 from minloader._insight.trace import Event
 from tests.helpers import Squares
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 STAGES = ("dataset", "transform", "collate", "transport")
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from minloader import Loader, SharedList
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 RECORDS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),

@@ -49,6 +49,8 @@ from minloader._insight.leaves import MOST_LEAVES, leaves
 from minloader._inspect import inspect
 from minloader.testing import IrreproducibleError, check_reproducible
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUICK = {"workers": (0, 1), "batches": 8}
 
