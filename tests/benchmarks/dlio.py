@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from harness import spread
 
 RECORD = 8 * 2**20  # bytes
 UNET3D = 146_600_628  # bytes of a record of that workload
@@ -134,10 +135,7 @@ def main() -> None:
             for gpu in STEPS:
                 pairs = [[run(folder, each, gpu, readers) for each in LOADERS] for _ in range(runs)]
                 columns = [*zip(*pairs, strict=True), [ours / theirs for theirs, ours in pairs]]
-                cells += [
-                    f"{statistics.median(each):{form}} ({min(each):{form}} to {max(each):{form}})"
-                    for each, form in zip(columns, (".0f", ".0f", ".2f"), strict=True)
-                ]
+                cells += map(spread, columns, (".0f", ".0f", ".2f"))
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
 from typing import Any
+
+from harness import spread
 
 from minloader import Loader, concurrent
 
@@ -59,9 +60,7 @@ def main() -> None:
     for batch_size in (1, 8, 64):
         cells = []
         for dataset in (Remote(), RemoteAsync()):
-            found = [share(dataset, batch_size) for _ in runs]
-            median = statistics.median(found)
-            cells.append(f"{median:.2f} ({min(found):.2f} to {max(found):.2f})")
+            cells.append(spread([share(dataset, batch_size) for _ in runs], ".2f"))
         print(f"| {batch_size} | {' | '.join(cells)} |", flush=True)
 
 

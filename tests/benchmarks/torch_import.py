@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from harness import spread
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
@@ -132,11 +133,8 @@ def times(rounds: int) -> None:
         for script in SCRIPTS:
             ours, theirs = (taken[script, name, kind] for name in ("minloader", "torch"))
             ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            print(f"{script:24} {spread(ours)}  torch {spread(theirs)}  ratio {spread(ratios)}")
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+            told = [spread(values, ".3f") for values in (ours, theirs, ratios)]
+            print(f"{script:24} {told[0]}  torch {told[1]}  ratio {told[2]}")
 
 
 if __name__ == "__main__":
