@@ -20,12 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
-from helpers import (
-    Echo,
-    Faulty,
-    Gate,
-    Squares,
-)
+from helpers import Echo, Faulty, Gate, Squares
 
 from minloader import BatchSampler, Loader, prefetch
 from minloader._inspect import inspect
