@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import samples as zoo
 from conftest import alive, eventually, lacking, printed_by, python, require, variants
-from helpers import SHARED
+from helpers import SHARED, Gate
 from idioms import IDIOMS, Counting, OwnIterator
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
 
@@ -139,26 +139,18 @@ def test_errors_say_what_to_do():
         torch_collate.collate([np.zeros(1, "M8[s]")])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64"])
-def test_tensors(dtype):
-    """The worker, which has torch then, stacks them where they travel."""
-    data = Tensors(getattr(torch, dtype))
-    theirs = list(TorchLoader(data, batch_size=4))
-    loader = DataLoader(data, batch_size=4, num_workers=1)
-    if dtype == "float32":
-        with loader:
-            assert_all_same(list(loader), theirs)
-        return
-    # Without a worker for each of the types.
-    ours = [torch_collate.collate([data[i] for i in part]) for part in (range(4), range(4, 6))]
-    assert_all_same(pickle.loads(pickle.dumps(ours)), theirs)
-
-
 def assert_all_same(ours: list[Any], theirs: list[Any]) -> None:
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same(mine, other)
+
+
+def test_tensors():
+    """The worker, which has torch then, stacks them where they travel."""
+    data = Tensors([torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+    theirs = list(TorchLoader(data, batch_size=4))
+    with DataLoader(data, batch_size=4, num_workers=1) as loader:
+        assert_all_same(list(loader), theirs)
 
 
 def test_tensors_of_several_types():
@@ -364,9 +356,14 @@ def test_several_threads_begin_one_epoch():
     assert sorted(chain(*taken)) == list(range(200))
 
 
-def test_out_of_order():
-    with DataLoader(Numbers(), batch_size=2, num_workers=2, in_order=False) as loader:
-        assert sorted(chain(*numbers(loader))) == list(range(20))
+def test_out_of_order(tmp_path):
+    data, gate = Gate(str(tmp_path / "open")), tmp_path / "open"
+    with DataLoader(data, sampler=range(6), num_workers=2, in_order=False) as loader:
+        batches = iter(loader)
+        first = [next(batches).item() for _ in range(5)]
+        gate.touch()
+        assert first == [1, 2, 3, 4, 5]
+        assert next(batches).item() == 0
 
 
 def test_a_sampler_that_can_tell_where_it_is():
@@ -527,9 +524,13 @@ def test_an_older_torch_and_a_later_one():
     assert said == 2 * "[0, 1] [2, 3] [4, 5]\n"
 
 
-def test_no_worker_is_told_of():
+def test_worker_init_fn_is_called_in_workers_alone():
+    """What it raises there is raised here."""
     with DataLoader(Whereabouts(2), batch_size=None, worker_init_fn=zoo.fail_to_begin) as loader:
         assert [each[0] for each in loader] == [None, None]
+        loader.num_workers = 1
+        with pytest.raises(KeyError, match="no worker 0"):
+            next(iter(loader))
 
 
 def test_workers_do_not_import_torch():
@@ -570,25 +571,6 @@ def test_torchs_worker_info_in_workers_of_a_loader():
             assert sorted(int(each[0]) for each in loader) == list(range(11))
     with Loader(Whereabouts(8), range(8), num_workers=1) as loader:
         assert all(each[:2] == (0, 1) and each[3] for each in loader)
-
-
-@pytest.mark.slow
-def test_a_worker_init_fn_that_fails():
-    with (
-        DataLoader(Numbers(4), num_workers=1, worker_init_fn=zoo.fail_to_begin) as loader,
-        pytest.raises(KeyError, match="no worker 0"),
-    ):
-        next(iter(loader))
-
-
-def test_errors_of_the_dataset():
-    for num_workers in (0, 2):
-        with DataLoader(Bad(6, fails=2), batch_size=2, num_workers=num_workers) as loader:
-            batches = iter(loader)
-            assert next(batches).tolist() == [0, 1]
-            with pytest.raises(LookupError, match="index 2 is bad"):
-                next(batches)
-            assert next(batches).tolist() == [4, 5]
 
 
 @pytest.mark.slow
@@ -1000,18 +982,6 @@ def test_state_with_workers(persistent):
     interrupted(make, 5)
     if not persistent:
         interrupted(make, 1, num_workers=0)
-
-
-@pytest.mark.slow
-def test_state_of_a_stream():
-    def make() -> DataLoader[Any]:
-        return DataLoader(Sharded(9), batch_size=2, num_workers=2)
-
-    with make() as loader, make() as other:
-        batches = iter(loader)
-        head = [text(next(batches)) for _ in range(3)]
-        other.load_state_dict(loader.state_dict())
-        assert head + [text(batch) for batch in other] == [text(batch) for batch in loader]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -108,16 +108,17 @@ class Eager(Sampler):  # type: ignore[type-arg]
 
 
 class Tensors:
-    """Samples that are tensors."""
+    """Samples that are tensors of these types."""
 
-    def __init__(self, dtype: Any, n: int = 6) -> None:
-        self.data = torch.arange(n * 100 * 100).view(n, 100, 100).to(dtype)
+    def __init__(self, dtypes: list[Any]) -> None:
+        data = torch.arange(6 * 100 * 100).view(6, 100, 100)
+        self.data = [data.to(dtype) for dtype in dtypes]
 
     def __len__(self) -> int:
-        return len(self.data)
+        return 6
 
     def __getitem__(self, index: int) -> Any:
-        return self.data[index], self.data[index, 0, :3], {"n": self.data[index, 0, 0]}
+        return [(data[index], data[index, 0, :3], {"n": data[index, 0, 0]}) for data in self.data]
 
 
 class Special:
