@@ -33,6 +33,7 @@ from minloader._memory.slot_writer import NoSlot
 from minloader._pools import foreign
 from minloader._pools.base import close_pools
 from minloader._pools.foreign import JobReference
+from minloader._pools.group import PoolGroup
 from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
@@ -81,6 +82,23 @@ def test_an_epoch_begins_while_a_state_is_taken():
         with make() as loader:
             loader.load_state_dict(state)
             assert [list(loader) for _ in range(2)] == expected
+
+
+def test_two_iterators_let_go_of_the_same_workers():
+    """As each does when its next epoch begins, also after a resize."""
+    loaders: list[Loader] = []
+
+    def prepare() -> None:
+        for each in loaders:
+            each.close()
+        loaders[:] = [Loader(Numbers(8), num_workers=2, executor="thread")]
+        loaders[0].num_workers = 1
+
+    def tidy() -> None:
+        inspect(loaders[0]).group.tidy()
+
+    assert at_each_step(PoolGroup, tidy, tidy, prepare) > 10
+    loaders[0].close()
 
 
 # --- threads that make batches -----------------------------------------------------------------

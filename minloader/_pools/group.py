@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from types import GeneratorType
@@ -155,8 +156,9 @@ class PoolGroup:
         for pool in list(self._former):
             if id(pool) not in used and pool.pid == os.getpid():
                 pool.close()
-                self._replaced += pool.replaced
-                self._former.remove(pool)
+                with suppress(ValueError):  # another thread was first
+                    self._former.remove(pool)
+                    self._replaced += pool.replaced
 
     def needs(self, thread: threading.Thread) -> bool:
         """Whether a thread serves the workers, and must not itself wait for their end."""
