@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import SLOW, WAYS, eventually, making, plain, require, variants
-from helpers import SAMPLERS, Deadly, Echo, Faulty, Guarded, Numbers, once_in
+from helpers import SAMPLERS, Deadly, Echo, Faulty, Guarded, Numbers, Refuses, once_in
 from idioms import Counting
 from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
 from kinds import (
@@ -1165,6 +1165,30 @@ class Spoilt(Numbers):
             if number == 3:
                 raise ValueError(number)
             yield number
+
+
+@pytest.mark.parametrize("on_error", ["skip", lambda failure: -1])
+@pytest.mark.parametrize("way", ["inline", "threads"])
+@pytest.mark.parametrize("where", ["dataset", "stream"])
+def test_a_batch_that_was_replaced_or_skipped_keeps_nothing(where, way, on_error, no_collector):
+    """The frames of its error are those of who was waiting for it."""
+
+    def run() -> Any:
+        options: dict[str, Any] = {"on_error": on_error, **WAYS[way]}
+        if where == "stream":
+            options["transform"] = Refuses(0)
+        sampler = None if where == "stream" else range(6)
+        dataset: Any = Numbers(6) if where == "stream" else Faulty(6, {0: ValueError})
+        loader = Loader(dataset, sampler, **options)
+        for _ in range(2):
+            batches = iter(loader)
+            assert next(batches) == (1 if on_error == "skip" else -1)
+            seen = weakref.ref(batches)
+            del batches
+            assert seen() is None
+        return weakref.ref(loader)
+
+    assert run()() is None
 
 
 WAITING: dict[str, tuple[Any, Any]] = {

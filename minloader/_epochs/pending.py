@@ -91,6 +91,7 @@ class Handover(ABC, Generic[B]):
                 except BaseException:
                     self._give_back(taken)
                     raise
+            del taken[:]  # likewise, if it has replaced one that has failed
             return batch
         except Exception:
             raise

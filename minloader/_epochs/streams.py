@@ -270,6 +270,7 @@ class StreamLane(Lane):
         if made < len(reply.outcomes):
             each.last = reply.state
             self._finish(each)
+        reply.outcomes.clear()  # an error's frames lead there, and it must not lead to itself
 
     def _finish(self, each: ShardPass) -> None:
         """Note that a shard has no more batches, and forget what was asked for beyond them."""
