@@ -696,6 +696,8 @@ class Loader(Generic[B]):
 
 def _state_before(source: Any) -> Any:
     """Return the state of a sampler, or stream, before it was ever read; None if it has none."""
+    if isinstance(source, Sampler) and source._run is not None and not source._run.ended:
+        source._forget()  # somebody has looked: the next epoch begins anew all the same
     try:
         return copy.deepcopy(source.state_dict()) if checks.is_stateful(source) else None
     except Exception as error:  # many have none before their first item

@@ -958,6 +958,30 @@ def test_batches_out_of_turn_cannot_be_dealt_anew(kind):
                 other.load_state_dict(state)
 
 
+SHARED = ["batch shuffled", "batch rollover", "dynamic shuffled", "packed split", "mixture"]
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_is_that_of_the_loader_whoever_else_iterates_its_sampler(kind, world_size):
+    """As another loader does, or who looks at the first batch."""
+
+    def rest(state: Any) -> list[str]:
+        with Loader(repr, KINDS[kind](world_size=world_size), num_workers=0) as fresh:
+            fresh.load_state_dict(state)
+            return list(fresh)
+
+    sampler = KINDS[kind](world_size=world_size)
+    expected = list(map(repr, sampler))
+    sampler = KINDS[kind](world_size=world_size)
+    next(iter(sampler))
+    with Loader(repr, sampler, num_workers=0) as lived:
+        assert rest(lived.state_dict()) == expected
+        for place, _ in enumerate(lived, 1):
+            next(iter(sampler))
+            assert rest(lived.state_dict()) == expected[place:]
+
+
 # --- nested at random -------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from minloader._epochs.state import (
 from minloader._errors import without_frames
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import HeldItem, Pool
-from minloader._sampling.base import Sampler, ranks_of
+from minloader._sampling.base import Run, Sampler, ranks_of
 from minloader._sampling.source import Repeatable
 from minloader._worker.messages import Task
 from minloader._worker.run import CHUNK_SECONDS
@@ -285,6 +285,9 @@ class Source:
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
     def _state_now(self) -> SamplerState | None:
+        sampler, run = self.told.items, self._iterator
+        if isinstance(run, Run) and type(sampler).state_dict is Sampler.state_dict:
+            return SamplerState(self.position, run.state())  # others may have begun a run since
         state = self.told.state() if self._reading == self.told.readings else None
         return self.state if state is None else SamplerState(self.position, state)
 

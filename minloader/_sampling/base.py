@@ -130,6 +130,11 @@ class Run(Iterator[Any]):
         """
         raise NotImplementedError
 
+    def state(self) -> dict[str, Any]:
+        """Return the sampler's state as of this run, whoever has begun another one since."""
+        place = self.place() if self.touched else self._place
+        return {**self.sampler._identity(), "epoch": self.epoch, **place}
+
 
 class Sampler:
     """The seed, epoch, rank and state of a sampler."""
