@@ -161,6 +161,11 @@ class Source:
         self._due = 0.0  # when to ask for its state next
 
     @property
+    def is_last(self) -> bool:
+        """Whether the sampler is where this has left it: nobody has begun to read it since."""
+        return self._reading == self.told.readings
+
+    @property
     def is_open(self) -> bool:
         """Whether it has begun to read."""
         return self._iterator is not None
@@ -288,7 +293,7 @@ class Source:
         sampler, run = self.told.items, self._iterator
         if isinstance(run, Run) and type(sampler).state_dict is Sampler.state_dict:
             return SamplerState(self.position, run.state())  # others may have begun a run since
-        state = self.told.state() if self._reading == self.told.readings else None
+        state = self.told.state() if self.is_last else None
         return self.state if state is None else SamplerState(self.position, state)
 
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
@@ -369,7 +374,6 @@ class SamplerLane(Lane):
         super().__init__(settings, where, bell)
         source.open(self)
         self._begin(source)
-        self._is_elsewhere = source.is_ended  # the sampler, rather than after the last source
 
     def _begin(self, source: Source) -> None:
         if source.is_ended:
@@ -379,7 +383,6 @@ class SamplerLane(Lane):
 
     def begin_after(self, index: int, epoch: int, run: int) -> None:
         self._begin(self.next_source(index, epoch))
-        self._is_elsewhere = False
 
     def next_source(self, index: int, epoch: int, *, left: bool = False) -> Source:
         """Return what the items of an epoch after the one that was drawn last are drawn from.
@@ -394,11 +397,7 @@ class SamplerLane(Lane):
         is_read_ahead = left and before.last is not None  # a state may have been of its end
         if before.is_ended and before.state is not None and not is_read_ahead:
             state = SamplerState(0, before.state.state)
-        return Source(before.told, index, epoch, state, put_back=self._is_elsewhere)
-
-    def drop_ahead(self) -> None:
-        self._is_elsewhere |= len(self.sources) > 1  # an interrupt may have it called again
-        super().drop_ahead()
+        return Source(before.told, index, epoch, state, put_back=not before.is_last)
 
     @property
     def is_drawn(self) -> bool:
