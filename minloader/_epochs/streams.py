@@ -25,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from minloader._epochs import failures
 from minloader._epochs.lane import Lane
@@ -35,37 +35,13 @@ from minloader._epochs.state import Note, State
 from minloader._insight.leaves import Leaves, first_leaves
 from minloader._memory import pickling
 from minloader._pools.base import Death, Pool
-from minloader._worker.messages import END, LEFT_OUT, Failure, Reply, Shard, Start, Task
+from minloader._worker.messages import END, LEFT_OUT, Failure, Reached, Reply, Shard, Task
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
 
 
-class Reached(NamedTuple):
-    """How far a shard was read.
-
-    Attributes:
-        batches: how many batches.
-        at: how many of them had been read when ``state`` was taken.
-        state: of the stream, packed; None if it has none to give.
-        failed: which of the batches the stream's own code has failed to give.
-        last: what the samples of the last batch are recognized by; None if there is none.
-    """
-
-    batches: int
-    at: int
-    state: bytes | None
-    failed: tuple[int, ...]
-    last: int | None
-
-    def after(self, n: int, lasts: list[int | None], failed: list[int]) -> Reached:
-        """Return how far it was read with ``n`` more batches, without their state."""
-        known = self.failed + tuple(self.batches + each for each in failed if each < n)
-        last = lasts[n - 1] if 0 < n <= len(lasts) else self.last
-        return Reached(self.batches + n, self.at, self.state, known, last)
-
-
-FIRST = Reached(0, 0, None, (), None)
+FIRST = Reached()
 """The beginning of a shard."""
 
 
@@ -235,10 +211,9 @@ class StreamLane(Lane):
     def _address(self, pending: Pending) -> Task:
         each, start = pending.source, None
         if not self._is_begun:
-            reached = each.reached
-            state, follows = (reached.state, None) if reached.at else (each.first, each.follows)
-            known = reached.failed, reached.last, follows, tuple(each.lethal), each.unreadable
-            start = Start(reached.batches, reached.at, state, *known)
+            start = each.reached._replace(left_out=tuple(each.lethal), end=each.unreadable)
+            if not start.at:
+                start = start._replace(state=each.first, follows=each.follows)
         place = each.run, self._oldest(), self.shard, self.total, self._reading
         return Task(-1, each.epoch, pending.items, shard=Shard(*place, start))
 

@@ -49,30 +49,36 @@ class Job:
     rank: int = 0
 
 
-class Start(NamedTuple):
-    """Where the reading of a shard begins.
+class Reached(NamedTuple):
+    """How far a shard was read, and how to read on from there.
 
     Attributes:
-        batches: how many batches were read before; those after ``at`` are passed over.
+        batches: how many batches were read; those after ``at`` are passed over.
         at: how many of them had been read when ``state`` was taken.
-        state: of the stream, packed; with ``at=0`` that from the end of the pass before. None if
-            it has none to give.
+        state: of the stream, packed; in a task, with ``at=0``, that from the end of the pass
+            before. None if it has none to give.
         failed: which of the batches the stream's own code has failed to give.
-        last: what the samples of the last of the batches are recognized by.
+        last: what the samples of the last of the batches are recognized by; None if there is none.
         follows: number of the pass before, if it was read to its end: whoever has done that goes
             on with the same copy of the stream.
         left_out: batches that no worker survives: they are read, and not made.
         end: one of them that is not even to be read: the shard ends with it.
     """
 
-    batches: int
-    at: int
-    state: bytes | None
-    failed: tuple[int, ...]
-    last: int | None
-    follows: int | None
-    left_out: tuple[int, ...]
-    end: int | None
+    batches: int = 0
+    at: int = 0
+    state: bytes | None = None
+    failed: tuple[int, ...] = ()
+    last: int | None = None
+    follows: int | None = None
+    left_out: tuple[int, ...] = ()
+    end: int | None = None
+
+    def after(self, n: int, lasts: list[int | None], failed: list[int]) -> Reached:
+        """Return how far it was read with ``n`` more batches, without their state."""
+        known = self.failed + tuple(self.batches + each for each in failed if each < n)
+        last = lasts[n - 1] if 0 < n <= len(lasts) else self.last
+        return self._replace(batches=self.batches + n, failed=known, last=last)
 
 
 class Shard(NamedTuple):
@@ -92,7 +98,7 @@ class Shard(NamedTuple):
     id: int
     total: int
     reading: int
-    start: Start | None
+    start: Reached | None
 
     def ordinal(self, index: int) -> int:
         """Return the place of a batch in the epoch, as in rounds where no shard has ended."""

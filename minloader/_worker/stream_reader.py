@@ -30,7 +30,7 @@ from typing import Any
 from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
-from minloader._worker.messages import END, LEFT_OUT, Shard, Start, WorkerInfo
+from minloader._worker.messages import END, LEFT_OUT, Reached, Shard, WorkerInfo
 from minloader._worker.seeds import Place
 
 logger = logging.getLogger("minloader")
@@ -62,7 +62,7 @@ class ShardReader:
     info: WorkerInfo
     epoch: int
     shard: Shard
-    start: Start
+    start: Reached
     is_fresh: bool
     is_inline: bool
     position: int = 0
@@ -151,7 +151,7 @@ class ShardReader:
         self.last = recognized(samples)
         return samples
 
-    def goes_on(self, start: Start) -> bool:
+    def goes_on(self, start: Reached) -> bool:
         """Return whether it can go on where an interrupt came; then it is there.
 
         Only in the calling process does an interrupt come to a reader.
@@ -325,7 +325,7 @@ class ShardReaders:
         dataset = self.maker.job.dataset
         return any(each.info.dataset is dataset and not each.ended for each in readers)
 
-    def _copy(self, shard: Shard, start: Start) -> tuple[Any, bool]:
+    def _copy(self, shard: Shard, start: Reached) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset, is_taken = self.maker.job.dataset, self._is_taken
         if start.state is None and self._original is not None:
