@@ -290,10 +290,8 @@ class Source:
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
     def _state_now(self) -> SamplerState | None:
-        sampler, run = self.told.items, self._iterator
-        if isinstance(run, Run) and type(sampler).state_dict is Sampler.state_dict:
-            return SamplerState(self.position, run.state())  # others may have begun a run since
-        state = self.told.state() if self.is_last else None
+        knows = isinstance(self._iterator, Run) or self.is_last  # whoever has begun another since
+        state = self.told.state(self._iterator) if knows else None
         return self.state if state is None else SamplerState(self.position, state)
 
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:

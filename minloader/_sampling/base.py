@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 from minloader._checks import check_bool, check_int, shown
 from minloader._sampling.seeding import derive
@@ -132,8 +132,11 @@ class Run(Iterator[Any]):
 
     def state(self) -> dict[str, Any]:
         """Return the sampler's state as of this run, whoever has begun another one since."""
+        sampler = self.sampler
+        if type(sampler).state_dict is not Sampler.state_dict:  # of a user's class
+            return cast("dict[str, Any]", sampler.state_dict())
         place = self.place() if self.touched else self._place
-        return {**self.sampler._identity(), "epoch": self.epoch, **place}
+        return {**sampler._identity(), "epoch": self.epoch, **place}
 
 
 class Sampler:

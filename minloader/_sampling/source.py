@@ -59,12 +59,18 @@ class Repeatable:
             self.is_used_up = True
         return iterator
 
-    def state(self) -> Any:
-        """Return the state of the iterable, if it has one."""
+    def state(self, iterator: Any = None) -> Any:
+        """Return the state of the iterable, if it has one.
+
+        Args:
+            iterator: the one over it whose place is asked for. Others' samplers know that of the
+                iterator made last only.
+        """
         if not is_stateful(self.items):
             return None
+        is_run = hasattr(self.items, "_forget") and hasattr(iterator, "state")  # of ours
         try:
-            return copy.deepcopy(self.items.state_dict())
+            return copy.deepcopy(iterator.state() if is_run else self.items.state_dict())
         except NotImplementedError:  # inherited, but not meant
             return None
 
@@ -162,8 +168,8 @@ class Source(Repeatable):
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
 
-    def state(self) -> Any:
-        return super().state() if self.values is None else None
+    def state(self, iterator: Any = None) -> Any:
+        return super().state(iterator) if self.values is None else None
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
@@ -299,12 +305,12 @@ class Reading:
             self.take(into, most)
             return
         self.ended, self.read = True, self.read + 1
-        source.stands = source.state()
+        source.stands = source.state(self._items)
         self._known = [self.read, source.stands, True]
 
     def place(self) -> Sequence[Any]:
         """Return where this stands."""
-        return self._known or [self.read, self._source.state(), False]
+        return self._known or [self.read, self._source.state(self._items), False]
 
     def over(self) -> Sequence[Any]:
         """Return where another epoch begins, after this one has ended."""
