@@ -470,9 +470,12 @@ class Loader(Generic[B]):
             if not checks.is_stateful(self.dataset):
                 checks.tell_rereading(places)
             firsts = [ShardPass.of(self.epoch, run, place) for place in places]
+        elif former is not None and former.behind is not None:  # its lanes are ahead of it
+            places = check_state(former.behind(), None, stream=True)["stream"]["shards"]
+            firsts = [ShardPass.anew(self.epoch, run, place) for place in places]
         elif former is not None:
             # Not whether the shards are over: that is known earlier or later, as workers go.
-            left = former.behind is not None or not former.is_over
+            left = not former.is_over
             firsts = [lane.next_pass(self.epoch, run, left=left) for lane in former.lanes]
         else:
             firsts = [ShardPass(0, self.epoch, run, FIRST) for _ in range(self._shards)]

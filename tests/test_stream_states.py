@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from conftest import in_a_fork, lists, plain, variants
 from helpers import Deadly, Numbers, Refuses, StatefulIterator, StatefulNumbers
-from idioms import IDIOMS, Counting, Logged, Noisy, OwnIterator, Resuming, Separate, Sticky
+from idioms import (
+    IDIOMS,
+    Counting,
+    Logged,
+    Noisy,
+    OwnIterator,
+    Resuming,
+    Separate,
+    Sticky,
+    same,
+    shard,
+)
 from interrupts import interrupted
 from test_streams import in_turns
 
@@ -254,6 +265,42 @@ def test_an_interrupt_anywhere_in_a_resize_from_none_loses_nothing():
     assert step > 20
 
 
+@pytest.mark.parametrize("taken", [2, 4, 7, 8, 11])
+@every_idiom
+def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
+    """However far prefetch was ahead, and where one of the shards had ended before a resume."""
+    number = (taken - 1) // 7
+    with Loader(stream(), batch_size=2, num_workers=0) as loader:
+        batches = prefetch(loader.epochs(3), same, 3)
+        assert len(list(islice(batches, taken))) == taken
+        batches.close()
+        del batches
+        assert lists(loader) == epoch(number, 1, stream)
+
+
+@every_idiom
+def test_a_pass_that_was_resumed_and_left_begins_anew_in_every_shard(stream):
+    class Lopsided(stream):
+        def values(self) -> range:
+            first = 100 * self.epoch
+            return range(first + 50, first + 52) if shard()[0] else range(first, first + 7)
+
+    def loader() -> Loader:
+        return Loader(Lopsided(), batch_size=2, num_workers=2, executor="thread")
+
+    with loader() as lived:
+        first, batches = lists(lived), iter(lived)
+        for _ in range(4):
+            next(batches)
+        state = lived.state_dict()
+    assert [each["ended"] for each in state["stream"][0]["shards"]] == [False, True]
+    with loader() as resumed:
+        resumed.load_state_dict(state)
+        iter(resumed)
+        for number in 1, 2:
+            assert lists(resumed) == [[100 * number + each for each in batch] for batch in first]
+
+
 # --- when it is asked for, and put back
 
 
@@ -262,7 +309,7 @@ def test_a_stream_that_is_its_own_iterator_has_one_state():
         next(iter(loader))
         (shard,) = loader.state_dict()["stream"][0]["shards"]
     assert shard["state"] == {"iterator": {"epoch": 0, "i": 1}}
-    assert shard["next"] is None
+    assert shard["first"] is shard["next"] is None
 
 
 def test_the_state_is_first_taken_before_iter_and_not_put_back():

@@ -285,7 +285,7 @@ def _copied_shard(place: Mapping[str, Any]) -> State:
         raise ValueError("the state of the stream is from after the batches")
     failed = [check_int("failed", each, 0) for each in place["failed"]]
     known |= {"failed": failed, "last": place["last"]}
-    return known | {name: copy.deepcopy(place[name]) for name in ("state", "next")}
+    return known | {name: copy.deepcopy(place[name]) for name in ("state", "first", "next")}
 
 
 def _numbers(source: Mapping[str, Any], *names: str) -> State:

@@ -87,16 +87,19 @@ class ShardPass:
     @classmethod
     def of(cls, epoch: int, run: int, place: State) -> ShardPass:
         """Return the pass that goes on from a part of a state."""
-        state, first = packed(place["state"]), packed(place["next"])
+        state, first = packed(place["state"]), packed(place["first"])
         known = place["batches"], place["at"], state, tuple(place["failed"]), place["last"]
-        each = cls(0, epoch, run, Reached(*known), first)
-        if place["ended"]:
-            each.is_ended, each.last = True, first
-        return each
+        ended, last = place["ended"], packed(place["next"])
+        return cls(0, epoch, run, Reached(*known), first, last=last, is_ended=ended)
+
+    @classmethod
+    def anew(cls, epoch: int, run: int, place: State) -> ShardPass:
+        """Return a pass that begins as that one did which a part of a state is of."""
+        return cls(0, epoch, run, FIRST, packed(place["first"]))
 
     def note(self) -> Note:
         """Note the beginning of this pass."""
-        return partial(_place, self.reached, False, self.first)
+        return partial(_place, self, self.reached, ended=False)
 
     @property
     def next(self) -> bytes | None:
@@ -305,7 +308,7 @@ class StreamLane(Lane):
             given = head.ordinal + head.given - head.before.batches
             reached = head.before.after(given, *head.marks)
         ended = head is not None and head.ends
-        return partial(_place, reached, ended, each.next if ended else each.first)
+        return partial(_place, each, reached, ended=ended)
 
     def next_pass(self, epoch: int, run: int, *, left: bool) -> ShardPass:
         """Return the first pass of another iterator, which comes after the consumer's here.
@@ -325,12 +328,12 @@ def _failed_reading(outcome: Any) -> bool:
     return type(outcome) is Failure and outcome.stage == READING
 
 
-def _place(reached: Reached, ended: bool, coming: bytes | None) -> State:
-    """Work out the part of a state that says where in a shard it is."""
-    known = {"batches": reached.batches, "at": reached.at, "ended": ended}
-    state = None if ended else _unpacked(reached.state)
-    coming_state = {"state": state, "next": _unpacked(coming)}
-    return known | coming_state | {"failed": list(reached.failed), "last": reached.last}
+def _place(each: ShardPass, reached: Reached, *, ended: bool) -> State:
+    """Work out the part of a state that says where in a shard a pass is."""
+    states = None if ended else reached.state, each.first, each.last if ended else None
+    known = dict(zip(("state", "first", "next"), map(_unpacked, states), strict=True))
+    known |= {"batches": reached.batches, "at": reached.at, "ended": ended}
+    return known | {"failed": list(reached.failed), "last": reached.last}
 
 
 # --- what the log says of all shards
