@@ -63,6 +63,7 @@ from minloader import (
     prefetch,
     shuffled,
 )
+from minloader._inspect import inspect
 from minloader._sampling.seeding import generator
 
 from .model import Chain, Model, Place, Run
@@ -630,7 +631,7 @@ class Program:
             if outcome.interrupted:
                 self.write("  it came")
                 # What was being sent may be under way, so that its shard is read again.
-                self.disturbed |= self.loader.num_workers > 0
+                self.disturbed |= self.loader.num_workers > 0 or "shuffled" in self.kind
                 if self.what.has_state:
                     self.loader.state_dict()
                 self.take(which)  # in any case one: where a thread was must not decide what follows
@@ -802,8 +803,8 @@ class Program:
         """Kills a worker of ours, by its pid."""
         with self.step(f"kill a worker, {seed}"):
             mine = psutil.Process().children()
-            users = users_processes()._processes if users_processes.cache_info().currsize else {}
-            found = [each for each in mine if is_worker(each) and each.pid not in users]
+            own = {each.process.pid for each in inspect(self.loader).workers}
+            found = [each for each in mine if is_worker(each) and each.pid in own]
             if found:
                 self.disturbed = True
                 with contextlib.suppress(psutil.NoSuchProcess):
