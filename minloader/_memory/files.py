@@ -61,6 +61,12 @@ class SharedFile:
         """Path for any process to open, until :meth:`close`; in a fork, through the fork."""
         return self.name or f"/proc/{os.getpid()}/fd/{self.fd}"
 
+    def text(self, begin: int = 0) -> str:
+        """Return the text in the file, from a place on."""
+        with open(self.fd, "rb", closefd=False) as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace")
+
     def close(self) -> None:
         """Close the file and remove its name. Mappings of it stay. Harmless when repeated."""
         fd, self.fd = self.fd, -1  # first: a finalizer may come here again from any line below

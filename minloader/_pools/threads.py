@@ -182,9 +182,6 @@ def _stack(thread: threading.Thread) -> str:
     except OSError:  # no descriptors
         return ""
     faulthandler.dump_traceback(file.fd, all_threads=True)
-    with open(file.fd, closefd=False) as lines:
-        lines.seek(0)
-        text = lines.read()
+    found = re.search(rf"^Thread 0x0*{thread.ident:x} .*\n(?: .*\n)+", file.text(), re.MULTILINE)
     file.close()
-    found = re.search(rf"^Thread 0x0*{thread.ident:x} .*\n(?: .*\n)+", text, re.MULTILINE)
     return shortened(found[0]) if found else ""

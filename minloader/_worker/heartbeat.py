@@ -88,17 +88,12 @@ class Heartbeats:
             before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
-        return shortened(self._read(begin))
+        return shortened(self._file.text(begin).strip())
 
     def crash(self) -> str:
         """Return the Python stacks of the worker that crashed last; "" if there are none."""
-        written = self._read(self.workers * _FORMAT.size)
+        written = self._file.text(self.workers * _FORMAT.size).strip()
         return shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
-
-    def _read(self, begin: int) -> str:
-        with open(self.path, "rb") as file:
-            file.seek(begin)
-            return file.read().decode(errors="replace").strip()
 
     def close(self) -> None:
         """Remove the file. Harmless when repeated."""
