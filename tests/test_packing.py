@@ -3,17 +3,16 @@ resume; and the arrays that are made of them."""
 
 from __future__ import annotations
 
-import json
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from conftest import flat, require
-from helpers import Stateful
+from helpers import Lazily, Stateful
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import every_rank
@@ -32,19 +31,6 @@ from minloader import (
 
 invariant = settings(deadline=None, max_examples=50)  # a busy machine is no failure
 thorough = settings(deadline=None, max_examples=500)
-
-
-class Lazy:
-    """Begins anew with each ``iter`` and has no length; counts what was read."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values, self.read = values, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.read = 0
-        for value in self.values:
-            self.read += 1
-            yield value
 
 
 def rows_of(lengths: Iterable[int], capacity: int) -> list[int]:
@@ -77,7 +63,7 @@ def check_plan(lengths, capacity, rows, long, window, lazy, shuffle, world_size,
     """Every sample is there once, but for those that are dropped, and the rows hold them."""
     if long == "refuse":
         capacity = max([capacity, *lengths])
-    over = Lazy(lengths) if lazy else lengths
+    over = Lazily(lengths) if lazy else lengths
     kind = partial(PackedBatchSampler, over, capacity, rows, long, window, shuffle)
     ranks = every_rank(kind, world_size, epoch)
     steps = list(zip(*ranks, strict=True))  # fails if one has more batches than others
@@ -185,7 +171,7 @@ def test_rows_of_one_and_without_end():
     ]
 
 
-@pytest.mark.parametrize("kind", [list, Lazy])
+@pytest.mark.parametrize("kind", [list, Lazily])
 def test_a_window_is_packed_by_itself(kind):
     lengths = np.random.default_rng(0).integers(1, 30, 1000).tolist()
     batches = list(PackedBatchSampler(kind(lengths), 64, window=100))
@@ -228,60 +214,11 @@ def corpus() -> np.ndarray:
     [({}, 0.99), ({"window": 1000}, 0.99), ({"lazy": True}, 0.98), ({"world_size": 4}, 0.99)],
 )
 def test_rows_are_full(corpus, options, least):
-    lengths = Lazy(corpus.tolist()) if options.pop("lazy", False) else corpus
+    lengths = Lazily(corpus.tolist()) if options.pop("lazy", False) else corpus
     kind = partial(PackedBatchSampler, lengths, 4096, long="split", shuffle=True, **options)
     ranks = [kind(rank=rank) for rank in range(options.get("world_size", 1))]
     rows = sum(len(list(sampler)) for sampler in ranks)
     assert corpus.sum() / (4096 * rows) >= least
-
-
-# --- states --------------------------------------------------------------------------------------
-
-LENGTHS = np.random.default_rng(1).integers(0, 30, 370)
-
-KINDS: dict[str, Any] = {
-    "epoch": (np.array, {"capacity": 64, "rows": 2, "shuffle": True}),
-    "window": (np.array, {"capacity": 25, "rows": 5, "long": "split", "window": 50}),
-    "lazy": (Lazy, {"capacity": 64, "rows": 2}),
-    "lazy window": (Lazy, {"capacity": 64, "rows": 2, "window": 100, "shuffle": True}),
-}
-"""Lengths and options of samplers of at least 40 batches."""
-
-
-def make_sampler(kind: str, world_size: int = 1, rank: int = 0) -> PackedBatchSampler:
-    wrap, options = KINDS[kind]
-    lengths = wrap(np.tile(LENGTHS, world_size))
-    return PackedBatchSampler(lengths, rank=rank, world_size=world_size, **options)
-
-
-def as_saved(state: Any) -> Any:
-    text = json.dumps(state)
-    assert len(text) < 2000
-    return json.loads(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 3, "executor": "thread"}, {"num_workers": 2}],
-    ids=["inline", "thread", "process"],
-)
-def test_a_loader_goes_on_after_every_batch(options):
-    def sequence(index: int) -> Any:
-        return np.arange(LENGTHS[index % len(LENGTHS)]) + index
-
-    for world_size in (1, 2, 4):
-        sampler = make_sampler("epoch", world_size, world_size - 1)
-        with Loader(sequence, sampler, collate_fn=pack_collate(64, 2), **options) as loader:
-            found, states = [], [as_saved(loader.state_dict())]
-            for batch in loader:
-                assert batch.values.shape == (2, 64)
-                found.append([part.tolist() for part in batch])
-                states.append(as_saved(loader.state_dict()))
-            assert len(found) >= 40
-            for k, state in enumerate(states[:41]):
-                loader.load_state_dict(state)
-                assert [[part.tolist() for part in batch] for batch in loader] == found[k:]
 
 
 # --- the items of another sampler ----------------------------------------------------------------
@@ -289,61 +226,28 @@ def test_a_loader_goes_on_after_every_batch(options):
 PARTS = [[1 + n % 7 for n in range(150)], [2 + n % 25 for n in range(90)]]
 
 
-def over_a_mixture(rank: int = 0, world_size: int = 1, **options: Any) -> PackedBatchSampler:
-    parts = [150, Stateful(range(90))]
-    mixture = MixtureSampler(parts, [3, 1], stop="last", shuffle=True)
-    lengths = Concatenated(PARTS)
-    ranks = {"rank": rank, "world_size": world_size}
-    return PackedBatchSampler(lengths, 20, sampler=mixture, **ranks, **options)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_rows_of_a_mixture(shuffle, world_size):
-    """Every item once, in windows; and every state goes on, reading no more than one again."""
-    options = {"rows": 2, "window": 50, "long": "split", "shuffle": shuffle}
-    ranks = every_rank(partial(over_a_mixture, **options), world_size, epoch=3)
-    states, steps = [as_saved(ranks[0].state_dict())], []
-    for step in zip(*ranks, strict=True):
-        steps.append(step)
-        (state,) = {json.dumps(sampler.state_dict()) for sampler in ranks}
-        states.append(as_saved(json.loads(state)))
-    for batch in flat(steps):
+    """Every piece of every item once, in windows."""
+
+    def make(rank: int, world_size: int) -> PackedBatchSampler:
+        mixture = MixtureSampler([150, Stateful(range(90))], [3, 1], stop="last", shuffle=True)
+        options: Any = {"rows": 2, "long": "split", "window": 50, "shuffle": shuffle}
+        options |= {"rank": rank, "world_size": world_size}
+        return PackedBatchSampler(Concatenated(PARTS), 20, sampler=mixture, **options)
+
+    ranks = every_rank(make, world_size, epoch=3)
+    batches = flat(zip(*ranks, strict=True))
+    for batch in batches:
         assert 1 <= len(rows_of([stop - start for _, start, stop in batch], 20)) <= 2
-    assert sorted(flat(flat(steps))) == sorted(
+    assert sorted(flat(batches)) == sorted(
         ((part, index), start, min(start + 20, length))
         for part, lengths in enumerate(PARTS)
         for index, length in enumerate(lengths)
         for start in range(0, length, 20)
     )
     assert {sampler.dropped for sampler in ranks} == {0}
-    for k, state in enumerate(states):
-        fresh = over_a_mixture(world_size - 1, world_size, **options)
-        fresh.load_state_dict(state)
-        assert as_saved(fresh.state_dict()) == state
-        assert list(fresh) == [step[-1] for step in steps[k:]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}, {"num_workers": 2}],
-    ids=["inline", "thread", "process"],
-)
-def test_a_loader_over_a_packed_mixture_goes_on_after_every_batch(options):
-    dataset = sliced(Concatenated([[np.arange(n) for n in lengths] for lengths in PARTS]))
-    for world_size in (1, 2, 4):
-        sampler = over_a_mixture(world_size - 1, world_size, window=50, long="split")
-        with Loader(dataset, sampler, collate_fn=pack_collate(20), **options) as loader:
-            found, states = [], [as_saved(loader.state_dict())]
-            for batch in loader:
-                found.append([part.tolist() for part in batch])
-                states.append(as_saved(loader.state_dict()))
-            assert len(found) > 80 / world_size
-            for k, state in enumerate(states[:41]):
-                loader.load_state_dict(state)
-                rest = [[part.tolist() for part in batch] for batch in islice(loader, 40 - k)]
-                assert rest == found[k:40]
 
 
 # --- pack_collate --------------------------------------------------------------------------------
@@ -516,6 +420,9 @@ def test_slices_that_are_not_there():
         sliced([{"x": [1, 2, 3]}])[0, 0, 4]
     with pytest.raises(TypeError, match=r"must be a tuple \(index, start, stop\), got 0"):
         sliced([[1, 2]])[0]
+
+
+LENGTHS = np.random.default_rng(1).integers(0, 30, 370)
 
 
 class Fetching:
