@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import flat
+from helpers import Lazily
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kinds import Lazy
+from kinds import PASS, Told
 
 from minloader import BatchSampler, DynamicBatchSampler
 from minloader._sampling import windows
@@ -33,22 +34,6 @@ class Counted:
         return value
 
 
-class Epochs:
-    """A sampler of somebody else's, whose order the epoch decides."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.epoch = n, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100 * self.epoch, 100 * self.epoch + self.n))
-
-
 def epoch_of(sampler: Any, epoch: int) -> list[Any]:
     sampler.set_epoch(epoch)
     return list(sampler)
@@ -60,16 +45,19 @@ def epoch_of(sampler: Any, epoch: int) -> list[Any]:
 @invariant
 @given(
     n=st.integers(0, 40),
+    kind=st.sampled_from([int, range, lambda n: list(range(n))]),
     size=st.integers(1, 12),
     shuffle=st.booleans(),
     last_batch=st.sampled_from(["keep", "discard", "rollover"]),
     seed=st.integers(0, 2**40),
     epochs=st.integers(1, 6),
 )
-@example(n=2, size=7, shuffle=True, last_batch="rollover", seed=0, epochs=12)  # a batch of 4 epochs
-def test_epochs_of_an_int(n, size, shuffle, last_batch, seed, epochs):
-    sampler = BatchSampler(n, size, shuffle, last_batch, seed)
-    singles = BatchSampler(n, None, shuffle, seed=seed)
+@example(  # a batch of 4 epochs
+    n=2, kind=int, size=7, shuffle=True, last_batch="rollover", seed=0, epochs=12
+)
+def test_epochs_of_a_number_and_of_a_sequence(n, kind, size, shuffle, last_batch, seed, epochs):
+    sampler = BatchSampler(kind(n), size, shuffle, last_batch, seed)
+    singles = BatchSampler(kind(n), None, shuffle, seed=seed)
     everything, orders = [], []
     for epoch in range(epochs):
         order = epoch_of(singles, epoch)
@@ -93,21 +81,6 @@ def test_epochs_of_an_int(n, size, shuffle, last_batch, seed, epochs):
         assert everything == orders[: n * epochs // size * size]
 
 
-@invariant
-@given(n=st.integers(0, 20), size=st.integers(1, 8), epochs=st.integers(1, 5))
-def test_rollover_of_a_list(n, size, epochs):
-    sampler = BatchSampler(list(range(n)), size, last_batch="rollover")
-    everything = []
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        expected = len(sampler)
-        batches = list(sampler)
-        assert len(batches) == expected
-        assert all(len(batch) == size for batch in batches)
-        everything += flat(batches)
-    assert everything == (list(range(n)) * epochs)[: n * epochs // size * size]
-
-
 def test_rollover_forgets_an_epoch_left_early():
     sampler = BatchSampler([0, 1, 2, 3, 4], 2, last_batch="rollover")
     assert list(sampler) == [[0, 1], [2, 3]]
@@ -115,7 +88,7 @@ def test_rollover_forgets_an_epoch_left_early():
     assert list(sampler) == [[0, 1], [2, 3]]  # 4 was given already
 
 
-@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+@pytest.mark.parametrize("kind", [list, np.array, Lazily, iter])
 def test_inner_samplers(kind):
     assert list(BatchSampler(kind(list("abcdefg")), 3)) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
 
@@ -129,18 +102,19 @@ def test_inner_sampler_without_batches_and_shuffled():
     assert set(first) < set(letters)
     assert first != second
     with pytest.raises(TypeError, match="shuffle=True needs a number of samples or a sequence"):
-        BatchSampler(Lazy(letters), 6, shuffle=True)
+        BatchSampler(Lazily(letters), 6, shuffle=True)
 
 
 def test_inner_sampler_is_told_the_epoch():
-    sampler = BatchSampler(Epochs(3), 2)
-    assert epoch_of(sampler, 7) == [[700, 701], [702]]
+    sampler = BatchSampler(Told(3), 2)
+    assert flat(epoch_of(sampler, 7)) == list(sampler.sampler)
+    assert [number // PASS for number in sampler.sampler] == [7] * 3
     assert len(sampler) == 2
 
 
 def test_length_of_a_lazy_inner_sampler_is_unknown():
     with pytest.raises(TypeError):
-        len(BatchSampler(Lazy([1, 2]), 2))
+        len(BatchSampler(Lazily([1, 2]), 2))
 
 
 def test_infinite_inner_is_read_no_further_than_its_batches():
@@ -179,7 +153,7 @@ budgets = st.sampled_from(["max_total", "max_padded"])
 @invariant
 @given(
     lengths=some_lengths,
-    kind=st.sampled_from([list, np.array, Lazy, iter]),
+    kind=st.sampled_from([list, np.array, Lazily, iter]),
     budget_name=budgets,
     slack=st.integers(0, 200),
     max_batch=st.none() | st.integers(1, 9),
@@ -218,7 +192,7 @@ def test_every_index_once_within_the_budget(
 def test_in_order_and_as_full_as_can_be(lengths, lazy, budget_name, max_batch):
     """With one bucket, unshuffled: each batch ends only where the next sample would not fit."""
     budget = max([*lengths, 100])
-    given_lengths = Lazy(lengths) if lazy else lengths
+    given_lengths = Lazily(lengths) if lazy else lengths
     batches = list(DynamicBatchSampler(given_lengths, max_batch=max_batch, **{budget_name: budget}))
     assert flat(batches) == list(range(len(lengths)))
     for batch, following in pairwise(batches):
@@ -241,7 +215,7 @@ def test_buckets_pad_less(lazy, shuffle):
 
     def padding(buckets):
         batches = DynamicBatchSampler(
-            Lazy(lengths) if lazy else lengths,
+            Lazily(lengths) if lazy else lengths,
             max_padded=8 * int(lengths.max()),
             buckets=buckets,
             shuffle=shuffle,
