@@ -39,16 +39,6 @@ def every_rank(kind: Callable[..., Any], world_size: int, epoch: int = 0) -> lis
     return ranks
 
 
-class Lazy:
-    """Begins anew with each ``iter``, and has neither a length nor a state."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = list(values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
-
-
 class Told:
     """Its order follows from ``set_epoch``, and it has no state; as torch's DistributedSampler."""
 
@@ -201,6 +191,21 @@ class _FailingItems:
             raise ValueError(f"{BAD_ITEM} is bad")
         self.at += 1
         return self.at - 1
+
+
+class Raising:
+    """Raises in place of some items, each time; its iterators are no generators, so they go on."""
+
+    def __init__(self, n: int, bad: Iterable[int]) -> None:
+        self.n, self.bad = n, set(bad)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._give, range(self.n))
+
+    def _give(self, number: int) -> int:
+        if number in self.bad:
+            raise OSError(f"{number} is bad")
+        return number
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import flat, require
+from helpers import Lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import Lazy, every_rank
+from kinds import every_rank
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader
 from minloader._sampling import windows
 
-ROOT = Path(__file__).resolve().parent.parent
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
 world_sizes = st.integers(1, 5)
 
@@ -82,7 +77,7 @@ def test_ranks_share_a_plan(
     budget = max([*costs, 1]) + slack
     kind = partial(
         DynamicBatchSampler,
-        Lazy(lengths) if lazy else lengths,
+        Lazily(lengths) if lazy else lengths,
         max_batch=max_batch,
         buckets=buckets,
         shuffle=shuffle,
@@ -123,7 +118,7 @@ def test_no_rank_waits(corpus, budget_name, lazy):
     """At every step the ranks' costs are within 5 %, and next to nothing is dropped for it."""
     kind = partial(
         DynamicBatchSampler,
-        Lazy(corpus) if lazy else corpus,
+        Lazily(corpus) if lazy else corpus,
         buckets=16,
         shuffle=True,
         **{budget_name: 262_144},
@@ -224,7 +219,7 @@ def test_cost_is_asked_for_once_a_length_and_as_a_number():
     assert {type(length) for length in asked} == {float}
 
 
-@pytest.mark.parametrize("kind", [list, np.array, Lazy, iter])
+@pytest.mark.parametrize("kind", [list, np.array, Lazily, iter])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -257,89 +252,11 @@ def test_costs_may_be_of_any_kind_of_number(number):
     assert list(sampler) == [[0, 1], [2]]
 
 
-# --- states ------------------------------------------------------------------------------------
-
-
-LENGTHS = [1, 2, 3, 4] * 5
-
-
 # --- as in a training run ----------------------------------------------------------------------
 
 
-RANK = """
-import json, sys
-import numpy as np
-from minloader import BatchSampler, DynamicBatchSampler
-
-rank, world_size = int(sys.argv[1]), 4
-lengths = np.random.default_rng(0).lognormal(4, 1, 2000).clip(1, 1000)
-fixed = BatchSampler(2001, 7, shuffle=True, rank=rank, world_size=world_size)
-dynamic = DynamicBatchSampler(
-    lengths, max_padded=8000, buckets=8, shuffle=True, rank=rank, world_size=world_size
-)
-found = {}
-for name, sampler in {"fixed": fixed, "dynamic": dynamic}.items():
-    sampler.set_epoch(3)
-    iterator = iter(sampler)
-    begun = [next(iterator) for _ in range(5)]
-    found[name] = {
-        "state": sampler.state_dict(),
-        "batches": begun + list(iterator),
-        "dropped": sampler.dropped,
-        "len": len(sampler),
-    }
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_four_processes():
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    outcomes = [process.communicate(timeout=100) for process in processes]
-    assert [error for _, error in outcomes] == [""] * 4
-    ranks = [json.loads(output) for output, _ in outcomes]
-
-    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).clip(1, 1000)
-    kinds = {
-        "fixed": partial(BatchSampler, 2001, 7, shuffle=True),
-        "dynamic": partial(DynamicBatchSampler, lengths, None, 8000, buckets=8, shuffle=True),
-    }
-    for name, n in (("fixed", 2001), ("dynamic", 2000)):
-        batches = [rank[name]["batches"] for rank in ranks]
-        taken = flat(flat(batches))
-        assert len(taken) == len(set(taken))
-        (dropped,) = {rank[name]["dropped"] for rank in ranks}
-        assert len(taken) + dropped == n
-        assert dropped < 0.01 * n
-        assert {len(own) for own in batches} == {ranks[0][name]["len"]}
-        state = ranks[0][name]["state"]
-        assert all(rank[name]["state"] == state for rank in ranks)
-
-        same = kinds[name](rank=2, world_size=4)
-        same.load_state_dict(state)
-        assert list(same) == batches[2][5:]
-        fewer = every_rank(kinds[name], 2)
-        for sampler in fewer:
-            sampler.load_state_dict(state)
-        taken = flat(flat(own[:5] for own in batches)) + flat(flat(steps_of(fewer)))
-        assert len(taken) == len(set(taken)) == n - fewer[0].dropped
-    costs = [
-        [cost_of(b, lengths, "max_padded") for b in rank["dynamic"]["batches"]] for rank in ranks
-    ]
-    assert max(map(spread, zip(*costs, strict=True))) <= 0.05
-
-
 def test_ranks_through_a_loader():
-    kind = partial(DynamicBatchSampler, LENGTHS, 7, shuffle=True)
+    kind = partial(DynamicBatchSampler, [1, 2, 3, 4] * 5, 7, shuffle=True)
     found = []
     for sampler in every_rank(kind, 2):
         with Loader(lambda item: item, sampler, num_workers=0) as loader:

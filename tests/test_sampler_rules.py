@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
-from conftest import outcomes, variants
+from conftest import outcomes, printed_by, variants
+from helpers import Lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import Lazy, plain
+from kinds import Lazy, Raising, plain
 
 from minloader import (
     BatchSampler,
@@ -107,7 +108,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "batch rollover": lambda **w: BatchSampler(N, 4, True, "rollover", **w),
     "batch singles": lambda **w: BatchSampler(N, None, shuffle=True, **w),
     "batch list": lambda **w: BatchSampler(list(range(N)), 3, shuffle=True, **w),
-    "batch lazy": lambda **w: BatchSampler(Lazy(range(N)), 3, **w),
+    "batch lazy": lambda **w: BatchSampler(Lazily(range(N)), 3, **w),
     "batch told": lambda **w: BatchSampler(Told(), 3, **w),
     "batch told rollover": lambda **w: BatchSampler(Told(), 4, last_batch="rollover", **w),
     "batch counting": lambda **w: BatchSampler(Counting(), 3, **w),
@@ -121,9 +122,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "dynamic drop": lambda **w: DynamicBatchSampler(
         LENGTHS, max_total=25, long="drop", shuffle=True, **w
     ),
-    "dynamic lazy": lambda **w: DynamicBatchSampler(Lazy(LENGTHS), max_total=60, **w),
+    "dynamic lazy": lambda **w: DynamicBatchSampler(Lazily(LENGTHS), max_total=60, **w),
     "dynamic lazy buckets": lambda **w: DynamicBatchSampler(
-        Lazy(LENGTHS), max_padded=80, buckets=2, shuffle=True, **w
+        Lazily(LENGTHS), max_padded=80, buckets=2, shuffle=True, **w
     ),
     "dynamic told": lambda **w: DynamicBatchSampler(LENGTHS, **BUDGET, sampler=Told(), **w),
     "dynamic counting": lambda **w: DynamicBatchSampler(ITEMS, **BUDGET, sampler=Counting(), **w),
@@ -138,7 +139,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "packed window": lambda **w: PackedBatchSampler(LENGTHS, 45, window=10, shuffle=True, **w),
     "packed drop": lambda **w: PackedBatchSampler(LENGTHS, 30, 2, "drop", shuffle=True, **w),
     "packed split": lambda **w: PackedBatchSampler(LENGTHS, 9, 2, "split", shuffle=True, **w),
-    "packed lazy": lambda **w: PackedBatchSampler(Lazy(LENGTHS), 45, 2, shuffle=True, **w),
+    "packed lazy": lambda **w: PackedBatchSampler(Lazily(LENGTHS), 45, 2, shuffle=True, **w),
     "packed told": lambda **w: PackedBatchSampler(LENGTHS, 45, sampler=Told(), **w),
     "packed mixture": lambda **w: PackedBatchSampler(
         lengths_of, 9, 2, "split", shuffle=True, sampler=mixture(), **w
@@ -343,6 +344,24 @@ def test_all_ranks_have_the_same_states(kind):
             break
 
 
+def told() -> dict[str, Any]:
+    """What a rank gives, in the middle of an epoch and to its end, of each kind."""
+    found = {}
+    for kind, make in KINDS.items():
+        sampler = begun(make(rank=1, world_size=3), 2)
+        iterator = iter(sampler)
+        first = list(islice(iterator, 3))
+        found[kind] = [first, saved(sampler), list(iterator), sampler.dropped]
+    return found
+
+
+def test_another_process_gives_the_same():
+    """Ranks are processes, in each of which strings have hashes of their own."""
+    program = "import test_sampler_rules as rules; rules.windows.WINDOW = 24; print(rules.told())"
+    said = printed_by(program, env={"PYTHONHASHSEED": "7"})
+    assert said == f"{told()}\n"
+
+
 @every_kind
 def test_another_epoch_begins_anew(kind):
     lived = KINDS[kind]()
@@ -370,7 +389,7 @@ SHUFFLED: dict[str, Callable[..., Any]] = {
             "packed": partial(PackedBatchSampler, capacity=12),
             "packed window": partial(PackedBatchSampler, capacity=12, window=10),
         }.items()
-        for wrap in (list, Lazy)
+        for wrap in (list, Lazily)
     },
 }
 
@@ -497,29 +516,6 @@ def test_between_epochs_any_world_size_will_do(kind):
 # --- errors -----------------------------------------------------------------------------------
 
 
-class Raising:
-    """Items of which some raise errors, each once; not a generator, so it goes on."""
-
-    def __init__(self, n: int, bad: set[int]) -> None:
-        self.n, self.bad = n, bad
-
-    def __iter__(self) -> Iterator[int]:
-        return _Raising(self.n, self.bad)
-
-
-class _Raising(Iterator[int]):
-    def __init__(self, n: int, bad: set[int]) -> None:
-        self.n, self.bad, self.at = n, bad, -1
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at >= self.n:
-            raise StopIteration
-        if self.at in self.bad:
-            raise OSError(f"item {self.at}")
-        return self.at
-
-
 def collected(sampler: Any) -> tuple[list[Any], list[str]]:
     """Return all batches, and all errors."""
     batches, errors = [], []
@@ -539,22 +535,22 @@ FAILING: dict[str, Any] = {
     "batch": lambda: BatchSampler(Raising(N, BAD), 4),
     "dynamic": lambda: DynamicBatchSampler(LENGTHS, max_total=60, sampler=Raising(N, BAD)),
     "dynamic lookup": lambda: DynamicBatchSampler(
-        {n: LENGTHS[n] for n in range(N) if n not in BAD}, max_total=60, sampler=Lazy(range(N))
+        {n: LENGTHS[n] for n in range(N) if n not in BAD}, max_total=60, sampler=Lazily(range(N))
     ),
     "dynamic lengths": lambda: DynamicBatchSampler(
-        Lazy([99 if n in BAD else 3 for n in range(N)]), max_total=60, shuffle=True
+        Lazily([99 if n in BAD else 3 for n in range(N)]), max_total=60, shuffle=True
     ),
     "packed": lambda: PackedBatchSampler(
-        Lazy([-1 if n in BAD else 3 for n in range(N)]), 40, shuffle=True
+        Lazily([-1 if n in BAD else 3 for n in range(N)]), 40, shuffle=True
     ),
     "packed lookup": lambda: PackedBatchSampler(
         lambda n: "abc" if n in BAD else 3, 40, sampler=Told()
     ),
     "packed ragged": lambda: PackedBatchSampler(
-        lambda n: [3] * n if n in BAD else 3, 40, sampler=Lazy(range(N))
+        lambda n: [3] * n if n in BAD else 3, 40, sampler=Lazily(range(N))
     ),
     "dynamic cost": lambda: DynamicBatchSampler(
-        Lazy([n if n in BAD else 3 for n in range(N)]), 400, cost=lambda n: {3: 1}[n]
+        Lazily([n if n in BAD else 3 for n in range(N)]), 400, cost=lambda n: {3: 1}[n]
     ),
     "mixture": lambda: MixtureSampler([Raising(N, BAD)], [1], 4),
 }
@@ -710,7 +706,7 @@ def test_an_error_class_is_no_function_of_an_error():
         Loader([1], on_error=ValueError)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [list, Lazy])
+@pytest.mark.parametrize("kind", [list, Lazily])
 def test_what_is_too_long_is_dropped_and_counted(kind):
     lengths = [5, 99, 3, 50]
     dynamic = DynamicBatchSampler(kind(lengths), max_total=10, long="drop")
@@ -748,7 +744,7 @@ def test_a_limit_may_come_with_another_world_size(kind):
 @pytest.mark.parametrize("name", ["max_total", "max_padded"])
 def test_what_is_too_long_may_be_other_samples_in_another_world(name, lazy, former, later):
     """What was given was planned with what was too long then, and is left out now as it was."""
-    lengths = Lazy(LENGTHS[::-1]) if lazy else LENGTHS[::-1]
+    lengths = Lazily(LENGTHS[::-1]) if lazy else LENGTHS[::-1]
 
     def make(budget: int, **world: int) -> Any:
         options: Any = {name: budget, "long": "drop", "shuffle": True}
@@ -988,7 +984,7 @@ def test_a_state_is_that_of_the_loader_whoever_else_iterates_its_sampler(kind, w
 def nested(rng: random.Random, depth: int) -> Any:
     """Return a function of rank and world size that makes a sampler over samplers."""
     options = {"shuffle": rng.random() < 0.5, "seed": rng.randint(0, 3)}
-    inner: Callable[[], Any] = Told if rng.random() < 0.5 else (lambda: Lazy(range(N)))
+    inner: Callable[[], Any] = Told if rng.random() < 0.5 else (lambda: Lazily(range(N)))
     if depth:
         below = nested(rng, depth - 1)
         inner = lambda: Singles(below())  # noqa: E731
