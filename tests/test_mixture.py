@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -15,13 +16,13 @@ from conftest import flat
 from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kinds import Raising, every_rank
 
 from minloader import (
     BatchSampler,
     Concatenated,
     DynamicBatchSampler,
     Loader,
-    PackedBatchSampler,
     concurrent,
 )
 from minloader import MixtureSampler as Mixture
@@ -44,32 +45,6 @@ class Sized:
         raise AssertionError("the parent reads no samples")
 
 
-class Failing:
-    """Raises an error in place of some of its items; its iterators go on after that."""
-
-    def __init__(self, n: int, bad: Iterable[int]) -> None:
-        self.n, self.bad = n, set(bad)
-
-    def __iter__(self) -> Iterator[int]:
-        return _Failing(self)
-
-
-class _Failing:
-    def __init__(self, part: Failing) -> None:
-        self.part, self.place = part, -1
-
-    def __iter__(self) -> _Failing:
-        return self
-
-    def __next__(self) -> int:
-        self.place += 1
-        if self.place >= self.part.n:
-            raise StopIteration
-        if self.place in self.part.bad:
-            raise OSError(f"{self.place} is bad")
-        return self.place
-
-
 def first(n: int, batches: Iterable[Any]) -> list[Any]:
     return list(islice(batches, n))
 
@@ -79,10 +54,6 @@ def stored(state: Any) -> Any:
     text = json.dumps(state)
     assert len(text) < 2000
     return json.loads(text)
-
-
-def every_rank(world_size: int, kind: Any, *args: Any, **options: Any) -> list[Any]:
-    return [kind(*args, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
 # --- shares --------------------------------------------------------------------------------------
@@ -123,7 +94,7 @@ def test_every_part_is_within_one_of_its_share(weights):
 @invariant
 @given(weights=st.lists(st.integers(1, 9), min_size=2, max_size=4), size=st.integers(1, 9))
 def test_every_rank_has_its_shares(weights, size):
-    for mixture in every_rank(4, Mixture, [10**9] * len(weights), weights, size):
+    for mixture in every_rank(partial(Mixture, [10**9] * len(weights), weights, size), 4):
         drawn = Counter(part for part, _ in flat(islice(mixture, 12)))
         for part, weight in enumerate(weights):
             share = 12 * size * weight / sum(weights)
@@ -144,9 +115,7 @@ def test_weights_by_a_schedule():
 
     drawn = [[part for part, _ in batch] for batch in islice(Mixture([99] * 3, weights, 2), 5)]
     assert drawn == [[0, 0]] * 3 + [[1, 1]] * 2
-    ranks = every_rank(2, Mixture, [99] * 3, weights, 2)
-    for mixture in ranks:
-        mixture.set_epoch(1)
+    for mixture in every_rank(partial(Mixture, [99] * 3, weights, 2), 2, epoch=1):
         drawn = [sorted(part for part, _ in batch) for batch in islice(mixture, 5)]
         assert drawn == [[0, 2]] * 3 + [[1, 1]] * 2
 
@@ -172,7 +141,7 @@ def test_what_is_due_stays_due_when_weights_change():
 def test_until_the_last_part_every_item_comes_once(sizes, weights, batch_size, shuffle, world_size):
     weights = weights[: len(sizes)]
     options = {"stop": "last", "shuffle": shuffle}
-    ranks = every_rank(world_size, Mixture, sizes, weights, batch_size, **options)
+    ranks = every_rank(partial(Mixture, sizes, weights, batch_size, **options), world_size)
     steps = list(zip(*ranks, strict=True))
     if batch_size is not None:
         sizes_of = [[len(batch) for batch in step] for step in steps]
@@ -251,7 +220,7 @@ def test_parts_of_every_kind():
 def test_weight_zero():
     """Such a part is neither read nor waited for, nor does its end matter."""
     for stop in STOPS:
-        mixture = Mixture([3, Failing(0, ()), iter(())], [1, 0, 0], stop=stop)
+        mixture = Mixture([3, Raising(0, ()), iter(())], [1, 0, 0], stop=stop)
         assert first(5, mixture)[:3] == [(0, 0), (0, 1), (0, 2)]
     assert list(Mixture([3, 9], [1, 0], stop="last")) == [(0, 0), (0, 1), (0, 2)]
     assert list(Mixture([2, 1], [1, 1e-300], stop="last")) == [(0, 0), (0, 1), (1, 0)]
@@ -285,7 +254,7 @@ def test_one_part_alone():
 
 
 def test_a_part_that_fails_in_a_loader():
-    mixture = Mixture([Failing(4, [1]), 9], [1, 1])
+    mixture = Mixture([Raising(4, [1]), 9], [1, 1])
     with Loader(lambda item: item, mixture, num_workers=0) as loader:
         batches = iter(loader)
         assert first(2, batches) == [(0, 0), (1, 0)]
@@ -338,6 +307,32 @@ def test_parts_with_states_are_not_read_again():
         assert part.drawn == 100
 
 
+def by_epoch(epoch: int, step: int) -> list[float]:
+    return [5, 3 + epoch, 1 + step % 2]
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2), (3, 4)])
+def test_a_mixture_without_an_end_goes_on_at_every_batch(rank, world_size):
+    """By a schedule; parts with a state and without any are begun anew."""
+
+    def make() -> Any:
+        parts = [300, Stateful(range(250)), Lazily(range(200))]
+        ranks = {"rank": rank, "world_size": world_size}
+        mixture = Mixture(parts, by_epoch, 3, stop="never", shuffle=True, **ranks)
+        mixture.set_epoch(1)
+        return mixture
+
+    lived = make()
+    states, given = [stored(lived.state_dict())], []
+    for batch in islice(lived, 300):
+        given.append(batch)
+        states.append(stored(lived.state_dict()))
+    for k, state in enumerate(states[:-1]):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert first(40, resumed)[: 300 - k] == given[k : k + 40]
+
+
 def test_a_part_that_does_not_fit_its_state_is_refused():
     def make(seed: int) -> Any:
         return Mixture([6, BatchSampler(6, None, True, seed=seed)], [1, 1], stop="last")
@@ -376,15 +371,6 @@ def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
 
 
 # --- under a budget ------------------------------------------------------------------------------
-
-
-LENGTHS = [[1 + n % 7 for n in range(60)], [2 + n % 5 for n in range(40)]]
-
-
-def budgeted(sampler: Any = None, **options: Any) -> Any:
-    mixture = sampler or Mixture([60, 40], [3, 1], stop="last", shuffle=True)
-    lengths = Concatenated(LENGTHS)
-    return DynamicBatchSampler(lengths, max_padded=21, sampler=mixture, **options)
 
 
 def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
@@ -483,68 +469,3 @@ def test_a_mixture_of_datasets_through_a_loader():
     mixture = Mixture(map(len, dataset.datasets), [2, 1], 3)
     with Loader(dataset, mixture, num_workers=0, collate_fn=list) as loader:
         assert list(loader) == [[0, 1, 60], [2, 3, 61], [4, 5, 62]]
-
-
-# --- in a loader ---------------------------------------------------------------------------------
-
-
-def by_epoch(epoch: int, step: int) -> list[float]:
-    return [5, 3 + epoch, 1 + step % 2]
-
-
-def for_loader(kind: str, rank: int, world_size: int) -> Any:
-    """A sampler with at least 40 steps in each epoch."""
-    ranks = {"rank": rank, "world_size": world_size}
-    sampler: Any
-    if kind == "permutation":
-        sampler = BatchSampler(2000, 5, shuffle=True, **ranks)
-    elif kind == "packed":
-        lengths = [1 + n % 7 for n in range(900)]
-        sampler = PackedBatchSampler(lengths, 16, shuffle=True, **ranks)
-    elif kind == "dynamic":
-        mixture = Mixture([800, Stateful(range(500)), 200], [5, 3, 2], stop="never", shuffle=True)
-        sampler = DynamicBatchSampler(
-            lambda item: 1 + item[1] % 5,
-            max_total=9,
-            buckets=2,
-            shuffle=True,
-            sampler=mixture,
-            **ranks,
-        )
-    else:
-        parts = [300, Stateful(range(250)), Lazily(range(200))]
-        options = {"stop": "never", "shuffle": True}
-        sampler = Mixture(parts, by_epoch, 3, **options, **ranks)
-    return sampler
-
-
-def go_on_everywhere(loader: Any, again: Any, steps: int = 40) -> None:
-    """Goes on from each of the first states of an epoch, and compares the batches up to a place."""
-    loader.set_epoch(1)
-    batches = iter(loader)
-    states, expected = [loader.state_dict()], []
-    for batch in islice(batches, steps):
-        expected.append(batch)
-        states.append(loader.state_dict())
-    for k, state in enumerate(states):
-        again.load_state_dict(stored(state))
-        assert first(steps - k, again) == expected[k:]
-
-
-WAYS = {
-    "inline": {"num_workers": 0},
-    "threads": {"num_workers": 2, "executor": "thread"},
-    "processes": {"num_workers": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixture", "dynamic", "permutation", "packed"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loader_goes_on_at_every_batch(monkeypatch, kind, way):
-    monkeypatch.setattr(windows, "WINDOW", 64)
-    for rank, world_size in [(0, 1), (1, 2), (3, 4)]:
-        samplers = [for_loader(kind, rank, world_size) for _ in range(2)]
-        lived, again = (Loader(lambda item: item, sampler, **WAYS[way]) for sampler in samplers)
-        with lived, again:
-            go_on_everywhere(lived, lived if way == "processes" else again)
