@@ -21,7 +21,7 @@ from conftest import outcomes, printed_by, variants
 from helpers import Lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import Lazy, Raising, plain
+from kinds import Raising, plain
 
 from minloader import (
     BatchSampler,
