@@ -39,7 +39,7 @@ from minloader._epochs.state import (
 from minloader._errors import without_frames
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import HeldItem, Pool
-from minloader._sampling.base import Run, Sampler, ranks_of
+from minloader._sampling.base import Sampler, ranks_of
 from minloader._sampling.source import Repeatable
 from minloader._worker.messages import Task
 from minloader._worker.run import CHUNK_SECONDS
@@ -290,8 +290,7 @@ class Source:
         self._due = now + STATE_COST * (time.perf_counter() - now)
 
     def _state_now(self) -> SamplerState | None:
-        knows = isinstance(self._iterator, Run) or self.is_last  # whoever has begun another since
-        state = self.told.state(self._iterator) if knows else None
+        state = self.told.state(self._iterator) if self.is_last else None
         return self.state if state is None else SamplerState(self.position, state)
 
     def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
