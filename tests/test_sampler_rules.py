@@ -269,6 +269,16 @@ def test_an_epoch_can_be_repeated(kind):
         assert first != second
 
 
+def test_an_inner_epoch_without_a_batch_is_not_begun_once_more_after_a_resume():
+    def make() -> Any:
+        return MixtureSampler([BatchSampler(2, 3, last_batch="rollover"), 3], [1, 1], stop="last")
+
+    lived, fresh = make(), make()
+    fresh.load_state_dict(saved(lived))
+    for epoch in range(3):
+        assert list(begun(fresh, epoch)) == list(begun(lived, epoch))
+
+
 def test_items_of_every_kind_are_left_for_the_next_epoch():
     items = [("a", 1), ["b", (2,)], {"path": "c"}, Piece(("d", 3), 0, 5), {"x": 1, "y": 2}]
     lived = BatchSampler(items, 4, last_batch="rollover")

@@ -162,7 +162,7 @@ class Source(Repeatable):
             self.values = range(check_int(name, items, 0))
         self._order = order
         self.stands: Any = None  # the state that it was put to, or has ended with
-        self.was_put = False  # by a state, and not read since
+        self.was_put = False  # by a state, and not read since; others than ours
         self._is_fresh = True  # neither put nor read so far
 
     def __len__(self) -> int:
@@ -184,7 +184,6 @@ class Source(Repeatable):
         self.stands = None
         if hasattr(self.items, "_forget"):
             self.items._forget()
-            self.was_put = False
 
     def restore(self, epoch: int, place: Sequence[Any]) -> None:
         """Put the iterable to a place.
@@ -203,7 +202,8 @@ class Source(Repeatable):
             )
         self.set_epoch(epoch)
         self.put(state)
-        self.stands, self.was_put, self._is_fresh = state, True, False
+        self.stands, self._is_fresh = state, False
+        self.was_put = not hasattr(self.items, "_forget")  # ours need not be begun to begin anew
 
     def prepare(self, epoch: int, place: Sequence[Any]) -> Sequence[Any]:
         """Put the iterable to where an epoch goes on; return that place, with its state."""
