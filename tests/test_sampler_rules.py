@@ -988,6 +988,25 @@ def test_a_state_is_that_of_the_loader_whoever_else_iterates_its_sampler(kind, w
             assert rest(lived.state_dict()) == expected[place:]
 
 
+@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_follows_on_that_of_the_loader_whoever_else_iterates_its_sampler(kind, workers):
+    options = {"num_workers": workers, "executor": "thread"}
+    with Loader(repr, KINDS[kind](), **options) as alone:
+        expected = [list(alone) for _ in range(5)]
+    sampler = KINDS[kind]()
+    with Loader(repr, sampler, **options) as lived:
+        for epoch in range(2):
+            given = [batch for batch in lived if next(iter(sampler))]
+            assert given == expected[epoch]
+            next(iter(sampler))
+        chained: list[list[str]] = [[], [], []]
+        for epoch, batch in lived.epochs(until=5):
+            chained[epoch - 2].append(batch)
+            next(iter(sampler))
+    assert chained == expected[2:]
+
+
 # --- nested at random -------------------------------------------------------------------------
 
 

@@ -123,6 +123,7 @@ class Source:
         state: a state of the sampler, from there or before.
         inside: when our sampler has ended: a state of it from before that.
         last: ordinal and item of the one drawn last.
+        run: what ``iter`` of the sampler gave; None if it was not read.
         is_ended: whether there are no more items.
         error: raised by the sampler, and not yet on the account. It comes again until it is.
         is_inside: whether the sampler's own code runs, or what it says at its end is noted.
@@ -153,6 +154,7 @@ class Source:
         # Our samplers tell the truth before their first item, too. Others may be in another epoch.
         self._is_exact = isinstance(told.items, Sampler)
         self._put_back = put_back
+        self.run: Any = None
         self._iterator: Any = None
         self._reading = -1
         self.error: Exception | None = None
@@ -202,7 +204,7 @@ class Source:
             self._put_back = False
             return
         told.readings = self._reading = told.readings + 1
-        iterator = iter(told)  # once: some samplers begin anew with each
+        iterator = self.run = iter(told)  # once: some samplers begin anew with each
         if known is not None and known.at:
             _check_put_back(sampler, iterator, known)
         at = known.at if known is not None else 0
@@ -394,7 +396,9 @@ class SamplerLane(Lane):
         is_read_ahead = left and before.last is not None  # a state may have been of its end
         if before.is_ended and before.state is not None and not is_read_ahead:
             state = SamplerState(0, before.state.state)
-        return Source(before.told, index, epoch, state, put_back=not before.is_last)
+        sampler = before.told.items  # which somebody else may have iterated: of ours that is known
+        is_there = not isinstance(sampler, Sampler) or sampler._run is before.run
+        return Source(before.told, index, epoch, state, put_back=not (before.is_last and is_there))
 
     @property
     def is_drawn(self) -> bool:
