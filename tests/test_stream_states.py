@@ -279,6 +279,21 @@ def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
 
 
 @every_idiom
+def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream):
+    step, reached = 0, True
+    while reached:
+        with Loader(stream(), batch_size=2, num_workers=0) as loader:
+            batches = loader.epochs(2)
+            outcome = interrupted(partial(next, batches), step)
+            reached = outcome.reached
+            given = [*([] if outcome.interrupted else [outcome.value]), *batches]
+            found = [batch.tolist() for _, batch in given]
+            assert found == epoch(0, 1, stream) + epoch(1, 1, stream), step
+        step += 3
+    assert step > 300
+
+
+@every_idiom
 def test_a_pass_that_was_resumed_and_left_begins_anew_in_every_shard(stream):
     class Lopsided(stream):
         def values(self) -> range:

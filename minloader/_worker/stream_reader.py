@@ -165,6 +165,7 @@ class ShardReader:
         if start.batches == self.position - 1 and self._former is not None:
             self._samples, self._former = self._former, None
             self.position, self.ended = start.batches, False
+        self.reading = False  # an interrupt is no failure of the stream's
         return start.batches == self.position
 
     def _open(self, known: dict[str, Any]) -> None:
