@@ -45,6 +45,7 @@ from minloader import (
     Loader,
     MixtureSampler,
     PackedBatchSampler,
+    concurrent,
     get_worker_info,
     prefetch,
 )
@@ -1167,9 +1168,16 @@ class Spoilt(Numbers):
             yield number
 
 
+class AwaitedFaulty(Numbers):
+    async def __getitem__(self, index: int) -> int:
+        if index == 0:
+            raise ValueError(index)
+        return index
+
+
 @pytest.mark.parametrize("on_error", ["skip", lambda failure: -1])
 @pytest.mark.parametrize("way", ["inline", "threads"])
-@pytest.mark.parametrize("where", ["dataset", "stream"])
+@pytest.mark.parametrize("where", ["dataset", "stream", "read by threads", "awaited"])
 def test_a_batch_that_was_replaced_or_skipped_keeps_nothing(where, way, on_error, no_collector):
     """The frames of its error are those of who was waiting for it."""
 
@@ -1179,6 +1187,8 @@ def test_a_batch_that_was_replaced_or_skipped_keeps_nothing(where, way, on_error
             options["transform"] = Refuses(0)
         sampler = None if where == "stream" else range(6)
         dataset: Any = Numbers(6) if where == "stream" else Faulty(6, {0: ValueError})
+        if where in ("read by threads", "awaited"):
+            dataset = concurrent(AwaitedFaulty(6) if where == "awaited" else dataset, 1)
         loader = Loader(dataset, sampler, **options)
         for _ in range(2):
             batches = iter(loader)

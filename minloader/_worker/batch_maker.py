@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -105,9 +106,10 @@ class BatchMaker:
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         if not self.begun:
             return self._each(partial(read_sample, self.job.dataset), indices, indices)
-        futures = self.begun.pop(0)
+        futures = deque(self.begun.pop(0))
         try:
-            return self._each(Future.result, futures, indices)
+            # Each is let go of first: it has its error, whose frames lead here.
+            return self._each(lambda index: futures.popleft().result(), indices, indices)
         finally:
             for future in futures:  # after an error, or Ctrl-C
                 future.cancel()

@@ -224,6 +224,7 @@ def _read(future: Future[Any], dataset: Any, index: Any, info: WorkerInfo | None
         sample = dataset[index]
     except BaseException as error:  # sys.exit() too is an error of the batch
         future.set_exception(error)
+        del future  # the error's frames are this one
     else:
         future.set_result(sample)
     finally:
@@ -284,6 +285,7 @@ async def _await(
         except BaseException as error:  # sys.exit() would end the loop, and all that it awaits
             if not future.cancelled():
                 future.set_exception(error)
+            del future  # the error's frames are this one
         else:
             if not future.cancelled():
                 future.set_result(sample)
