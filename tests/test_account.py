@@ -614,7 +614,7 @@ STRIDES = [23, pytest.param(3, marks=SLOW)]
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("begin", ["iter", "epochs", "state"])
+@variants("begin", ["state", "iter", "epochs"], 2)
 @pytest.mark.parametrize("way", ["inline", "threads"])
 @pytest.mark.parametrize("kind", SHORT)
 def test_an_interrupt_anywhere_in_a_first_next_loses_nothing(kind, way, begin, stride):
@@ -685,7 +685,7 @@ CALLS: dict[str, tuple[Callable[[Loader, Any], object], int]] = {
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("way", ["inline", "threads"])
+@variants("way", ["inline", "threads"])
 @pytest.mark.parametrize(
     ("kind", "call"),
     [each for each in itertools.product(SHORT, CALLS) if each != ("stream", "skip")],

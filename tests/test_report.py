@@ -551,6 +551,7 @@ EVENTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=3, phases=[Phase.generate])
 @given(st.lists(st.lists(EVENTS, max_size=12), min_size=50, max_size=50))
 def test_any_events_can_be_drawn(tmp_path_factory, pages):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from conftest import lists, plain, require, workers
+from conftest import lists, plain, require, variants, workers
 from helpers import Numbers
 from idioms import IDIOMS, Noisy
 from kinds import (
@@ -41,7 +41,7 @@ def samples(batches: Any) -> list[Any]:
 
 
 @ways
-@pytest.mark.parametrize("epochs", [False, True])
+@variants("epochs", [True, False])
 def test_every_sample_of_an_undisturbed_epoch_comes_once(way, epochs):
     """Of streams whose order is their own, while tasks are cut short, as on a busy machine."""
     n = 1_800
@@ -61,7 +61,7 @@ def test_every_sample_of_an_undisturbed_epoch_comes_once(way, epochs):
 
 
 @ways
-@pytest.mark.parametrize("stream", [Numbers, *IDIOMS])
+@variants("stream", [Numbers, *IDIOMS], 2)
 def test_an_undisturbed_epoch_reads_nothing_again(way, stream):
     """Nor does a stream with a state."""
     n = 1_200

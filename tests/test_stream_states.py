@@ -278,8 +278,9 @@ def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
         assert lists(loader) == epoch(number, 1, stream)
 
 
+@variants("stride", [17, 3])
 @every_idiom
-def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream):
+def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream, stride):
     step, reached = 0, True
     while reached:
         with Loader(stream(), batch_size=2, num_workers=0) as loader:
@@ -289,7 +290,7 @@ def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream):
             given = [*([] if outcome.interrupted else [outcome.value]), *batches]
             found = [batch.tolist() for _, batch in given]
             assert found == epoch(0, 1, stream) + epoch(1, 1, stream), step
-        step += 3
+        step += stride
     assert step > 300
 
 
