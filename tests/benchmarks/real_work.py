@@ -1,4 +1,4 @@
-"""SPDL's own benchmark of transport, and real work: photos.
+"""SPDL's own benchmark of transport, and real work: photos, streams, and a fit.
 
 figures.py has these cases among its own.
 """
@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from ctypes import CDLL
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -114,7 +114,25 @@ def decodes(figure: Figure, line: Line) -> Values:
     return {**found, "value": count / seconds, "cpu": cpu / count * 1e3}
 
 
+def streamed(figure: Figure, line: Line) -> Values:
+    """Epochs of a stream, or a whole fit, with torch's loader or ours; see streams.py."""
+    import streams
+
+    stream, loader = line.label.rsplit(", ", 1)
+    if stream == "Lightning":
+        return streams.fit(loader, figure.batches)
+    folder = FILES / "streams"
+    folder.mkdir(exist_ok=True)
+    return streams.epochs(stream, loader, 16 * figure.batches, folder)
+
+
 # --- what is measured
+
+
+def of_torch(name: str, needs: str) -> list[Line]:
+    """The lines of both loaders, of which ours is compared with torch's."""
+    ours = f"{name}, minloader.torch"
+    return [Line(label, peers.ours, needs, (), ours) for label in (ours, f"{name}, torch")]
 
 
 def photos(size: int, count: int) -> Photos:
@@ -189,5 +207,31 @@ def make_figures(quick: bool) -> dict[str, Figure]:
             ),
             lambda: Case(photos(32 * (warm + images + 12), 10 if quick else 300), 32),
             *(images, warm),
+        ),
+        "streams": Figure(
+            "Streams, 0.2 ms of processor time a sample, in batches of 16; 2 workers",
+            streamed,
+            [
+                Metric("value", "a later epoch, s", ".2f", -1),
+                Metric("first", "first epoch, s", ".2f", -1),
+            ],
+            [
+                *of_torch("plain", "torch"),
+                *of_torch("webdataset, shuffled", "webdataset"),
+                *chain.from_iterable(
+                    of_torch(f"datasets, {kind}", "datasets")
+                    for kind in ("map", "streaming", "shuffle()")
+                ),
+            ],
+            lambda: Case(None),
+            batches=20 if quick else 400,
+        ),
+        "fit": Figure(
+            "A whole program that fits a small model for one epoch with Lightning; 2 workers",
+            streamed,
+            [Metric("value", "from start to end, s", ".2f", -1)],
+            of_torch("Lightning", "lightning"),
+            lambda: Case(None),
+            batches=20 if quick else 200,
         ),
     }
