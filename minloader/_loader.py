@@ -60,6 +60,7 @@ from minloader._epochs.sampled import SamplerLane, Source, Told, source_after
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import (
     Note,
+    begun_anew,
     check_sampler,
     check_state,
     has_begun,
@@ -357,13 +358,14 @@ class Loader(Generic[B]):
         """
         if self._shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        account, source = self._account, None
-        if account is not None and account.is_under_way:
-            source = account.lanes[0].sources[0]
-        elif account is not None and not account.is_over and isinstance(self.sampler, Sampler):
-            self.sampler._forget()  # as the next epoch will, of one that was left
+        account, resume = self._account, self._resume
         try:
-            return self._told.length_in(self.epoch, source)
+            if resume is not None or account is None or not account.is_under_way:
+                return self._source(resume).length_ahead()
+            length = account.source.length
+            if length is None:
+                raise TypeError("it was not known when the epoch was begun")
+            return int(length)
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
@@ -523,9 +525,8 @@ class Loader(Generic[B]):
         epoch = check_int("epoch", epoch, 0)
         own, account, resume = vars(self), self._account, self._resume
         if resume is not None and resume["epoch"] != epoch:
-            if has_begun(resume) and account is None and isinstance(self.sampler, Sampler):
-                self.sampler._forget()  # it was put to a place of that epoch, or before
-            resume = None
+            sampler = self.sampler if account is None else None
+            resume = begun_anew(resume, epoch, sampler) if isinstance(sampler, Sampler) else None
         if account is not None:
             account.set_next_epoch(epoch)
         own.update(_epoch=epoch, _resume=resume)
@@ -606,7 +607,8 @@ class Loader(Generic[B]):
         """
         if account is None or account.is_over:
             return self._note(epoch, self._note_between(account))
-        return self._note(account.source.epoch, [lane.note() for lane in account.lanes])
+        source = account.source
+        return self._note(source.epoch, [lane.note() for lane in account.lanes], source)
 
     def _note_between(self, account: Account | None) -> list[Note]:
         if self._shards is None:
@@ -618,10 +620,11 @@ class Loader(Generic[B]):
             return [ShardPass(0, 0, 0, FIRST, packed(known)).note()] * self._shards
         return [lane.next_pass(0, 0, left=False).note() for lane in account.lanes]
 
-    def _note(self, epoch: int, notes: list[Note]) -> Note:
+    def _note(self, epoch: int, notes: list[Note], source: Any = None) -> Note:
         if self._shards is not None:
             return partial(stream_state, self.seed, epoch, notes, self._batch_size)
-        return partial(sampler_state, self.seed, epoch, notes[0], self._told.length(epoch))
+        length = self._told.length_between() if source is None else source.length
+        return partial(sampler_state, self.seed, epoch, notes[0], length)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.
@@ -653,11 +656,12 @@ class Loader(Generic[B]):
             self._shards = len(known["stream"]["shards"])
             checks.tell_idle_workers(self.num_workers, self._shards)
         else:
-            if self._account is None or not self._account.is_under_way:
-                self._told.set_epoch(epoch)  # else the length is compared when it is told
-            length = self._told.length(epoch)
+            is_under_way = self._account is not None and self._account.is_under_way
+            if not is_under_way:
+                self._told.set_epoch(epoch)
+            # To tell it would disturb the epoch under way: the length is compared when it is told.
+            length = self._told.length_between() if is_under_way else self._told.length()
             check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
-            self._told.epoch = None  # the sampler may stand where the epoch before has ended
         # Only now: the epoch under way goes on after a state that was refused.
         with interrupts_held():  # or one of these would have a seed of its own
             self._group.reseed(known["seed"])

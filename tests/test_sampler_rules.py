@@ -1007,6 +1007,58 @@ def test_an_epoch_follows_on_that_of_the_loader_whoever_else_iterates_its_sample
     assert chained == expected[2:]
 
 
+@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
+def test_another_epoch_after_a_load_follows_on_whoever_else_iterates_the_sampler(kind):
+    def at(state: Any, sampler: Any, epoch: int) -> Loader:
+        loader = Loader(repr, sampler, num_workers=0)
+        loader.load_state_dict(state)
+        list(sampler)
+        next(iter(sampler))
+        loader.set_epoch(epoch)
+        return loader
+
+    with Loader(repr, KINDS[kind](), num_workers=0) as alone:
+        next(iter(alone))
+        begun = alone.state_dict()
+        list(alone)
+        ended = alone.state_dict()
+        alone.set_epoch(5)
+        expected = list(alone)
+    with at(ended, KINDS[kind](), 5) as lived:
+        assert len(lived) == len(expected)
+        between = lived.state_dict()
+        assert list(lived) == expected
+    with Loader(repr, KINDS[kind](), num_workers=0) as lived:
+        lived.load_state_dict(between)
+        assert list(lived) == expected
+    with at(begun, KINDS[kind](), 5) as lived, Loader(repr, KINDS[kind](), num_workers=0) as fresh:
+        fresh.set_epoch(5)
+        assert list(lived) == list(fresh)
+
+
+@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
+def test_lengths_are_of_the_loaders_epoch_whoever_else_iterates_its_sampler(kind):
+    with Loader(repr, KINDS[kind](), num_workers=0) as alone:
+        numbers = [len(list(alone)) for _ in range(4)]
+    sampler = KINDS[kind]()
+    with Loader(repr, sampler, num_workers=0) as lived:
+        for number in numbers:
+            next(iter(sampler))
+            assert len(lived) == number
+            for _ in lived:
+                list(sampler)
+                assert (len(lived), lived.state_dict()["length"]) == (number, number)
+
+
+def test_the_end_of_an_epoch_that_comes_once_more_can_be_skipped_to():
+    """It has another length then: it begins with what rollover has left."""
+    with Loader(repr, BatchSampler(50, 3, last_batch="rollover"), num_workers=0) as loader:
+        assert len(list(loader)) == 16
+        loader.set_epoch(0)
+        loader.skip(17)
+        assert list(loader) == []
+
+
 # --- nested at random -------------------------------------------------------------------------
 
 

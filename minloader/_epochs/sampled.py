@@ -55,56 +55,27 @@ ERRORS = 1_000
 
 
 class Told(Repeatable):
-    """The sampler, and the number of the epoch that it was told last.
+    """The sampler, which is told the numbers of its epochs.
 
     Attributes:
-        epoch: None if it was told none.
         readings: how often reading it was begun. It tells where the last of them is.
     """
 
     def __init__(self, sampler: Any) -> None:
         super().__init__("sampler", sampler)
-        self.epoch: int | None = None
         self.readings = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        super().set_epoch(epoch)
-
-    def length(self, epoch: int) -> int | None:
-        """Return the number of batches of an epoch; None where it is not known now."""
-        if self.epoch != epoch and hasattr(self.items, "set_epoch"):
-            return None  # to tell the sampler might disturb the epoch that it is in
+    def length(self) -> int | None:
+        """Return the number of batches of the epoch it was told; None where it is not known."""
         try:
             return len(self.items)
         except Exception as error:
             logger.debug("the sampler has no length: %r", error)
             return None
 
-    def length_in(self, epoch: int, source: Source | None) -> int:
-        """Return the number of batches of an epoch.
-
-        Args:
-            epoch: the next one.
-            source: what is read of the consumer's, which counts then; None: it is between epochs.
-
-        Raises:
-            TypeError: it is not known.
-        """
-        sampler, former = self.items, self.epoch
-        epoch = epoch if source is None else source.epoch
-        is_told = hasattr(type(sampler), "__len__") and hasattr(sampler, "set_epoch")
-        if not is_told or epoch == former:
-            return len(sampler)
-        if source is not None:  # the sampler is in an epoch that is read ahead
-            if source.length is None:
-                raise TypeError("it was not known when the epoch was begun")
-            return source.length
-        self.set_epoch(epoch)
-        length = len(sampler)
-        if former is not None:
-            self.set_epoch(former)
-        return length
+    def length_between(self) -> int | None:
+        """Return the number of batches of any epoch; None where the next decides it."""
+        return None if hasattr(self.items, "set_epoch") else self.length()
 
 
 class Source:
@@ -127,7 +98,7 @@ class Source:
         is_ended: whether there are no more items.
         error: raised by the sampler, and not yet on the account. It comes again until it is.
         is_inside: whether the sampler's own code runs, or what it says at its end is noted.
-        length: number of batches of the epoch, of a sampler that is told; None if not known.
+        length: number of batches of the epoch; None if not known when it was begun.
     """
 
     def __init__(
@@ -185,21 +156,10 @@ class Source:
         if self._iterator is not None or (self.is_ended and not self._put_back):
             return
         told, sampler = self.told, self.told.items
-        known = self.state if self._put_back else None
-        if self.state is None and isinstance(sampler, Sampler):
-            sampler._forget()  # the epoch before was left, however far it was drawn
-        if known is None or known.at:
-            told.set_epoch(self.epoch)
-        if known is not None:
-            told.put(known.state)
-            if not known.at:
-                told.set_epoch(self.epoch)
-        if hasattr(sampler, "set_epoch"):
-            # Once it has been told the next epoch, to tell it this one would disturb that.
-            length = told.length(self.epoch)
-            if self._place is not None and not self._is_exact:
-                check_length(self._place, sampler, length)
-            self.length = length
+        known = self._put()
+        self.length = told.length()
+        if self._place is not None and not self._is_exact:
+            check_length(self._place, sampler, self.length)
         if self.is_ended:
             self._put_back = False
             return
@@ -209,6 +169,32 @@ class Source:
             _check_put_back(sampler, iterator, known)
         at = known.at if known is not None else 0
         self._go_on(lane, iterator, at, foreign=known is not None and not self._is_exact)
+
+    def _put(self) -> SamplerState | None:
+        """Put the sampler to where it is read from; return the state that this took."""
+        told, known = self.told, self.state if self._put_back else None
+        if self.state is None and isinstance(told.items, Sampler):
+            told.items._forget()  # the epoch before was left, however far it was drawn
+        if known is None or known.at:
+            told.set_epoch(self.epoch)
+        if known is not None:
+            told.put(known.state)
+            if not known.at:
+                told.set_epoch(self.epoch)
+        return known
+
+    def length_ahead(self) -> int:
+        """Return the number of batches of the epoch, which has not begun.
+
+        Raises:
+            TypeError: it is not known.
+        """
+        sampler = self.told.items
+        if self._is_exact:
+            self._put()
+        elif hasattr(type(sampler), "__len__"):
+            self.told.set_epoch(self.epoch)
+        return len(sampler)
 
     def _go_on(self, lane: Lane, iterator: Any, at: int, *, foreign: bool) -> None:
         """Draw up to the position, and check that the items are still the same.

@@ -63,6 +63,19 @@ def has_begun(state: Mapping[str, Any]) -> bool:
     return any(place["batches"] or place["ended"] or place.get("beyond") for place in places)
 
 
+def begun_anew(state: State, epoch: int, sampler: Sampler) -> State:
+    """Return a checked state of our sampler as of when another epoch begins there.
+
+    That begins with what the epoch before has left, unless one was begun since.
+    """
+    known = state["sampler"]
+    if has_begun(state):
+        sampler._forget()
+        known = {"at": 0, "state": sampler.state_dict()}
+    nothing = {"batches": 0, "beyond": [], "ended": False, "length": None, "check": None}
+    return state | nothing | {"epoch": epoch, "sampler": known}
+
+
 def skipped(state: State, n: int) -> State:
     """Return a checked state of a sampler as of when ``n`` more batches were handed over."""
     here, beyond = state["batches"], [list(hole) for hole in state["beyond"]]

@@ -218,6 +218,12 @@ class Programs(RuleBasedStateMachine):
                 program.look()
             program.note()
 
+    @precondition(lambda self: not self.program.what.stream and not self.program.what.alone)
+    @rule()
+    def look_at_sampler(self) -> None:
+        with self.noted("next of the sampler by somebody") as program:
+            program.look_at_sampler()
+
     @precondition(lambda self: self.program.states)
     @rule(which=st.integers(0, 9), place=pressed)
     def load(self, which: int, place: int | None) -> None:

@@ -728,6 +728,11 @@ class Program:
         with self.step("look"), contextlib.suppress(TypeError):
             len(self.loader)
 
+    def look_at_sampler(self) -> None:
+        """Somebody takes the first item of the loader's sampler."""
+        with self.step("next(iter(sampler))"):
+            next(iter(self.loader.sampler))
+
     def use_former(self) -> None:
         """An iterator from before a state was loaded refuses to go on."""
         with self.step("next of the former iterator"):
