@@ -1050,6 +1050,27 @@ def test_lengths_are_of_the_loaders_epoch_whoever_else_iterates_its_sampler(kind
                 assert (len(lived), lived.state_dict()["length"]) == (number, number)
 
 
+@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
+def test_to_leave_batches_out_ahead_of_an_epoch_begins_none(kind):
+    """So another one that comes in its place begins with what rollover has left, as without."""
+    with Loader(repr, KINDS[kind](), num_workers=0) as lived:
+        list(lived)
+        state = lived.state_dict()
+        lived.set_epoch(5)
+        expected = list(lived)
+    for way in "lived", "loaded", "loaded twice":
+        with Loader(repr, KINDS[kind](), num_workers=0) as loader:
+            if way == "lived":
+                list(loader)
+            else:
+                loader.load_state_dict(state)
+            loader.skip(2)
+            if way == "loaded twice":
+                loader.load_state_dict(loader.state_dict())
+            loader.set_epoch(5)
+            assert list(loader) == expected, way
+
+
 def test_the_end_of_an_epoch_that_comes_once_more_can_be_skipped_to():
     """It has another length then: it begins with what rollover has left."""
     with Loader(repr, BatchSampler(50, 3, last_batch="rollover"), num_workers=0) as loader:

@@ -66,10 +66,11 @@ def has_begun(state: Mapping[str, Any]) -> bool:
 def begun_anew(state: State, epoch: int, sampler: Sampler) -> State:
     """Return a checked state of our sampler as of when another epoch begins there.
 
-    That begins with what the epoch before has left, unless one was begun since.
+    That begins with what the epoch before has left, unless one was begun since. To leave out
+    batches ahead of an epoch begins none: no item was drawn.
     """
     known = state["sampler"]
-    if has_begun(state):
+    if known["at"] or state["ended"] or state["check"] is not None:
         sampler._forget()
         known = {"at": 0, "state": sampler.state_dict()}
     nothing = {"batches": 0, "beyond": [], "ended": False, "length": None, "check": None}
