@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Place:
     chain: Chain
     over: bool = False  # the consumer was told so
     begun: bool = False  # whether any of it was given or left out
+    order: int = 0  # which of the orders that an unknown one has been
 
     @property
     def coming(self) -> list[int]:
@@ -50,6 +52,8 @@ class Model:
     loaded: Place | None = None  # where the next one begins
     chain: Chain = ()  # of the next epoch, before the first
     draws: dict[Any, Any] = field(default_factory=dict)  # those seen: they never change
+    orders: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    order: int = 0
 
     def begin(self, epochs: int = 1) -> Run:
         return Run(self.enter(), epochs - 1)
@@ -64,7 +68,7 @@ class Model:
         if self.latest is not None:
             chain = (*self.latest.chain, self.latest.epoch) if self.latest.over else ()
         plan = self.plan(self.epoch, self.passes, chain)
-        return Place(self.epoch, self.passes, dict(enumerate(plan)), chain)
+        return Place(self.epoch, self.passes, dict(enumerate(plan)), chain, order=self.order)
 
     def advance(self, run: Run) -> None:
         while not run.place.coming and run.more:
@@ -79,7 +83,8 @@ class Model:
         assert fits, f"{fate} {item}, but {[place.rest[k] for k in place.coming[:5]]} are to come"
         assert fate == place.rest[fits[0]][1], f"{item}: {fate}, not {place.rest[fits[0]][1]}"
         if self.one_order:
-            known = self.draws.setdefault((place.epoch, len(place.rest)), item)
+            of_order = place.epoch, len(place.rest), ("order", place.order)
+            known = self.draws.setdefault(of_order, item)
             assert known == item, f"{item} is where {known} was"
         place.begun = True
         for ordinal in [k for k in place.rest if k <= fits[0]] if self.ordered else fits[:1]:
@@ -104,9 +109,9 @@ class Model:
         self.loaded, self.latest = copy.deepcopy(place), None
         self.chain = () if place.begun else place.chain
         self.epoch, self.passes = place.epoch, place.passes
-        if not place.begun:  # of an unknown order there was nothing yet that must come again
-            for key in [key for key in self.draws if key[0] >= place.epoch and len(key) == 2]:
-                del self.draws[key]
+        self.order = next(self.orders)  # an unknown one must come again where it was seen, only
+        if not place.begun:
+            self.loaded.order = self.order
 
     def skip(self, n: int, *, live: bool) -> None:
         """Leave out the next batches: of the iteration begun last, if it lives, or of the next."""

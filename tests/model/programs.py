@@ -630,8 +630,10 @@ class Program:
             assert outcome.reached == outcome.interrupted, "Ctrl-C was swallowed"
             if outcome.interrupted:
                 self.write("  it came")
-                # What was being sent may be under way, so that its shard is read again.
+                # What was being sent may be under way, so that its shard is read again; or a
+                # generator of the stream was in a call, and has ended with that.
                 self.disturbed |= self.loader.num_workers > 0 or "shuffled" in self.kind
+                self.disturbed |= not within
                 if self.what.has_state:
                     self.loader.state_dict()
                 self.take(which)  # in any case one: where a thread was must not decide what follows
@@ -673,11 +675,13 @@ class Program:
             self.model.ordered, self.model.one_order = ordered, one_order
             coming = run.place.coming
             if ordered and coming:
-                last = max(run.place.rest)
                 place = run.place
-                fates = dict(enumerate(self.plan(place.epoch, place.passes, place.chain)))
-                behind = [k for k in range(coming[0], last) if fates[k][1] != "left out"]
-                assert set(behind) <= set(coming), "one is passed over"
+                planned = len(self.plan(place.epoch, place.passes, place.chain))
+                given = set(range(planned)) - set(place.rest)
+                passed = [k for k in place.rest if k < max(given, default=0)]
+                assert not set(passed) & set(coming), "one is passed over"
+                for ordinal in passed:
+                    del place.rest[ordinal]
             if ends:
                 self.model.stop(run)
                 self.drop(which)
@@ -762,8 +766,6 @@ class Program:
         with self.step(f"verify state {which}, {way}"):
             state, place = self.states[which]
             model = copy.copy(self.model)
-            if not place.begun:  # an order that is drawn there need not be drawn here
-                model.draws = dict(model.draws)
             model.load(place)
             with self.make(way) as loader:
                 before, self.went_on = self.went_on, True
@@ -873,8 +875,9 @@ class Program:
     def _in_fork(self, there: int) -> None:
         try:
             self.disturbed = True
-            self.begin("iter")
-            self.finish(-1)
+            with contextlib.suppress(Refused):
+                self.begin("iter")
+                self.finish(-1)
             while self.runs:
                 self.drop(-1)
             self.loader.close()
