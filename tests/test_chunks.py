@@ -279,7 +279,7 @@ def test_a_slow_batch_in_a_chunk_changes_no_order(chunks):
 @away
 def test_slow_batches_end_the_chunks_at_once(make):
     sent: list[Any] = []
-    loader = make(LateSlow(10, 60, 4 * CHUNK_SECONDS), range(60))
+    loader = make(LateSlow(10, 60, 10 * CHUNK_SECONDS), range(60))
     record(loader, sent)
     epoch = epoch_of(loader, 64)
     for n in range(60):

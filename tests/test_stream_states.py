@@ -21,7 +21,7 @@ from idioms import (
     same,
     shard,
 )
-from interrupts import interrupted
+from interrupts import OURS, interrupted
 from test_streams import in_turns
 
 from minloader import Loader, prefetch
@@ -278,20 +278,24 @@ def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
         assert lists(loader) == epoch(number, 1, stream)
 
 
-@variants("stride", [17, 3])
+@variants(
+    ("within", "stride", "least"),
+    [(f"{OURS}/_worker/stream_reader.py", 1, 40), (OURS, 3, 300)],
+    ids=["reader", "all"],
+)
 @every_idiom
-def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream, stride):
+def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream, within, stride, least):
     step, reached = 0, True
     while reached:
         with Loader(stream(), batch_size=2, num_workers=0) as loader:
             batches = loader.epochs(2)
-            outcome = interrupted(partial(next, batches), step)
+            outcome = interrupted(partial(next, batches), step, within)
             reached = outcome.reached
             given = [*([] if outcome.interrupted else [outcome.value]), *batches]
             found = [batch.tolist() for _, batch in given]
             assert found == epoch(0, 1, stream) + epoch(1, 1, stream), step
         step += stride
-    assert step > 300
+    assert step > least
 
 
 @every_idiom
