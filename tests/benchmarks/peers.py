@@ -44,6 +44,13 @@ class Waiting(Tiny):
         return os.getpid(), index
 
 
+def spend(seconds: float) -> None:
+    """Takes so much processor time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 class Work(Tiny):
     """A batch takes so many seconds of processor time.
 
@@ -57,9 +64,7 @@ class Work(Tiny):
         self.seconds = seconds
 
     def __getitem__(self, index: int) -> Any:
-        end = time.thread_time() + self.seconds
-        while time.thread_time() < end:
-            pass
+        spend(self.seconds)
         return super().__getitem__(index)
 
 

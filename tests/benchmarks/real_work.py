@@ -130,7 +130,7 @@ def streamed(figure: Figure, line: Line) -> Values:
 
 
 def of_torch(name: str, needs: str) -> list[Line]:
-    """The lines of both loaders, of which ours is compared with torch's."""
+    """The lines of both loaders, of which ours is compared with torch's; streams.py makes them."""
     ours = f"{name}, minloader.torch"
     return [Line(label, peers.ours, needs, (), ours) for label in (ours, f"{name}, torch")]
 
