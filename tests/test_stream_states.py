@@ -280,7 +280,7 @@ def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
 
 @variants(
     ("within", "stride", "least"),
-    [(f"{OURS}/_worker/stream_reader.py", 1, 40), (OURS, 3, 300)],
+    [(f"{OURS}/_worker/stream_reader.py", 1, 20), (OURS, 3, 300)],
     ids=["reader", "all"],
 )
 @every_idiom
