@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from ctypes import CDLL
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -159,6 +159,10 @@ def has_ffmpeg() -> bool:
 
 OURS = Line("minloader", peers.ours, "minloader")
 SPDL_LOADER = "SPDL get_pytorch_dataloader"
+STREAMS = {"plain": "torch", "webdataset, shuffled": "webdataset"} | dict.fromkeys(
+    ("datasets, map", "datasets, streaming", "datasets, shuffle()"), "datasets"
+)
+"""Those of streams.py, and the package that each needs."""
 CPU = Metric("cpu", "CPU of all, ms per image", ".2f", -1)
 FIRST = Metric("first", "first batch, s", ".2f", -1)
 
@@ -216,12 +220,9 @@ def make_figures(quick: bool) -> dict[str, Figure]:
                 Metric("first", "first epoch, s", ".2f", -1),
             ],
             [
-                *of_torch("plain", "torch"),
-                *of_torch("webdataset, shuffled", "webdataset"),
-                *chain.from_iterable(
-                    of_torch(f"datasets, {kind}", "datasets")
-                    for kind in ("map", "streaming", "shuffle()")
-                ),
+                line
+                for stream, needs in list(STREAMS.items())[: 2 if quick else None]
+                for line in of_torch(stream, needs)
             ],
             lambda: Case(None),
             batches=20 if quick else 400,
