@@ -8,6 +8,7 @@ import itertools
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -92,14 +93,17 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
 
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
-    sys.settrace(begin)
-    try:
-        value = call()
-    except KeyboardInterrupt:
-        return Outcome(reached, True, None)
-    finally:
-        sys.settrace(former)
-        left = sys.maxsize  # 3.15 asks the same function again where a generator goes on
+    with warnings.catch_warnings():
+        # Between open() and the block of its ``with``: reference counts close the file.
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
+        sys.settrace(begin)
+        try:
+            value = call()
+        except KeyboardInterrupt:
+            return Outcome(reached, True, None)
+        finally:
+            sys.settrace(former)
+            left = sys.maxsize  # 3.15 asks the same function again where a generator goes on
     return Outcome(reached, False, value)
 
 
