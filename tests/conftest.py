@@ -59,10 +59,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(2 * processors(), 16)
 
 
-def pytest_configure() -> None:
-    """Ctrl-C is tested. What a shell starts in the background ignores it, and so would workers."""
+def pytest_configure(config: pytest.Config) -> None:
+    """What an environment may have set, and the tests cannot do with."""
+    # Ctrl-C is tested. What a shell starts in the background ignores it, and so would workers.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Images of containers set it. Each of thousands of workers would compile the package.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        compiled = tempfile.TemporaryDirectory()
+        os.environ["PYTHONPYCACHEPREFIX"] = compiled.name
+        config.add_cleanup(compiled.cleanup)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
