@@ -609,7 +609,7 @@ def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind, str
     assert step > 20
 
 
-STRIDES = [23, pytest.param(3, marks=SLOW)]
+STRIDES = [23, pytest.param(7, marks=SLOW)]
 """How far apart the places are where Ctrl-C is tried."""
 
 
