@@ -27,6 +27,7 @@ import samples as zoo
 from conftest import alive, eventually, lacking, printed_by, python, require, variants
 from helpers import SHARED, Gate
 from idioms import IDIOMS, Counting, OwnIterator
+from interrupts import interrupted as press
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
 
 from minloader import BatchSampler as OurBatchSampler
@@ -309,6 +310,37 @@ def test_an_interrupt_in_a_sampler_loses_nothing(own):
     taken += numbers(batches)
     assert torch.equal(torch.get_rng_state(), before)
     assert taken == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["shuffle", "own generator", "stream"])
+def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
+    """Wherever it comes: neither the batches, nor what is drawn after them."""
+
+    def go(places: Iterator[int]) -> list[Any]:
+        torch.manual_seed(3)
+        given: dict[str, Any] = {"dataset": Sharded(9), "batch_size": 2}
+        if kind != "stream":
+            own = torch.Generator().manual_seed(4)
+            given = {"dataset": range(9)} | samplers(9, own)[kind]
+        with DataLoader(**given, num_workers=num_workers) as loader:
+            epochs = []
+            for place in places:
+                batches, taken = iter(loader), []
+                for _ in range(2):  # as it begins, and when it is under way
+                    if not press(lambda: taken.append(next(batches)), place).interrupted:  # noqa: B023
+                        continue
+                    taken.append(next(batches))
+                epochs.append([each.tolist() for each in (*taken, *batches)])
+                epochs.append(torch.rand(1).item())
+            return epochs
+
+    stride = 9 if num_workers else 5
+    assert go(iter(range(0, 400, stride))) == go(iter([MANY] * len(range(0, 400, stride))))
+
+
+MANY = 10**9
+"""More places than there are in a call."""
 
 
 @pytest.mark.slow

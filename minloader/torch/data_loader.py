@@ -14,7 +14,6 @@ import inspect
 import logging
 import multiprocessing
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -39,6 +38,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
 from minloader._epochs.failures import OnError
+from minloader._epochs.iterator import Batches as Epoch
+from minloader._epochs.pending import Handover
 from minloader._epochs.state import Note, check_version
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
@@ -49,7 +50,7 @@ from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader.torch.accelerate import notice
-from minloader.torch.device import pin
+from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, EpochStart, Order, draw_seed
 
 logger = logging.getLogger("minloader")
@@ -183,7 +184,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         checks.check_on_error(on_error)
         checks.check_memory_limit(worker_memory_limit, "process")
         if pin_memory:
-            _check_pinning(pin_memory_device)
+            check_pinning(pin_memory_device)
         self.transform: Callable[[Any], Any] | None = transform
         self.on_error: OnError = on_error
         self.retries: int = check_int("retries", retries, 0)
@@ -208,7 +209,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._seed: int | None = None
         self._begun = False
         self._start: EpochStart | None = None  # of the epoch begun last
-        # Of the first epoch, drawn for a state; and the epoch that the sampler had after that.
+        # Of an epoch that is drawn, and not begun; and the epoch that the sampler had after that.
         self._prepared: tuple[EpochStart, int | None] | None = None
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
@@ -270,8 +271,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self) -> Iterator[Any]:
-        """Begin an epoch, the rest of one if a state was loaded.
+    def _begin(self, batches: Batches[T]) -> None:
+        """Begin an epoch, the rest of one if a state was loaded, for an iterator.
+
+        An interrupt leaves all as it was, or what was drawn for the next try.
 
         Raises:
             RuntimeError: the loader is closed; or a sampler is an iterator, and used up.
@@ -293,14 +296,18 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
-            prepared, self._prepared = self._prepared, None
-            if prepared is not None and prepared[1] == told:
-                start, told = prepared[0], prepared[0].told
-            else:
-                start = self._begin_order(order)
-        batches = self._iterate(order, start._replace(told=told))
-        self._resume, self._begun, self._behind = None, True, None
-        return batches
+            start = self._prepare(order)
+            told = start.told
+        order.note(start, self._generators(), self.generator)
+        loader = self._ready()
+        if self._resume is not None:
+            loader.load_state_dict(self._resume["loader"])
+        self._start = start._replace(epoch=loader.epoch, told=told)
+        pinned = self.pin_memory and can_pin()
+        made: Any = Epoch(loader, loader._settings, 1, numbered=False)
+        batches.pins = pinned and not self.num_workers
+        batches.source = prefetch(made, pin) if pinned and self.num_workers else made
+        self._resume, self._begun, self._behind, self._prepared = None, True, None, None
 
     def _is_left_behind(self) -> bool:
         """Tell whether the sampler was set to another epoch than that of the state; then go there.
@@ -328,22 +335,38 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             self._order = Order(self._index_sampler)
         return self._order
 
-    def _begin_order(self, order: Order) -> EpochStart:
-        """Draw what torch draws when an epoch begins, in its order, and begin the sampler."""
+    def _prepare(self, order: Order) -> EpochStart:
+        """Draw what torch draws when an epoch begins, in its order, and begin the sampler.
+
+        Once: what was drawn is kept until the epoch has begun. An interrupt leaves nothing drawn.
+        """
+        told = self._sampler_epoch()
+        if self._prepared is not None and self._prepared[1] == told:
+            return self._prepared[0]
         if self._draws_while_read():
             order.finish()
-        start = EpochStart.now(self._generators(), seeded=True)
-        order.begin()
-        if self.persistent_workers and self._begun:
-            start = start._replace(seeded=False)
-        else:
-            seed = draw_seed(self.generator)
-            if self._seed is None:
-                self._seed = seed
-            if self.num_workers:  # torch's iterator resets itself as soon as it is made
-                start = EpochStart.now(self._generators(), seeded=False)
-                order.begin()
-        return start
+        generators, shared = self._generators(), torch.get_rng_state()
+        before = start = EpochStart.now(generators, seeded=True)
+        try:
+            order.begin()
+            if self.persistent_workers and self._begun:
+                start = start._replace(seeded=False)
+            else:
+                seed = draw_seed(self.generator)
+                if self._seed is None:
+                    self._seed = seed
+                if self.num_workers:  # torch's iterator resets itself as soon as it is made
+                    start = EpochStart.now(generators, seeded=False)
+                    order.begin()
+            order.draw_first()
+            start = start._replace(told=told)
+            self._prepared = start, self._sampler_epoch()
+            return start
+        except BaseException:
+            order.put_back(before, generators)
+            torch.set_rng_state(shared)
+            self._prepared = None
+            raise
 
     def _draws_while_read(self) -> bool:
         """Whether the sampler may go on drawing from a generator that later epochs draw from too.
@@ -364,17 +387,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         found = [getattr(owner, "generator", None) for owner in owners]
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]
-
-    def _iterate(self, order: Order, start: EpochStart) -> Iterator[Any]:
-        order.note(start, self._generators(), self.generator)
-        loader = self._ready()
-        if self._resume is not None:
-            loader.load_state_dict(self._resume["loader"])
-        self._start = start._replace(epoch=loader.epoch)
-        pinned = self.pin_memory and _can_pin()
-        if pinned and self.num_workers:
-            return prefetch(loader, pin)
-        return map(pin, loader) if pinned else iter(loader)
 
     def _ready(self) -> Loader:
         """Return the loader: a new one if an attribute, or what the workers have, has changed."""
@@ -493,10 +505,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         if self._loader is None:
             # The first epoch's order is drawn now, and kept: the state fixes it.
-            order = self._sync_order()
-            start = self._begin_order(order)._replace(told=self._sampler_epoch())
-            order.draw_first()
-            self._prepared = start, self._sampler_epoch()
+            start = self._prepare(self._sync_order())
             self._start = start._replace(epoch=self._ready().epoch)
         now = EpochStart.now(self._generators(), seeded=False)
         now = now._replace(shared=None, told=self._sampler_epoch())
@@ -578,52 +587,63 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.close()
 
 
-class Batches(_TorchIterator, Generic[T]):  # type: ignore[misc]
+class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
-    After an error, ``next`` gives the next batch. Several threads may take batches. It is
-    one of torch's for Lightning, which leaves those out of copies.
+    After an error, ``next`` gives the next batch, and after an interrupt the one that it would have
+    given. Several threads may take batches. It is one of torch's for Lightning, which leaves those
+    out of copies.
 
     Args:
         owner: the loader. The iterator keeps it alive, since its workers end with it.
+
+    Attributes:
+        source: what the batches are taken from; None before the epoch has begun.
+        pins: whether they are pinned here.
     """
 
     def __init__(self, owner: DataLoader[T]) -> None:
+        super().__init__()
         self._owner = owner
-        self._batches: Iterator[Any] | None = None
-        self._begins = threading.Lock()
+        self.source: Any = None
+        self.pins = False
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
 
-    def __iter__(self) -> Batches[T]:
-        return self
+    def _check_process(self) -> None:
+        if self.source is not None:
+            self.source._check_process()
 
-    def __next__(self) -> T:
-        if self._batches is None:
-            with self._begins:
-                if self._batches is None:
-                    self._loads = self._owner._loads
-                    self._batches = self._owner._begin()
+    def _next(self, taken: list[Any]) -> T:
+        if self.source is None:
+            self._loads = self._owner._loads
+            self._owner._begin(self)
         if self._loads != self._owner._loads:
             raise RuntimeError("a state was loaded since this iterator was begun; call iter again")
-        batch: T = next(self._batches)
+        with self.source._lock:
+            batch: T = self.source._next(taken)
+        if self.pins:
+            batch = pin(batch)
         self._given += 1
         if self._most is not None and self._given > self._most:
             warnings.warn(
                 f"Length of IterableDataset {self._owner.dataset} was reported to be {self._most} "
                 f"(when len(dataloader) was asked for), but {self._given} batches have been "
                 "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-                stacklevel=2,
+                stacklevel=3,
             )
         return batch
+
+    def _put_back(self, taken: list[Any]) -> None:
+        with self.source._lock:
+            self.source._put_back(taken)
 
     def __len__(self) -> int:
         return len(self._owner._index_sampler)
 
     def is_ready(self) -> bool:
         """Return whether ``next`` need not wait for a worker."""
-        ask: Callable[[], bool] | None = getattr(self._batches, "is_ready", None)
-        return ask is None or ask()
+        return self.source is None or bool(self.source.is_ready())
 
     def note_handed_over(self) -> Note:
         """Note the state as of what was handed over, to whomever."""
@@ -656,29 +676,3 @@ def _start_method() -> str:
     """Return how torch's loader would start workers now. It stays the program's to set."""
     methods = multiprocessing.get_all_start_methods()  # the default is the first
     return multiprocessing.get_start_method(allow_none=True) or methods[0]
-
-
-def _check_pinning(device: str) -> None:
-    accelerator = _accelerator()
-    if device and accelerator is not None and torch.device(device).type != accelerator.type:
-        raise ValueError(
-            f"pin_memory_device={device!r}, but memory is pinned for the accelerator that is in "
-            f"use, {accelerator}; drop pin_memory_device"
-        )
-
-
-def _accelerator() -> torch.device | None:
-    accelerator: Any = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return torch.device("cuda") if torch.cuda.is_available() else None
-    found: torch.device | None = accelerator.current_accelerator()
-    return found if accelerator.is_available() else None
-
-
-def _can_pin() -> bool:
-    accelerator = _accelerator()
-    if accelerator is not None and accelerator.type != "mps":
-        return True
-    why = "no accelerator is found" if accelerator is None else "MPS cannot"
-    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=5)
-    return False

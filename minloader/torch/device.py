@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,34 @@ import torch
 
 from minloader._prefetch import Prefetch
 from minloader._sampling.walk import DEEPER, alike, walk
+
+
+def check_pinning(device: str) -> None:
+    """Refuse a type of device that memory would not be pinned for."""
+    accelerator = _accelerator()
+    if device and accelerator is not None and torch.device(device).type != accelerator.type:
+        raise ValueError(
+            f"pin_memory_device={device!r}, but memory is pinned for the accelerator that is in "
+            f"use, {accelerator}; drop pin_memory_device"
+        )
+
+
+def _accelerator() -> torch.device | None:
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None:
+        return torch.device("cuda") if torch.cuda.is_available() else None
+    found: torch.device | None = accelerator.current_accelerator()
+    return found if accelerator.is_available() else None
+
+
+def can_pin() -> bool:
+    """Return whether memory can be pinned; warn the caller's caller if not."""
+    accelerator = _accelerator()
+    if accelerator is not None and accelerator.type != "mps":
+        return True
+    why = "no accelerator is found" if accelerator is None else "MPS cannot"
+    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=5)
+    return False
 
 
 def pin(batch: Any) -> Any:

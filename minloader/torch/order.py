@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minloader._checks import is_stateful, shown
+from minloader._epochs.failures import Raised
 from minloader._worker.torch_conventions import PassesState
 
 
@@ -87,14 +88,14 @@ class Order(PassesState):
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = self._stateful = sampler
-        self._items: Iterator[Any] | None = None
+        self._items: Items | None = None  # of an epoch that is begun, and not read
         self._last: Items | None = None
         self._start: tuple[EpochStart, list[torch.Generator], torch.Generator | None] | None = None
 
     def begin(self) -> None:
         """Begin an epoch of the sampler, which may draw random numbers for it now."""
         if not is_stateful(self.sampler):  # such a one may be put back by the loader first
-            self._items = iter(self.sampler)
+            self._items = Items(iter(self.sampler))
 
     def note(
         self, start: EpochStart, generators: list[torch.Generator], owner: torch.Generator | None
@@ -116,13 +117,17 @@ class Order(PassesState):
             )
         self._start = start, generators, owner
 
+    def put_back(self, start: EpochStart, generators: list[torch.Generator]) -> None:
+        """Have generators be as they were, and nothing begun. Torch's global one stays as it is."""
+        self._items = self._last = None
+        for generator, state in zip(generators, start.own, strict=True):
+            generator.set_state(state)
+
     def redraw(self) -> None:
         """Begin the epoch again as it began. Torch's global generator stays as it is."""
         assert self._start is not None
         start, generators, owner = self._start
-        self._items = self._last = None
-        for generator, state in zip(generators, start.own, strict=True):
-            generator.set_state(state)
+        self.put_back(start, generators)
         if start.shared is None:
             return
         with torch.random.fork_rng(devices=[]):
@@ -135,13 +140,12 @@ class Order(PassesState):
     def draw_first(self) -> None:
         """Read the first item now: most samplers draw a seed, or all they need, with it."""
         if self._items is not None:
-            self._items = itertools.chain(list(itertools.islice(self._items, 1)), self._items)
+            self._items.draw(1)
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is None and self._start is not None and not is_stateful(self.sampler):
             self.redraw()
-        items, self._items = self._items, None
-        self._last = Items(iter(self.sampler) if items is None else items)
+        self._last, self._items = self._items or Items(iter(self.sampler)), None
         return self._last
 
     def finish(self) -> None:
@@ -150,17 +154,16 @@ class Order(PassesState):
         A sampler may draw from a generator while it is read, which later epochs draw from too.
         Their order must not depend on how far it was read.
         """
-        if self._items is not None:  # nothing of it was read: the state was of the last batch
-            self._last = Items(self._items)
-        if self._last is not None:
-            self._last.draw()
+        last = self._items or self._last  # the former: the state was of the last batch
+        if last is not None:
+            last.draw(None)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
 
-class Items:
-    """Iterator over the items of an epoch, of which the rest may be drawn at once.
+class Items(Iterator[Any]):
+    """Iterator over the items of an epoch, of which some may be drawn before it is their turn.
 
     Args:
         items: as the sampler gives them.
@@ -170,17 +173,22 @@ class Items:
         self._items = items
         self._lock = threading.Lock()  # another thread may be reading
 
-    def __iter__(self) -> Items:
-        return self
-
     def __next__(self) -> Any:
         with self._lock:
-            return _as_item(next(self._items))
+            item = next(self._items)
+        if type(item) is Raised:
+            raise item.error
+        return _as_item(item)
 
-    def draw(self) -> None:
-        """Draw all that is left."""
+    def draw(self, most: int | None) -> None:
+        """Draw some items, or all that are left. What the sampler raises comes in its turn."""
+        drawn: list[Any] = []
         with self._lock:
-            self._items = iter(list(self._items))
+            try:
+                drawn.extend(itertools.islice(self._items, most))
+            except Exception as error:
+                drawn.append(Raised(error))
+            self._items = itertools.chain(drawn, self._items)
 
 
 class EpochOrder(Order):
