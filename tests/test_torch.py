@@ -283,6 +283,19 @@ def test_a_sampler_draws_while_it_is_read():
     assert torch.equal(generator.get_state(), other.get_state())
 
 
+def test_an_iterator_that_a_script_keeps_ends_quietly():
+    """With torch a script's names may live longer than the modules that they were made in."""
+    script = """
+        import torch
+        import minloader
+        from minloader.torch import DataLoader
+
+        batches = iter(DataLoader(range(9), 2))
+        print(next(batches).tolist())
+    """
+    assert printed_by(script) == "[0, 1]\n"
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_an_interrupt_in_a_sampler_loses_nothing(own):
     """The epoch is begun again with the same generators, up to where it was."""

@@ -23,6 +23,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from operator import attrgetter
@@ -163,9 +164,12 @@ class Batches(Handover[Any]):
         """Tasks under way."""
         return sum(lane.under_way for lane in self._lanes)
 
+    # Kept here: where an iterator outlives its module, the names of that are gone.
+    _exits = staticmethod(sys.is_finalizing)
+
     def __del__(self) -> None:
         account = vars(self).get("account")  # it may not have been made
-        if account is not None:
+        if account is not None and not self._exits():
             if account.behind is not None and self._numbered:
                 # What was taken ahead nobody has seen: the next iteration begins there.
                 self.owner._left_behind(account)
