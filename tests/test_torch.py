@@ -296,6 +296,24 @@ def test_an_iterator_that_a_script_keeps_ends_quietly():
     assert printed_by(script) == "[0, 1]\n"
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_sampler_that_is_its_own_iterator(asks):
+    """It begins anew whenever ``iter`` is called. Lightning predicts with such a one."""
+
+    class Own:
+        def __iter__(self) -> Iterator[list[int]]:
+            self.left = iter([[0, 1], [2, 3], [4]])
+            return self
+
+        def __next__(self) -> list[int]:
+            return next(self.left)
+
+    loader = DataLoader(range(5), batch_sampler=Own())
+    if asks:
+        loader.state_dict()
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_an_interrupt_in_a_sampler_loses_nothing(own):
     """The epoch is begun again with the same generators, up to where it was."""

@@ -11,6 +11,7 @@ import base64
 import itertools
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class Order(PassesState):
         """
         last = self._items or self._last  # the former: the state was of the last batch
         if last is not None:
-            last.draw(None)
+            last.draw()
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -171,24 +172,25 @@ class Items(Iterator[Any]):
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
+        self._drawn: deque[Any] = deque()
         self._lock = threading.Lock()  # another thread may be reading
 
     def __next__(self) -> Any:
         with self._lock:
-            item = next(self._items)
+            item = self._drawn.popleft() if self._drawn else next(self._items)
         if type(item) is Raised:
             raise item.error
         return _as_item(item)
 
-    def draw(self, most: int | None) -> None:
+    def draw(self, *most: int) -> None:
         """Draw some items, or all that are left. What the sampler raises comes in its turn."""
-        drawn: list[Any] = []
         with self._lock:
             try:
-                drawn.extend(itertools.islice(self._items, most))
+                # Not by islice(), which calls iter(): a sampler that is its own iterator would
+                # begin anew.
+                self._drawn.extend(map(next, itertools.repeat(self._items, *most)))
             except Exception as error:
-                drawn.append(Raised(error))
-            self._items = itertools.chain(drawn, self._items)
+                self._drawn.append(Raised(error))
 
 
 class EpochOrder(Order):
