@@ -16,7 +16,7 @@ from collections import deque, namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from multiprocessing import Lock
 from pathlib import Path
 from typing import Any
@@ -368,6 +368,34 @@ def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
 
     stride = 9 if num_workers else 5
     assert go(iter(range(0, 400, stride))) == go(iter([MANY] * len(range(0, 400, stride))))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("before", [0, 2, 9])
+def test_a_state_after_an_interrupt_as_an_epoch_begins(before, own):
+    """It is that of the epoch which comes, or still of the one which was left."""
+
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4) if own else None
+        return DataLoader(range(9), 2, shuffle=True, generator=generator)
+
+    def epochs(loader: Any) -> list[Any]:
+        return [numbers(loader) for _ in range(2)]
+
+    for place in count(0, 11):
+        torch.manual_seed(3)
+        loader, resumed = make(), make()
+        left = iter(loader)
+        taken = list(islice(left, before))
+        batches = iter(loader)
+        if not press(lambda: next(batches), place).interrupted:  # noqa: B023
+            break
+        resumed.load_state_dict(as_json(loader.state_dict()))
+        generator = torch.get_rng_state()
+        expected = numbers(batches), *epochs(loader)
+        torch.set_rng_state(generator)
+        found = numbers(resumed), *epochs(resumed)
+        assert found == expected or (len(taken) == 2 and found[0] == numbers(left))
 
 
 MANY = 10**9

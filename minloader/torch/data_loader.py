@@ -208,7 +208,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
         self._seed: int | None = None
         self._begun = False
-        self._start: EpochStart | None = None  # of the epoch begun last
+        self._starts: list[EpochStart] = []  # of the two epochs begun last
         # Of an epoch that is drawn, and not begun; and the epoch that the sampler had after that.
         self._prepared: tuple[EpochStart, int | None] | None = None
         self._resume: dict[str, Any] | None = None
@@ -302,7 +302,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         loader = self._ready()
         if self._resume is not None:
             loader.load_state_dict(self._resume["loader"])
-        self._start = start._replace(epoch=loader.epoch, told=told)
+        self._starts = [*self._starts[-1:], start._replace(epoch=loader.epoch, told=told)]
         pinned = self.pin_memory and can_pin()
         made: Any = Epoch(loader, loader._settings, 1, numbered=False)
         batches.pins = pinned and not self.num_workers
@@ -340,9 +340,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
         Once: what was drawn is kept until the epoch has begun. An interrupt leaves nothing drawn.
         """
+        if (drawn := self._drawn()) is not None:
+            return drawn
         told = self._sampler_epoch()
-        if self._prepared is not None and self._prepared[1] == told:
-            return self._prepared[0]
         if self._draws_while_read():
             order.finish()
         generators, shared = self._generators(), torch.get_rng_state()
@@ -367,6 +367,11 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             torch.set_rng_state(shared)
             self._prepared = None
             raise
+
+    def _drawn(self) -> EpochStart | None:
+        """Return what was drawn for the next epoch, if the sampler is still set to that one."""
+        start, told = self._prepared or (None, None)
+        return start if told == self._sampler_epoch() else None
 
     def _draws_while_read(self) -> bool:
         """Whether the sampler may go on drawing from a generator that later epochs draw from too.
@@ -505,13 +510,14 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         if self._loader is None:
             # The first epoch's order is drawn now, and kept: the state fixes it.
-            start = self._prepare(self._sync_order())
-            self._start = start._replace(epoch=self._ready().epoch)
-        now = EpochStart.now(self._generators(), seeded=False)
-        now = now._replace(shared=None, told=self._sampler_epoch())
+            self._prepare(self._sync_order())
+            self._ready()
         assert self._loader is not None
-        note = self._loader._note_state()
-        return partial(_keyed, key, partial(_state, note, self._start or now, now))
+        coming, note = self._drawn(), self._loader._note_state()
+        if coming is None:
+            coming = EpochStart.now(self._generators(), seeded=False)
+            coming = coming._replace(shared=None, told=self._sampler_epoch())
+        return partial(_keyed, key, partial(_state, note, self._starts, coming))
 
     def _state_key(self) -> str:
         """Return the key of the state: that of the rank if other ranks have other states."""
@@ -654,16 +660,17 @@ class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
         self._owner._behind = note
 
 
-def _state(note: Note, start: EpochStart, now: EpochStart) -> dict[str, Any]:
+def _state(note: Note, starts: list[EpochStart], coming: EpochStart) -> dict[str, Any]:
     """Return what a state of a ``DataLoader`` says.
 
     Args:
-        note: returns the state of its :class:`minloader.Loader`.
-        start: start of the epoch that was begun last.
-        now: what the next epoch would start from.
+        note: returns the state of its :class:`minloader.Loader`, which may not have begun the last
+            epoch yet.
+        starts: starts of the epochs that were begun last.
+        coming: start of the next one.
     """
     state = note()
-    begin = start if state["epoch"] == start.epoch else now
+    begin = next((each for each in starts[::-1] if each.epoch == state["epoch"]), coming)
     return {"loader": state, "order": begin.encode(), "epoch": begin.told}
 
 
