@@ -819,6 +819,42 @@ def test_streams_count_their_epochs_as_with_torch(idiom):
         assert values(other) == epochs[2]
 
 
+def test_set_epoch_of_a_stream_after_an_epoch_that_was_left():
+    """It is for the epoch that comes, though the stream's state says which it was."""
+
+    class Told(IterableDataset):  # type: ignore[type-arg]
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(10 * self.epoch, 10 * self.epoch + 4)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"epoch": self.epoch}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.epoch = state["epoch"]
+
+    def go(loader_class: Any) -> list[Any]:
+        loader = loader_class(Told(), 2)
+        found = []
+        for epoch, most in (0, 1), (3, 1), (3, 9), (4, 1), (5, 9):
+            loader.dataset.set_epoch(epoch)
+            found.append([batch.tolist() for batch in islice(loader, most)])
+        return found
+
+    assert go(DataLoader) == go(TorchLoader)
+    loader, resumed = DataLoader(Told(), 2), DataLoader(Told(), 2)
+    loader.dataset.set_epoch(3)
+    values(loader)
+    state = loader.state_dict()
+    next(iter(resumed))
+    resumed.load_state_dict(state)
+    assert values(resumed) == [[30, 31], [32, 33]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_streams_count_their_epochs_in_workers(persistent):

@@ -117,14 +117,27 @@ class Stream(PassesState):
     Args:
         dataset: the user's dataset.
         read_once: whether each epoch needs a new copy of the dataset.
+
+    Attributes:
+        is_read: whether it was iterated, and no state was loaded since.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = self._stateful = dataset
         self.read_once = read_once
+        self.is_read = False
 
     def __iter__(self) -> Iterator[Any]:
+        self.is_read = True
         return iter(self.dataset)
+
+    def _put_between_epochs(self, state: Any) -> None:
+        """Begin anew after an epoch that was left, but in the epoch that the user has set since."""
+        epoch = getattr(self.dataset, "epoch", None)
+        self.dataset.load_state_dict(state)
+        told = self.is_read and hasattr(self.dataset, "set_epoch")
+        if told and getattr(self.dataset, "epoch", None) != epoch:
+            self.dataset.set_epoch(epoch)
 
 
 _told: WorkerInfo | None = None

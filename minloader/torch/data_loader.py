@@ -560,7 +560,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._prepared = None
         self._loads += 1
         self._seed = known["loader"]["seed"]
-        self._ready().load_state_dict(known["loader"])
+        loader = self._ready()
+        loader.load_state_dict(known["loader"])
+        if isinstance(self.dataset, IterableDataset):
+            loader.dataset.is_read = False  # its epoch is that of the state
         self._resume = known
         self._begun = start.begun or known["loader"]["epoch"] > 0
 
