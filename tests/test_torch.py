@@ -480,6 +480,48 @@ def test_a_sampler_that_can_tell_where_it_is():
     assert numbers(other) == second[2:]
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_sampler_with_a_state_that_torchs_batches_hide(is_used, number, batched):
+    """It counts its epochs, which nothing but its state says."""
+
+    class Rotated:
+        def __init__(self) -> None:
+            self.at = self.epoch = 0
+            self.goes_on = False
+
+        def __iter__(self) -> Iterator[int]:
+            self.at, self.goes_on = self.at if self.goes_on else 0, False
+            while self.at < 9:
+                self.at += 1
+                yield (self.at + 2 * self.epoch) % 9
+            self.at, self.epoch = 0, self.epoch + 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at, "epoch": self.epoch}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at, self.epoch, self.goes_on = state["at"], state["epoch"], True
+
+    def make(loader_class: Any) -> Any:
+        if batched:
+            return loader_class(range(9), batch_sampler=BatchSampler(Rotated(), 2, False))
+        return loader_class(range(9), 2, sampler=Rotated())
+
+    theirs, loader, resumed = map(make, (TorchLoader, DataLoader, DataLoader))
+    epochs = [values(theirs) for _ in range(3)]
+    assert [values(loader) for _ in range(number)] == epochs[:number]
+    batches = iter(loader)
+    assert [batch.tolist() for batch in islice(batches, 2)] == epochs[number][:2]
+    if is_used:
+        values(resumed)
+        next(iter(resumed))
+    resumed.load_state_dict(as_json(loader.state_dict()))
+    assert values(resumed) == epochs[number][2:]
+    assert values(resumed) == epochs[number + 1]
+
+
 # --- randomness
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler
 
 from minloader._checks import is_stateful, shown
 from minloader._epochs.failures import Raised
@@ -82,20 +83,23 @@ class Order(PassesState):
     """What a sampler of torch's kind yields, as a sampler for :class:`minloader.Loader`.
 
     The loader does not see ``set_epoch``: as with torch, the user calls it. A sampler with
-    ``state_dict`` and ``load_state_dict`` is put back by these, and any other is read again.
+    ``state_dict`` and ``load_state_dict`` is put back by these, also where torch makes batches of
+    it, and any other is read again.
     """
 
     puts_generators_back = True
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = self._stateful = sampler
+        self.sampler = sampler
+        # Torch's reads just what a batch needs.
+        self._stateful = sampler.sampler if type(sampler) is BatchSampler else sampler
         self._items: Items | None = None  # of an epoch that is begun, and not read
         self._last: Items | None = None
         self._start: tuple[EpochStart, list[torch.Generator], torch.Generator | None] | None = None
 
     def begin(self) -> None:
         """Begin an epoch of the sampler, which may draw random numbers for it now."""
-        if not is_stateful(self.sampler):  # such a one may be put back by the loader first
+        if not is_stateful(self):  # such a one may be put back by the loader first
             self._items = Items(iter(self.sampler))
 
     def note(
@@ -144,7 +148,7 @@ class Order(PassesState):
             self._items.draw(1)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._items is None and self._start is not None and not is_stateful(self.sampler):
+        if self._items is None and self._start is not None and not is_stateful(self):
             self.redraw()
         self._last, self._items = self._items or Items(iter(self.sampler)), None
         return self._last
