@@ -80,30 +80,35 @@ class Handover(ABC, Generic[B]):
     def __next__(self) -> B:
         taken: list[Any] = []  # what is on its way to the consumer, and where it is from
         try:
-            if self._process is not lifetimes.process:
-                self._check_process()
-            with self._lock:
-                try:
-                    batch = self._next(taken)
-                except Exception:
-                    del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
-                    raise
-                except BaseException:
-                    self._give_back(taken)
-                    raise
-            del taken[:]  # likewise, if it has replaced one that has failed
+            batch = self.take(taken)
+            del taken[:]  # see take(): the batch may have replaced one that has failed
             return batch
         except Exception:
             raise
         except BaseException:
-            with self._lock:
-                self._give_back(taken)
+            self.put_back(taken)
             raise
 
-    def _give_back(self, taken: list[Any]) -> None:
-        if taken:
-            self._put_back(taken)
-            taken.clear()
+    def take(self, taken: list[Any]) -> B:
+        """Return the next one, which is noted in ``taken`` until the consumer has it."""
+        if self._process is not lifetimes.process:
+            self._check_process()
+        with self._lock:
+            try:
+                return self._next(taken)
+            except Exception:
+                del taken[:]  # the error's traceback leads here. Ctrl-C comes after calls only.
+                raise
+            except BaseException:
+                self.put_back(taken)
+                raise
+
+    def put_back(self, taken: list[Any]) -> None:
+        """Undo :meth:`take`, if an interrupt has kept the batch from the consumer."""
+        with self._lock:
+            if taken:
+                self._put_back(taken)
+                taken.clear()
 
     @abstractmethod
     def _check_process(self) -> None:

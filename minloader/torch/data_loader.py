@@ -322,7 +322,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             warnings.warn(
                 f"a state of epoch {former} was loaded, but then the sampler was set to epoch "
                 f"{epoch}, which begins anew; call set_epoch({former}) to resume",
-                stacklevel=5,
+                stacklevel=6,
             )
         number = self._loader.epoch + epoch - former
         self._loader.set_epoch(number if number >= 0 else self._loader.epoch + 1)
@@ -620,8 +620,7 @@ class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
 
     def _check_process(self) -> None:
-        if self.source is not None:
-            self.source._check_process()
+        """Leave that to the source: an epoch may begin in a fork."""
 
     def _next(self, taken: list[Any]) -> T:
         if self.source is None:
@@ -629,8 +628,7 @@ class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
             self._owner._begin(self)
         if self._loads != self._owner._loads:
             raise RuntimeError("a state was loaded since this iterator was begun; call iter again")
-        with self.source._lock:
-            batch: T = self.source._next(taken)
+        batch: T = self.source.take(taken)
         if self.pins:
             batch = pin(batch)
         self._given += 1
@@ -639,13 +637,12 @@ class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
                 f"Length of IterableDataset {self._owner.dataset} was reported to be {self._most} "
                 f"(when len(dataloader) was asked for), but {self._given} batches have been "
                 "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-                stacklevel=3,
+                stacklevel=4,
             )
         return batch
 
     def _put_back(self, taken: list[Any]) -> None:
-        with self.source._lock:
-            self.source._put_back(taken)
+        self.source.put_back(taken)
 
     def __len__(self) -> int:
         return len(self._owner._index_sampler)

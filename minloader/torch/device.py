@@ -49,7 +49,7 @@ def can_pin() -> bool:
     if accelerator is not None and accelerator.type != "mps":
         return True
     why = "no accelerator is found" if accelerator is None else "MPS cannot"
-    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=5)
+    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=6)
     return False
 
 
