@@ -107,7 +107,7 @@ class ShardReader:
         try:
             known = {} if start.state is None or not self.is_fresh else unpack(start.state)
             if "dataset" in known:
-                put_back(self.info.dataset, known["dataset"], is_between=not start.at)
+                self.info.dataset.load_state_dict(known["dataset"])
             if start.at:
                 self._open(known)
         except Exception:
@@ -131,7 +131,7 @@ class ShardReader:
                 self._open({})  # it was the state of an end, and does not stand for a beginning
                 self._take(size)
                 if not samples and self.beginning is not None:
-                    put_back(self.info.dataset, unpack(self.beginning)["dataset"])
+                    self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
                     self._open({})  # it begins each time where it was put last
                     self._take(size)
         except Exception:
@@ -316,7 +316,7 @@ class ShardReaders:
             raise _read_once(self.maker.job.dataset)
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         if self._beginning is not None:
-            put_back(self.maker.job.dataset, unpack(self._beginning)["dataset"])
+            self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
         elif self._original is not None:
             self.maker.job.dataset = self._original
 
@@ -360,12 +360,6 @@ class ShardReaders:
                 if self.is_inline:
                     with suppress(Exception):  # what cannot be copied cannot be begun anew either
                         self._original = copy.deepcopy(dataset)
-
-
-def put_back(dataset: Any, state: Any, *, is_between: bool = True) -> None:
-    """Put a stream to a state that it had between two epochs, or in one."""
-    between = getattr(dataset, "_put_between_epochs", dataset.load_state_dict)
-    (between if is_between else dataset.load_state_dict)(state)
 
 
 def recognized(samples: list[Any]) -> int:

@@ -119,25 +119,20 @@ class Stream(PassesState):
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        is_read: whether it was iterated, and no state was loaded since.
+        told: the epoch that the user has set for this pass; None if that is not known. Where a pass
+            was left, its state of before that is put back first, and may have another epoch.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = self._stateful = dataset
         self.read_once = read_once
-        self.is_read = False
+        self.told: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self.is_read = True
-        return iter(self.dataset)
-
-    def _put_between_epochs(self, state: Any) -> None:
-        """Begin anew after an epoch that was left, but in the epoch that the user has set since."""
-        epoch = getattr(self.dataset, "epoch", None)
-        self.dataset.load_state_dict(state)
-        told = self.is_read and hasattr(self.dataset, "set_epoch")
-        if told and getattr(self.dataset, "epoch", None) != epoch:
-            self.dataset.set_epoch(epoch)
+        dataset, told = self.dataset, self.told
+        if told is not None and dataset.epoch != told and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(told)
+        return iter(dataset)
 
 
 _told: WorkerInfo | None = None

@@ -23,16 +23,8 @@ from time import thread_time
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
-    default_convert,
-)
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
@@ -70,9 +62,6 @@ _TorchIterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter"
 _NAMES = ("IterDataPipe", "MapDataPipe")
 _PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if name in vars(torch.utils.data))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
-
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Torch's samplers that have a generator. They are finite, and keep their order in a list."""
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
@@ -208,9 +197,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
         self._seed: int | None = None
         self._begun = False
-        self._starts: list[EpochStart] = []  # of the two epochs begun last
-        # Of an epoch that is drawn, and not begun; and the epoch that the sampler had after that.
-        self._prepared: tuple[EpochStart, int | None] | None = None
+        # Of the last two epochs that were drawn, by their numbers in the loader. It may not have
+        # begun the latter yet.
+        self._starts: dict[int, EpochStart | None] = {}
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
         self._loads = 0  # how many states were loaded
@@ -282,32 +271,31 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             ValueError: an attribute was set to a value that does not go with the others.
         """
         self._check_open()
-        order = self._sync_order()
-        resume = self._resume
-        start = EpochStart.decode(resume["order"]) if resume else None
-        told = self._sampler_epoch()  # some samplers count on while they are read
-        if start is not None and start.begun and self._is_left_behind():
-            start = start._replace(shared=None)
-        if start is not None:
+        order, resume, start = self._sync_order(), self._resume, self._coming()
+        if resume is not None and not start.begun:
+            start = EpochStart.decode(resume["order"], resume["epoch"])
+            if start.begun and self._is_left_behind():
+                start = start._replace(shared=None)
             order.note(start, self._generators(), self.generator)
             order.redraw()
-        if start is None or not start.begun:
+            self._note_start(start)
+        if not start.begun:
             for name, given in self._given.items():
                 once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
                 if self._begun and once:
                     raise used_up(name, given)
             start = self._prepare(order)
-            told = start.told
         order.note(start, self._generators(), self.generator)
         loader = self._ready()
         if self._resume is not None:
             loader.load_state_dict(self._resume["loader"])
-        self._starts = [*self._starts[-1:], start._replace(epoch=loader.epoch, told=told)]
+        if isinstance(self.dataset, IterableDataset) and not self.num_workers:
+            loader.dataset.told = None if resume else getattr(self.dataset, "epoch", None)
         pinned = self.pin_memory and can_pin()
         made: Any = Epoch(loader, loader._settings, 1, numbered=False)
         batches.pins = pinned and not self.num_workers
+        self._begun, self._behind, self._resume = True, None, None
         batches.source = prefetch(made, pin) if pinned and self.num_workers else made
-        self._resume, self._begun, self._behind, self._prepared = None, True, None, None
 
     def _is_left_behind(self) -> bool:
         """Tell whether the sampler was set to another epoch than that of the state; then go there.
@@ -338,49 +326,49 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _prepare(self, order: Order) -> EpochStart:
         """Draw what torch draws when an epoch begins, in its order, and begin the sampler.
 
-        Once: what was drawn is kept until the epoch has begun. An interrupt leaves nothing drawn.
+        What was drawn is kept until the epoch has begun. An interrupt leaves nothing drawn.
         """
-        if (drawn := self._drawn()) is not None:
-            return drawn
-        told = self._sampler_epoch()
-        if self._draws_while_read():
-            order.finish()
-        generators, shared = self._generators(), torch.get_rng_state()
-        before = start = EpochStart.now(generators, seeded=True)
+        order.finish()
+        starts, shared = self._starts, torch.get_rng_state()
+        draws_seed = not (self.persistent_workers and self._begun)
+        before = start = self._now(seeded=draws_seed)
         try:
             order.begin()
-            if self.persistent_workers and self._begun:
-                start = start._replace(seeded=False)
-            else:
+            if draws_seed:
                 seed = draw_seed(self.generator)
                 if self._seed is None:
                     self._seed = seed
                 if self.num_workers:  # torch's iterator resets itself as soon as it is made
-                    start = EpochStart.now(generators, seeded=False)
+                    start = self._now(seeded=False)
                     order.begin()
             order.draw_first()
-            start = start._replace(told=told)
-            self._prepared = start, self._sampler_epoch()
+            self._note_start(start)
             return start
         except BaseException:
-            order.put_back(before, generators)
+            order.put_back(before, self._generators())
             torch.set_rng_state(shared)
-            self._prepared = None
+            self._starts = starts
             raise
 
-    def _drawn(self) -> EpochStart | None:
-        """Return what was drawn for the next epoch, if the sampler is still set to that one."""
-        start, told = self._prepared or (None, None)
-        return start if told == self._sampler_epoch() else None
+    def _now(self, *, seeded: bool) -> EpochStart:
+        return EpochStart.now(self._generators(), self._sampler_epoch(), seeded)
 
-    def _draws_while_read(self) -> bool:
-        """Whether the sampler may go on drawing from a generator that later epochs draw from too.
+    def _note_start(self, start: EpochStart) -> None:
+        """Note how the next epoch begins, which is drawn now."""
+        number, drawn = self._number, start._replace(after=self._sampler_epoch())
+        self._starts = {number - 1: self._starts.get(number - 1), number: drawn}
 
-        It is finite, then.
-        """
-        sampler = self._index_sampler
-        sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
-        return type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
+    def _coming(self) -> EpochStart:
+        """Return how the next epoch begins: as it was drawn, if the sampler is still set to it."""
+        start = self._starts.get(self._number)
+        if start is None or start.after != self._sampler_epoch():
+            start = self._now(seeded=False)._replace(shared=None)
+        return start
+
+    @property
+    def _number(self) -> int:
+        """That of the next epoch in the loader."""
+        return 0 if self._loader is None else self._loader.epoch
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that an epoch's order may depend on, without torch's global one.
@@ -510,14 +498,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         if self._loader is None:
             # The first epoch's order is drawn now, and kept: the state fixes it.
-            self._prepare(self._sync_order())
+            if not self._coming().begun:
+                self._prepare(self._sync_order())
             self._ready()
         assert self._loader is not None
-        coming, note = self._drawn(), self._loader._note_state()
-        if coming is None:
-            coming = EpochStart.now(self._generators(), seeded=False)
-            coming = coming._replace(shared=None, told=self._sampler_epoch())
-        return partial(_keyed, key, partial(_state, note, self._starts, coming))
+        note, coming = self._loader._note_state(), self._coming()
+        starts = self._starts | {self._number: coming}
+        return partial(_keyed, key, partial(_state, note, starts, coming))
 
     def _state_key(self) -> str:
         """Return the key of the state: that of the rank if other ranks have other states."""
@@ -553,17 +540,14 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 it is noticed only by the first ``next``.)
         """
         known = self._read_state(state)
-        start = EpochStart.decode(known["order"])
+        start = EpochStart.decode(known["order"], known["epoch"])
         self._behind = None
         if known["epoch"] is not None:
             self.set_epoch(known["epoch"])
-        self._prepared = None
+        self._starts = {}
         self._loads += 1
         self._seed = known["loader"]["seed"]
-        loader = self._ready()
-        loader.load_state_dict(known["loader"])
-        if isinstance(self.dataset, IterableDataset):
-            loader.dataset.is_read = False  # its epoch is that of the state
+        self._ready().load_state_dict(known["loader"])
         self._resume = known
         self._begun = start.begun or known["loader"]["epoch"] > 0
 
@@ -660,17 +644,18 @@ class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
         self._owner._behind = note
 
 
-def _state(note: Note, starts: list[EpochStart], coming: EpochStart) -> dict[str, Any]:
+def _state(
+    note: Note, starts: Mapping[int, EpochStart | None], coming: EpochStart
+) -> dict[str, Any]:
     """Return what a state of a ``DataLoader`` says.
 
     Args:
-        note: returns the state of its :class:`minloader.Loader`, which may not have begun the last
-            epoch yet.
-        starts: starts of the epochs that were begun last.
-        coming: start of the next one.
+        note: returns the state of its :class:`minloader.Loader`.
+        starts: how epochs have begun, by their numbers.
+        coming: how the next one begins.
     """
     state = note()
-    begin = next((each for each in starts[::-1] if each.epoch == state["epoch"]), coming)
+    begin = starts.get(state["epoch"]) or coming
     return {"loader": state, "order": begin.encode(), "epoch": begin.told}
 
 

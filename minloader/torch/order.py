@@ -16,11 +16,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from minloader._checks import is_stateful, shown
 from minloader._epochs.failures import Raised
 from minloader._worker.torch_conventions import PassesState
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Torch's samplers that have a generator. They are finite, and keep their order in a list."""
 
 
 class EpochStart(NamedTuple):
@@ -30,15 +38,15 @@ class EpochStart(NamedTuple):
         own: states of the generators of the loader and of its samplers.
         shared: state of torch's global generator; None between epochs.
         seeded: whether the loader draws its seed after it has begun the sampler.
-        epoch: number of the epoch in the :class:`minloader.Loader`.
         told: the epoch that the sampler was set to, if it has any.
+        after: the same, after the order was drawn: some samplers count on while they are read.
     """
 
     own: list[torch.Tensor]
     shared: torch.Tensor | None
     seeded: bool
-    epoch: int = -1
     told: int | None = None
+    after: int | None = None
 
     @property
     def begun(self) -> bool:
@@ -46,9 +54,9 @@ class EpochStart(NamedTuple):
         return self.shared is not None
 
     @classmethod
-    def now(cls, generators: list[torch.Generator], *, seeded: bool) -> EpochStart:
+    def now(cls, generators: list[torch.Generator], told: int | None, seeded: bool) -> EpochStart:
         """Record the generators as they are."""
-        return cls([each.get_state() for each in generators], torch.get_rng_state(), seeded)
+        return cls([each.get_state() for each in generators], torch.get_rng_state(), seeded, told)
 
     def encode(self) -> dict[str, Any]:
         """Return a part of a state, fit for JSON."""
@@ -57,7 +65,7 @@ class EpochStart(NamedTuple):
         return {"own": own, "shared": shared, "seeded": self.seeded}
 
     @classmethod
-    def decode(cls, order: Any) -> EpochStart:
+    def decode(cls, order: Any, told: int | None) -> EpochStart:
         """Undo :meth:`encode`.
 
         Raises:
@@ -65,7 +73,8 @@ class EpochStart(NamedTuple):
         """
         try:
             shared = None if order["shared"] is None else _from_text(order["shared"])
-            return cls([_from_text(text) for text in order["own"]], shared, bool(order["seeded"]))
+            own = [_from_text(text) for text in order["own"]]
+            return cls(own, shared, bool(order["seeded"]), told)
         except (LookupError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {shown(order)}") from error
 
@@ -159,8 +168,9 @@ class Order(PassesState):
         A sampler may draw from a generator while it is read, which later epochs draw from too.
         Their order must not depend on how far it was read.
         """
-        last = self._items or self._last  # the former: the state was of the last batch
-        if last is not None:
+        sampler, last = self._stateful, self._items or self._last
+        is_known = type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
+        if is_known and last is not None:
             last.draw()
 
     def __len__(self) -> int:
@@ -217,7 +227,7 @@ class EpochOrder(Order):
         with torch.random.fork_rng(devices=[]):
             for generator in (torch.default_generator, *self._generators):
                 generator.manual_seed(self._epoch)
-            start = EpochStart.now(self._generators, seeded=False)
+            start = EpochStart.now(self._generators, None, seeded=False)
         self.note(start, self._generators, None)
         return super().__iter__()
 
