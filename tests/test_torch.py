@@ -301,17 +301,21 @@ def test_a_sampler_that_is_its_own_iterator(asks):
     """It begins anew whenever ``iter`` is called. Lightning predicts with such a one."""
 
     class Own:
+        begun = 0
+
         def __iter__(self) -> Iterator[list[int]]:
-            self.left = iter([[0, 1], [2, 3], [4]])
+            self.left, self.begun = iter([[0, 1], [2, 3], [4]]), self.begun + 1
             return self
 
         def __next__(self) -> list[int]:
             return next(self.left)
 
-    loader = DataLoader(range(5), batch_sampler=Own())
+    own = Own()
+    loader = DataLoader(range(5), batch_sampler=own)
     if asks:
         loader.state_dict()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert own.begun == 1
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -358,8 +362,8 @@ def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
             epochs = []
             for place in places:
                 batches, taken = iter(loader), []
-                for _ in range(2):  # as it begins, and when it is under way
-                    if not press(lambda: taken.append(next(batches)), place).interrupted:  # noqa: B023
+                for at in place, place // stride:  # as it begins, and when it is under way
+                    if not press(lambda: taken.append(next(batches)), at).interrupted:  # noqa: B023
                         continue
                     taken.append(next(batches))
                 epochs.append([each.tolist() for each in (*taken, *batches)])
@@ -368,6 +372,20 @@ def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
 
     stride = 9 if num_workers else 5
     assert go(iter(range(0, 400, stride))) == go(iter([MANY] * len(range(0, 400, stride))))
+
+
+def test_set_epoch_after_a_state_of_an_epoch_that_was_drawn():
+    """The state has drawn its order, which is not the one that comes."""
+
+    def make(loader_class: Any) -> Any:
+        return loader_class(range(9), 2, sampler=DistributedSampler(range(9), 1, 0))
+
+    theirs, loader, resumed = map(make, (TorchLoader, DataLoader, DataLoader))
+    loader.state_dict()
+    for each in theirs, loader:
+        each.sampler.set_epoch(2)
+    resumed.load_state_dict(as_json(loader.state_dict()))
+    assert values(resumed) == values(loader) == values(theirs)
 
 
 @pytest.mark.parametrize("own", [False, True])
