@@ -28,6 +28,9 @@ MOST = 20_000
 FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
 """Ends of their names. What they raise CPython prints and drops, a KeyboardInterrupt too."""
 
+CALLED_BY_WEAKREFS = "/weakref.py", "/multiprocessing/util.py"
+"""Ends of the paths of modules whose finalizers have no name that tells."""
+
 
 class Outcome(NamedTuple):
     """What became of a call.
@@ -200,7 +203,9 @@ def _drops_errors(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         path = code.co_filename
-        if code.co_name.endswith(FINALIZERS) or path.endswith("weakref.py") or "importlib" in path:
+        if code.co_name.endswith(FINALIZERS) or path.endswith(CALLED_BY_WEAKREFS):
+            return True
+        if "importlib" in path:
             return True
         frame = frame.f_back
     return False
