@@ -498,30 +498,34 @@ def test_a_sampler_that_can_tell_where_it_is():
     assert numbers(other) == second[2:]
 
 
+class Rotated:
+    """A sampler that counts its epochs, which nothing but its state says."""
+
+    def __init__(self) -> None:
+        self.at = self.epoch = 0
+        self.goes_on = False
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.goes_on = self.at if self.goes_on else 0, False
+        while self.at < 9:
+            self.at += 1
+            yield (self.at + 2 * self.epoch) % 9
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def __len__(self) -> int:
+        return 9
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch, self.goes_on = state["at"], state["epoch"], True
+
+
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_sampler_with_a_state_that_torchs_batches_hide(is_used, number, batched):
-    """It counts its epochs, which nothing but its state says."""
-
-    class Rotated:
-        def __init__(self) -> None:
-            self.at = self.epoch = 0
-            self.goes_on = False
-
-        def __iter__(self) -> Iterator[int]:
-            self.at, self.goes_on = self.at if self.goes_on else 0, False
-            while self.at < 9:
-                self.at += 1
-                yield (self.at + 2 * self.epoch) % 9
-            self.at, self.epoch = 0, self.epoch + 1
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at, "epoch": self.epoch}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at, self.epoch, self.goes_on = state["at"], state["epoch"], True
-
     def make(loader_class: Any) -> Any:
         if batched:
             return loader_class(range(9), batch_sampler=BatchSampler(Rotated(), 2, False))
@@ -538,6 +542,19 @@ def test_a_sampler_with_a_state_that_torchs_batches_hide(is_used, number, batche
     resumed.load_state_dict(as_json(loader.state_dict()))
     assert values(resumed) == epochs[number][2:]
     assert values(resumed) == epochs[number + 1]
+
+
+def test_an_interrupt_at_the_end_of_an_epoch_that_the_sampler_has_counted():
+    """Torch's batches come to its end with the last one, if that is incomplete."""
+    whole = DataLoader(range(9), 2, sampler=Rotated())
+    first, second = values(whole), values(whole)
+    for place in count():
+        loader = DataLoader(range(9), 2, sampler=Rotated())
+        batches = iter(loader)
+        found = [batch.tolist() for batch in islice(batches, 5)]
+        if not press(lambda: next(batches, None), place).interrupted:  # noqa: B023
+            break
+        assert (found, list(batches), values(loader)) == (first, [], second)
 
 
 # --- randomness

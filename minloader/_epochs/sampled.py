@@ -269,10 +269,13 @@ class Source:
         return digest(bare if self.ranks is None else self.ranks)
 
     def ask(self) -> None:
-        """Ask the sampler for its state, unless that was done not long ago."""
+        """Ask the sampler for its state, unless that was done not long ago.
+
+        After the last item it may be in the next epoch already.
+        """
         now = time.perf_counter()
         first = not self.position and (self.state is not None or not self._is_exact)
-        if first or now < self._due:
+        if first or now < self._due or self.position == self.length:
             return
         self.state = self._state_now()
         self._due = now + STATE_COST * (time.perf_counter() - now)
