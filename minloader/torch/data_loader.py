@@ -292,6 +292,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if isinstance(self.dataset, IterableDataset) and not self.num_workers:
             loader.dataset.told = None if resume else getattr(self.dataset, "epoch", None)
         pinned = self.pin_memory and can_pin()
+        # Its first batch begins it, in place of iter(): an interrupt here finds nothing begun.
         made: Any = Epoch(loader, loader._settings, 1, numbered=False)
         batches.pins = pinned and not self.num_workers
         self._begun, self._behind, self._resume = True, None, None
