@@ -466,6 +466,32 @@ def test_7_a_shutdown_forgets_the_manager_thread():
     thread.join()
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12, 1), reason="it waits without a lock")
+def test_7_a_manager_thread_waits_for_the_workers_with_the_lock_of_shutdown():
+    executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    pid = executor.submit(os.getpid).result()
+    lock, manager = executor._shutdown_lock, executor._executor_manager_thread
+    os.kill(pid, signal.SIGSTOP)
+    executor.shutdown(wait=False)
+    assert eventually(lock.locked)
+    assert not lock.acquire(timeout=0.5)
+    os.kill(pid, signal.SIGKILL)
+    manager.join()
+
+
+@pytest.mark.timeout(60)
+def test_7_closing_ends_a_worker_that_does_not_leave():
+    """It is idle, and stands still; the manager thread waits for it when the loader is closed."""
+    with Loader(abs, range(4), num_workers=2) as loader:
+        loader.start()
+        (executor,) = loader._group.pools[0]._executors
+        stopped, other = executor.workers
+        os.kill(stopped.pid, signal.SIGSTOP)
+        executor.leave(drop=False)
+        assert eventually(other.has_ended)  # that thread has the lock from before this
+    assert not any(worker.is_alive() for worker in executor.workers)
+
+
 def send_half(path: str) -> bytes:
     trouble.DiesSending(path)(None)
     return bytes(2_000_000)
@@ -580,6 +606,29 @@ def test_4_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch)
     each.join()
     multiprocessing.forkserver._forkserver._stop()
     assert codes == [-signal.SIGABRT, 255]
+
+
+def test_12_a_fork_wakes_the_manager_threads_of_its_parent_when_it_ends():
+    """And takes a lock for it, in some versions, which nobody gives back there."""
+    program = """
+from concurrent.futures import ProcessPoolExecutor, process
+from multiprocessing import get_context
+{before}
+import minloader._pools.cpython
+with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    executor.submit(int).result()
+    wakeup = executor._executor_manager_thread_wakeup
+    wakeup.wakeup = lambda: print("woken", flush=True)
+    child = get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    del wakeup.wakeup
+"""
+    without = "process._threads_wakeups.clear = int"
+    said = [
+        printed_by(program.format(before=each), options=["-W", "ignore"]) for each in ("", without)
+    ]
+    assert said == ["", "woken\n"]
 
 
 def test_13_a_fork_beside_a_thread_warns_unless_it_is_ours():

@@ -25,7 +25,7 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 11, in lines of code: 24, 6, 13, 39, 7, 9, 13, 3, 28, 8, 4.
+The price of the pieces 1 to 13, in lines of code: 24, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 3, 15.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
-from concurrent.futures.process import _ExecutorManagerThread
+from concurrent.futures.process import _ExecutorManagerThread, _threads_wakeups
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
+
+from minloader._memory.files import at_fork
 
 # --- 1. The main module ------------------------------------------------------------------------
 #
@@ -122,6 +124,17 @@ def register_exit(function: Callable[[], None]) -> None:
 
 def _before_joins(function: Callable[[], None]) -> None:
     multiprocessing.util.Finalize(None, function, exitpriority=100)
+
+
+# --- 12. The end of a fork ----------------------------------------------------------------------
+#
+# CPython: a child of "fork" runs its parent's _python_exit() when it ends. That wakes the manager
+# threads, of which none runs there, and takes a lock of each of them for that.
+# Versions: all; the lock where _ThreadWakeup has one (3.14, not 3.13.0).
+# Without this piece: a worker never ends if it was forked while another thread had such a lock,
+# and no more does a child that the user forked.
+
+at_fork(after_in_child=_threads_wakeups.clear)
 
 
 # --- 3. A child that dies while it starts -------------------------------------------------------
@@ -446,6 +459,18 @@ class Executor(ProcessPoolExecutor):
         if len(self._processes) != self._noticed:
             self._noticed = len(self._processes)
             cast(Any, self)._executor_manager_thread_wakeup.wakeup()
+
+    # CPython: the manager thread waits for the workers to end, with the lock that shutdown() takes.
+    # Versions: from 3.12.1.
+    # Without this piece: whoever shuts down once more, as to drop what is queued, waits for a
+    # worker that does not end, and cannot kill it.
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls, as the base class does; a second call only drops what is queued."""
+        if cast(Any, self)._executor_manager_thread_wakeup is not None:
+            super().shutdown(wait, cancel_futures=cancel_futures)
+        elif cancel_futures:
+            self._cancel_pending_futures = True
 
     # CPython: the manager thread waits for the call queue's feeder thread, with the lock that
     # shutdown() needs, and so does the end of the executor: weakref_cb() (until 3.13.0).
