@@ -631,6 +631,34 @@ with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
     assert said == ["", "woken\n"]
 
 
+@pytest.mark.timeout(60)
+def test_12_a_fork_looks_at_the_children_of_its_parent():
+    """At ours it does not: another thread may have had the lock that takes."""
+    program = """
+import multiprocessing, os, threading
+from minloader import Loader
+with Loader(abs, range(2), num_workers=1) as loader:
+    loader.start()
+    (executor,) = loader._group.pools[0]._executors
+    locked, done = threading.Event(), threading.Event()
+    def look():
+        with executor.workers[0]._popen.looking:
+            locked.set()
+            done.wait()
+    thread = threading.Thread(target=look)
+    thread.start()
+    locked.wait()
+    if os.fork() == 0:
+        print("in the fork", len(multiprocessing.active_children()), flush=True)
+        os._exit(0)
+    os.wait()
+    done.set()
+    thread.join()
+    print("here", len(multiprocessing.active_children()))
+"""
+    assert printed_by(program, options=["-W", "ignore"]) == "in the fork 0\nhere 1\n"
+
+
 def test_13_a_fork_beside_a_thread_warns_unless_it_is_ours():
     """What warns beside one of the user's is silent beside those of a loader."""
     program = """

@@ -25,7 +25,7 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 13, in lines of code: 24, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 3, 15.
+The price of the pieces 1 to 13, in lines of code: 24, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 7, 15.
 """
 
 from __future__ import annotations
@@ -126,15 +126,28 @@ def _before_joins(function: Callable[[], None]) -> None:
     multiprocessing.util.Finalize(None, function, exitpriority=100)
 
 
-# --- 12. The end of a fork ----------------------------------------------------------------------
+# --- 12. A fork of this process -----------------------------------------------------------------
 #
 # CPython: a child of "fork" runs its parent's _python_exit() when it ends. That wakes the manager
 # threads, of which none runs there, and takes a lock of each of them for that.
 # Versions: all; the lock where _ThreadWakeup has one (3.14, not 3.13.0).
 # Without this piece: a worker never ends if it was forked while another thread had such a lock,
 # and no more does a child that the user forked.
+#
+# CPython: a child of os.fork() has its parent's list of children, and looks at each of them when it
+# starts a process, or asks for active_children().
+# Versions: all.
+# Without this piece: it waits for ever if another thread was looking at ours, with piece 4's lock.
 
-at_fork(after_in_child=_threads_wakeups.clear)
+
+def _forget_parents() -> None:
+    """Let go of what is the parent's, in a fork of it."""
+    _threads_wakeups.clear()
+    children = cast(Any, multiprocessing.process)._children
+    children -= {each for each in children if hasattr(each._popen, "looking")}
+
+
+at_fork(after_in_child=_forget_parents)
 
 
 # --- 3. A child that dies while it starts -------------------------------------------------------
