@@ -609,6 +609,31 @@ def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind, str
     assert step > 20
 
 
+@variants("kind", ["ours", "counted", "told", "counted iterator", "told, with a state"], 2)
+@pytest.mark.parametrize("way", ["inline", "threads"])
+def test_a_state_after_an_interrupt_at_the_end_of_a_sampler_leads_to_the_rest(kind, way):
+    """Before that is in the account, too. Threads are given all items in the first ``next``."""
+    of_epoch = SHORT[kind][1]
+    for step in itertools.count():
+        with with_short_epochs(kind, way) as loader:
+            batches = iter(loader)
+            given = list(itertools.islice(batches, (way == "inline") * (len(of_epoch(0)) - 1)))
+            reached = interrupted(
+                lambda batches=batches, given=given: given.extend(batches),
+                step,
+                f"{OURS}/_epochs/sampled.py",
+            ).reached
+            state = plain(loader.state_dict())
+        with with_short_epochs(kind, "inline") as other:
+            other.load_state_dict(state)
+            rest = of_epoch(0)[len(given) :]
+            assert list(other) == (rest if reached else of_epoch(1)), step
+            assert list(other) == of_epoch(1 if reached else 2), step
+        if not reached:
+            break
+    assert step > 5
+
+
 STRIDES = [23, pytest.param(7, marks=SLOW)]
 """How far apart the places are where Ctrl-C is tried."""
 

@@ -496,7 +496,8 @@ class SamplerLane(Lane):
         known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
         if check is not None:
             known = check[0], partial(source.digest, check[1])
-        ended = end is not None and not ranges and raised is None
+        # Ctrl-C may have come before the end was added, which the sampler's state is of by then.
+        ended = source.is_ended and not ranges and raised is None
         if ended and source.inside is not None:
             # Another world deals out what is left, which the state of the end does not have. And
             # without workers the end is not read ahead.
