@@ -8,6 +8,7 @@ after it was made as short as hypothesis can.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import random
@@ -92,6 +93,7 @@ def told(error: BaseException | None) -> Iterator[str]:
 
 
 def main() -> int:
+    faulthandler.enable()
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long; a round is ended")
     parser.add_argument("--seed", type=int, help="repeat the round with this seed")
