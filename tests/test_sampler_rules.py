@@ -797,6 +797,14 @@ def test_a_copy_in_mid_epoch_begins_where_the_epoch_began(kind):
     assert list(cloudpickle.loads(cloudpickle.dumps(sampler))) == expected
 
 
+@pytest.mark.parametrize("kind", ROLLOVER)
+def test_a_copy_of_a_sampler_has_what_its_epoch_has_left(kind):
+    sampler = KINDS[kind]()
+    list(sampler)
+    copied = cloudpickle.loads(cloudpickle.dumps(sampler))
+    assert list(begun(copied, 1)) == list(begun(sampler, 1))
+
+
 def test_no_sample_is_dropped_in_every_epoch():
     lengths = [100] + [10] * 999
     for options in ({"max_padded": 110}, {"max_total": 110}, {"max_total": 110, "shuffle": True}):

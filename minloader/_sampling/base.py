@@ -201,7 +201,10 @@ class Sampler:
         return self._counts()[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_run": None}  # a copy begins where the epoch has begun
+        run, known = self._run, self._known  # a copy begins where the epoch has begun
+        if run is not None and run.ended:
+            known = run.epoch, run.place()
+        return vars(self) | {"_run": None, "_known": known}
 
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
