@@ -99,6 +99,5 @@ def test_a_program_of(package: str, name: str, tmp_path: Path) -> None:
     """Accelerate is asked to keep our loaders; Lightning's checkpoints are alike after a resume."""
     need(package)
     program = str(Path(programs.__file__).with_name(f"{name}.py"))
-    command = programs.start(program, str(tmp_path), ranks=1, folder=tmp_path)
-    codes = programs.wait(command, 300)
-    assert codes == [0], (tmp_path / "log-0.txt").read_text()
+    code = programs.run(program, str(tmp_path), folder=tmp_path, seconds=300)
+    assert code == 0, (tmp_path / "log-0.txt").read_text()

@@ -1,8 +1,8 @@
-"""What the programs of the clients share: two processes, of which the second resumes.
+"""What the programs of the clients share: two processes a rank, of which the second resumes.
 
 The first process trains to the end, then once more with checkpoints, and is killed in the middle
 of an epoch. The second goes on from each of its checkpoints. What a run does in a step is noted
-and compared. A client's program calls :func:`main`; ``run.py`` runs it.
+and compared. A client's program calls :func:`main`; ``programs.py`` runs it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -57,10 +58,37 @@ def attempt(action: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def begin(phase: str, seconds: int) -> bool:
+    """Fork a process for each rank, wait for them, and return whether this is one of them.
+
+    So the program imports what it needs once, which takes longer than to train.
+    """
+    global RANK
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    pids = []
+    for rank in range(RANKS):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            signal.alarm(seconds)  # what hangs is ended
+            RANK = rank
+            if RANKS > 1:
+                own = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+                os.environ |= {name: str(value) for name, value in own.items()}
+            with open(f"log-{rank}.txt", "a") as log:
+                for fd in (1, 2):
+                    os.dup2(log.fileno(), fd)
+            return True
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return False
+
+
 def main(
     train: Train, extras: Callable[[str], Any] | None = None, *, cases: tuple[int, ...] = (0, 2)
 ) -> None:
-    """Run one of the two processes of a client.
+    """Run both processes of a client.
 
     Args:
         train: runs the training.
@@ -68,7 +96,10 @@ def main(
             of it; to be the same with torch's loader.
         cases: numbers of workers to resume with, besides that of the first run.
     """
-    phase, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    kind, folder, seconds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    phase = next((each for each in ("first", "second") if begin(each, seconds)), None)
+    if phase is None:
+        return  # both have ended
     noted = folder / f"steps-{RANK}.json"
     cells: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Runs the programs of the clients, each rank in a process of its own, and gathers the results."""
+"""Runs the programs of the clients, and gathers the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(*command: str, ranks: int, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start Python once for each rank; what it prints goes to files in the folder."""
+def run(*command: str, folder: Path, seconds: float, **environment: str) -> int:
+    """Run Python, and return its exit code; what it prints goes to a file in the folder.
+
+    Raises:
+        subprocess.TimeoutExpired: it hangs. It is killed then.
+    """
     (folder / "tmp").mkdir(exist_ok=True)
     common = {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -45,24 +48,15 @@ def start(*command: str, ranks: int, folder: Path) -> list[subprocess.Popen[str]
         "ACCELERATE_USE_CPU": "true",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if ranks > 1:
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        with open(folder / f"log-{rank}.txt", "a") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    env=os.environ | common | own,
-                    cwd=folder,
-                    stdout=log,
-                    stderr=log,
-                    text=True,
-                )
-            )
-    return processes
+    with open(folder / "log-0.txt", "a") as log:
+        return subprocess.run(
+            [sys.executable, *command],
+            env=os.environ | common | environment,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            timeout=seconds,
+        ).returncode
 
 
 def left(folder: Path) -> list[str]:
@@ -77,34 +71,19 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-def wait(processes: list[subprocess.Popen[str]], seconds: float) -> list[int]:
-    """Return the exit codes.
-
-    Raises:
-        subprocess.TimeoutExpired: a process hangs. All are killed then.
-    """
-    end = time.monotonic() + seconds
-    try:
-        return [process.wait(max(0.1, end - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def run_client(
-    name: str, kind: str, ranks: int, folder: Path, seconds: float = 110
+    name: str, kind: str, ranks: int, folder: Path, seconds: int = 110
 ) -> dict[str, str]:
     """Run both processes of a client, on each rank, and return what they say.
 
     Of the ranks' answers the worst counts; "hangs", if a rank has none in time.
     """
     cells: dict[str, str] = {}
+    several = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment = several | {"NODE_RANK": "0"} if ranks > 1 else {}
+    command = [str(HERE / f"{name}.py"), kind, str(folder), str(seconds)]
+    run(*command, folder=folder, seconds=3 * seconds, **environment)
     for phase in ("first", "second"):
-        program = str(HERE / f"{name}.py")
-        processes = start(program, phase, kind, str(folder), ranks=ranks, folder=folder)
-        with suppress(subprocess.TimeoutExpired):
-            wait(processes, seconds)
         for rank in range(ranks):
             result = folder / f"{phase}-{rank}.json"
             if not result.exists():
@@ -123,7 +102,7 @@ def run_torchrun(
     settings = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     program = [str(HERE / "with_torchrun.py"), kind, str(folder), *arguments]
     command = ["-m", "torch.distributed.run", *settings, *program]
-    (code,) = wait(start(*command, ranks=1, folder=folder), seconds)
+    code = run(*command, folder=folder, seconds=seconds)
     return code, [json.loads(path.read_text()) for path in sorted(folder.glob("?.json"))]
 
 

@@ -21,6 +21,8 @@ def train(
     kind: str, workers: int, noise: float, folder: Path | None, resume: tuple[Path, str] | None
 ) -> client.Steps:
     """Train with the loader's state where it has one, else with the number of steps to skip."""
+    if client.RANKS > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
     torch.manual_seed(1)
     data = Numbers(noise)
     sampler = DistributedSampler(data, client.RANKS, client.RANK, seed=2)
@@ -65,8 +67,6 @@ def train(
 
 
 if __name__ == "__main__":
-    if client.RANKS > 1:
-        dist.init_process_group("gloo")
     client.main(train)
-    if client.RANKS > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
