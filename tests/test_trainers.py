@@ -61,25 +61,20 @@ def test_a_client(name: str, loader: str, ranks: int, unlike: Any, tmp_path: Pat
     assert_nothing_left(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def torchs_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What torch's loader has the ranks do."""
-    need("torch")
-    code, steps = programs.run_torchrun("torch", tmp_path_factory.mktemp("torchrun"), "--workers=0")
-    assert code == 0
-    assert len(steps) == 2
-    return steps
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [None, "worker"])
-def test_torchrun(killed: str | None, torchs_steps: Any, tmp_path: Path) -> None:
+def test_torchrun(tmp_path: Path) -> None:
     """Two ranks on gloo with two workers each: torch's losses, also if a worker dies."""
-    arguments = [] if killed is None else [f"--kill={killed}"]
-    code, steps = programs.run_torchrun("minloader", tmp_path, *arguments)
-    assert code == 0, (tmp_path / "log-0.txt").read_text()
-    assert steps == torchs_steps
-    assert_nothing_left(tmp_path)
+    need("torch")
+    runs = []
+    for arguments in ["torch", "--workers=0"], ["minloader"], ["minloader", "--kill=worker"]:
+        code, steps = programs.run_torchrun(arguments[0], tmp_path, *arguments[1:])
+        assert code == 0, (tmp_path / "log-0.txt").read_text()
+        assert len(steps) == 2
+        runs.append(steps)
+        assert_nothing_left(tmp_path)
+        for noted in tmp_path.glob("?.json"):
+            noted.unlink()
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
