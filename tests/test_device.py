@@ -386,8 +386,6 @@ print(next(batches))
 def test_a_script_ends(place, name):
     """Whatever the thread is doing then; without a word on stderr."""
     options = {"executor": "process"} | WAYS[place]
-    if place == "inline" and name == "in a slow batch":
-        options["num_workers"] = 0
     script = f"""
 import time
 from minloader import Loader, prefetch
@@ -401,7 +399,7 @@ class Endless:
 class Slow:
     def __getitem__(self, n):
         if n:
-            time.sleep(60)
+            time.sleep(60 if NUM_WORKERS else 1)  # here it is waited for
         return n
 fn = lambda batch: batch
 loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EXECUTOR)
