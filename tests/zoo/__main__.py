@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tests.zoo.bugs import BUGS, NoSuchOption
 
@@ -29,24 +29,34 @@ SECONDS = 180
 """How long a program may run. One that takes longer hangs."""
 
 
-def outcome(bug: str, loader: str) -> str:
-    """Whether a loader has a bug: "no", "has it", "hangs", "no states" or "no such option"."""
+def outcomes(loader: str) -> dict[str, str]:
+    """Which bugs a loader has: "no", "has it", "hangs", "no states" or "no such option"."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-    code += f"from tests.zoo.__main__ import show\nshow({bug!r}, {loader!r})"
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/out", "w+") as out:
-        # Not a pipe, which would be open for as long as a worker that is left.
-        options: Any = {"cwd": folder, "stdout": out, "start_new_session": True}
-        child = subprocess.Popen([sys.executable, "-c", code], **options)
-        try:
-            child.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            return "hangs"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        out.seek(0)
-        return (out.read().splitlines() or ["fails"])[-1]
+    code += f"from tests.zoo.__main__ import show_each\nshow_each({loader!r})"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    return dict(line.split(": ") for line in done.stdout.decode().splitlines())
+
+
+def show_each(loader: str) -> None:
+    """Fork a program for each bug, so that torch is imported once, and print what each says."""
+    importlib.import_module(LOADERS[loader])
+    for bug in BUGS:
+        folder = Path(tempfile.mkdtemp())
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.chdir(folder)
+            with open("out", "w") as out:  # no pipe: a worker that is left would hold it open
+                os.dup2(out.fileno(), 1)
+            signal.alarm(SECONDS)
+            return show(bug, loader)
+        _, status = os.waitpid(child, 0)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        said = (folder / "out").read_text().splitlines() or ["fails"]
+        hangs = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+        print(f"{bug}: {'hangs' if hangs else said[-1]}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def show(name: str, loader: str) -> None:
@@ -71,6 +81,6 @@ if __name__ == "__main__":
     loaders = list(filter(importlib.util.find_spec, LOADERS))
     print("| bug |", " | ".join(loaders), "|")
     print("|---|" + "---|" * len(loaders))
+    found = [outcomes(each) for each in loaders]
     for name, bug in BUGS.items():
-        found = " | ".join(outcome(name, each) for each in loaders)
-        print(f"| {bug.title} | {found} |", flush=True)
+        print(f"| {bug.title} | {' | '.join(each[name] for each in found)} |")

@@ -9,7 +9,7 @@ from conftest import lacking, require
 
 require("torch")
 
-from tests.zoo.__main__ import outcome  # noqa: E402
+from tests.zoo.__main__ import outcomes  # noqa: E402
 from tests.zoo.bugs import BUGS  # noqa: E402
 
 FORKED = {"threads"} if sys.version_info < (3, 14) else set()
@@ -17,9 +17,8 @@ FORKED = {"threads"} if sys.version_info < (3, 14) else set()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_of_others(bug):
-    found = outcome(bug, "minloader.torch")
-    if found == "not installed":
+def test_bugs_of_others():
+    found = outcomes("minloader.torch")
+    if "not installed" in found.values():
         lacking("lightning")
-    assert found == ("has it" if bug in FORKED else "no")
+    assert found == {bug: "has it" if bug in FORKED else "no" for bug in BUGS}
