@@ -566,6 +566,17 @@ def test_what_an_epoch_has_left_after_a_state_that_is_not_gone_on_from():
             assert list(loader) == expected
 
 
+def test_another_epoch_after_a_state_from_before_the_first_item_after_an_epoch_left():
+    options = {"num_workers": 0, "batch_size": 3, "shuffle": True, "collate_fn": list}
+    with Loader(range(8), **options) as loader, Loader(range(8), **options) as other:
+        next(iter(loader))
+        iter(loader)
+        loader.load_state_dict(loader.state_dict())
+        loader.set_epoch(5)
+        other.set_epoch(5)
+        assert list(loader) == list(other)
+
+
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
     """All within the tasks that may be under way."""
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 1)

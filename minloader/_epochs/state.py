@@ -69,8 +69,8 @@ def begun_anew(state: State, epoch: int, sampler: Sampler) -> State:
     That begins with what the epoch before has left, unless one was begun since. To leave out
     batches ahead of an epoch begins none: no item was drawn.
     """
-    known = state["sampler"]
-    if known["at"] or state["ended"] or state["check"] is not None:
+    known = state["sampler"]  # None: of an epoch after one that was left, before its first item
+    if known is None or known["at"] or state["ended"] or state["check"] is not None:
         sampler._forget()
         known = {"at": 0, "state": sampler.state_dict()}
     nothing = {"batches": 0, "beyond": [], "ended": False, "length": None, "check": None}
