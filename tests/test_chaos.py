@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What loaders are run with; ``size`` is the mean number of float64 in a batch, ``seconds`` the
 mean time that one takes besides."""
 
-KILLS, BATCHES, SEED = map(int, re.findall(r"\d+", os.environ.get("CHAOS", "7, 200, 1")))
+KILLS, BATCHES, SEED = map(int, re.findall(r"\d+", os.environ.get("CHAOS", "10, 300, 1")))
 SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGSEGV, signal.SIGTERM]
 
 START = 0.4
