@@ -482,12 +482,10 @@ class SamplerLane(Lane):
         """Note what of the consumer's epoch was handed over."""
         source = self.sources[0]
         mine = [each for each in self.pending if each.source is source]
-        end = next((each for each in mine if each.ends), None)
         left = [each for each in mine if each.given < len(each.items)]
         left.sort(key=lambda each: each.ordinal + each.given)
         ranges = [(each.ordinal + each.given, each.ordinal + len(each.items)) for each in left]
-        position = source.position if end is None else end.ordinal
-        check, state = source.last, source.state if end is None else end.before
+        check, state = source.last, source.state
         if left:
             check, state = (ranges[0][0], left[0].item(left[0].given)), left[0].before
         raised = next((each for each in mine if each.is_open and not each.items), None)
@@ -496,13 +494,13 @@ class SamplerLane(Lane):
         known: tuple[int, Any] | None = source.check if source.check[0] >= 0 else None
         if check is not None:
             known = check[0], partial(source.digest, check[1])
-        # Ctrl-C may have come before the end was added, which the sampler's state is of by then.
+        # Not whether the end is there: Ctrl-C may have come before it was added.
         ended = source.is_ended and not ranges and raised is None
         if ended and source.inside is not None:
             # Another world deals out what is left, which the state of the end does not have. And
             # without workers the end is not read ahead.
             state, ended = source.inside, False
-        return partial(sampler_place, ranges, position, ended, state, known)
+        return partial(sampler_place, ranges, source.position, ended, state, known)
 
 
 def source_after(account: Any, epoch: int) -> Source:
