@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from programs import free_port
 
 RANK = int(os.environ.get("RANK", 0))
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -64,10 +65,7 @@ def begin(phase: str, seconds: int) -> bool:
     So the program imports what it needs once, which takes longer than to train.
     """
     global RANK
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank in range(RANKS):
         pids.append(os.fork())
         if pids[-1] == 0:
