@@ -291,11 +291,11 @@ class Programs(RuleBasedStateMachine):
             program.start()
 
     @precondition(lambda self: self.program.steps[7:])
-    @rule(seldom=st.integers(0, 5))
-    def close(self, seldom: int) -> None:
+    @rule(seldom=st.integers(0, 5), stopped=st.booleans())
+    def close(self, seldom: int, stopped: bool) -> None:
         if seldom == 5:
             with self.noted("close") as program:
-                program.close()
+                program.close(stopped)
 
     @precondition(lambda self: self.live and self.program.steps[7:])
     @rule(which=some, seldom=st.integers(0, 5))

@@ -804,21 +804,31 @@ class Program:
     def kill(self, seed: int) -> None:
         """Kills a worker of ours, by its pid."""
         with self.step(f"kill a worker, {seed}"):
-            mine = psutil.Process().children()
-            own = {each.process.pid for each in inspect(self.loader).workers}
-            found = [each for each in mine if is_worker(each) and each.pid in own]
-            if found:
-                self.disturbed = True
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    random.Random(seed).choice(found).send_signal(signal.SIGKILL)
+            self.disturbed |= self.signal_worker(seed, signal.SIGKILL)
+
+    def signal_worker(self, seed: int, number: int) -> bool:
+        """Sends one of the workers a signal; says whether there is any."""
+        mine = psutil.Process().children()
+        own = {each.process.pid for each in inspect(self.loader).workers}
+        found = [each for each in mine if is_worker(each) and each.pid in own]
+        if found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                random.Random(seed).choice(found).send_signal(number)
+        return bool(found)
 
     def start(self) -> None:
         with self.step("start"):
             self.loader.start()
 
-    def close(self) -> None:
-        """Ends the loader; what is used of it from then on refuses."""
-        with self.step("close"):
+    def close(self, stopped: bool) -> None:
+        """Ends the loader; what is used of it from then on refuses.
+
+        Args:
+            stopped: whether one of its workers stands still.
+        """
+        with self.step(f"close, {'a worker' if stopped else 'none'} stands still"):
+            if stopped and self.loader.stats.executor == "process":
+                self.signal_worker(0, signal.SIGSTOP)
             self.loader.close()
             for batches, _, how in self.runs:
                 try:
