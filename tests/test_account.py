@@ -699,6 +699,77 @@ def test_an_order_that_nobody_has_seen_may_be_another_after_an_interrupt(way, st
     assert step > 20
 
 
+class OwnOrder:
+    """Another order in each pass, which nothing repeats: of a sampler, or of a stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(9), 9)
+
+
+def after_interrupts(make: Callable[[], Loader], within: str) -> Iterator[tuple[list[Any], Any]]:
+    """What comes of an epoch with Ctrl-C at each place behind its first batch, and an error."""
+    step, reached = 0, True
+    while reached:
+        with make() as loader:
+            batches, error = iter(loader), None
+            given = [next(batches)]
+
+            def take(batches: Any = batches, given: list[Any] = given) -> None:
+                for batch in batches:
+                    given.append(batch)
+
+            reached = interrupted(take, step, within).reached
+            try:
+                given += batches
+            except ValueError as failure:
+                error = failure
+            yield given, error
+        step += 1
+    assert step > 20
+
+
+@pytest.mark.parametrize("way", ["inline", "threads"])
+def test_an_order_that_was_seen_is_not_another_after_an_interrupt(way):
+    """Also where all batches that were drawn are of one task, which is drawn again."""
+    for given, error in after_interrupts(
+        lambda: Loader(Echo(), OwnOrder(), **WAYS[way]), f"{OURS}/_epochs/sampled.py"
+    ):
+        assert sorted(given) == list(range(9)) or "it was another one" in str(error)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
+def test_an_interrupt_has_no_stream_read_again(batch_size):
+    """It would be another one, or count one pass too many. At its end, too."""
+    for given, error in after_interrupts(
+        lambda: Loader(OwnOrder(), batch_size=batch_size, num_workers=0),
+        f"{OURS}/_worker/stream_reader.py",
+    ):
+        assert error is None
+        assert sorted(np.hstack(given).tolist()) == list(range(9))
+
+
+@variants("stride", [3, 1])
+@pytest.mark.parametrize("call", ["num_workers", "epoch"])
+def test_an_interrupt_where_a_shard_is_read_again_doubles_nothing(call, stride):
+    step, reached = 0, True
+    while reached:
+        with Loader(Numbers(40), num_workers=1, executor="thread", prefetch_factor=4) as loader:
+            batches = loader.epochs(2)
+            given = [next(batches)]
+            setattr(loader, call, 2)
+
+            def take(batches: Any = batches, given: list[Any] = given) -> None:
+                for batch in batches:
+                    given.append(batch)
+
+            reached = interrupted(take, step, f"{OURS}/_epochs/streams.py").reached
+            given += batches
+        second = 2 if call == "epoch" else 1
+        assert given == [(epoch, n) for epoch in (0, second) for n in range(40)], step
+        step += stride
+    assert step > 20
+
+
 CALLS: dict[str, tuple[Callable[[Loader, Any], object], int]] = {
     "iter": (lambda loader, state: iter(loader), 0),
     "load_state_dict": (lambda loader, state: loader.load_state_dict(state), 2),

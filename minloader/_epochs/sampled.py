@@ -332,7 +332,7 @@ class Source:
         inside = self.is_inside and task.ordinal + len(items) <= self.position
         self.is_inside = False
         if inside and not self.told.is_used_up:
-            if self.last is not None and self.last[0] < task.ordinal:
+            if self.last is not None and task.ordinal:  # what was before it, others have seen
                 self.check = self.last[0], self.digest(self.last[1])
             self.state, self._put_back, self._iterator = task.before, True, None
             self.position, self.last = task.ordinal, None

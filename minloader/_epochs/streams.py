@@ -132,7 +132,6 @@ class StreamLane(Lane):
         self._readings = itertools.count(1)
         self._reading = 0
         self._is_begun = False  # whether a task of the reading was sent
-        self._is_stale = False  # whether an interrupt came while another reading was begun
         super().__init__(settings, where, bell, total)
         self._begin(first)
 
@@ -142,20 +141,13 @@ class StreamLane(Lane):
 
     def _restart(self) -> None:
         """Have the shard read again from where the last reply that was opened has ended."""
-        self._is_stale = True  # until all of this has happened
         former = self.pending
         again = [each for each in former if each.outcomes is None and not each.ends]
         new = {id(each): each.part(0, len(each.items)) for each in again}
         self._reading, self._is_begun = next(self._readings), False
         self.pending = deque(new.get(id(each), each) for each in former)
-        self._is_stale = False
         for each in again:
             each.forget()
-
-    def open_arrived(self) -> None:
-        if self._is_stale:
-            self._restart()
-        super().open_arrived()
 
     def _begin(self, each: ShardPass) -> None:
         if each.is_ended:

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from types import GeneratorType
 from typing import Any
 
@@ -72,8 +72,8 @@ class ShardReader:
     last: int | None = None
     is_other: bool = False
     beginning: bytes | None = None
-    _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn
-    _former: list[Any] | None = None  # of the batch drawn last, where an interrupt may come
+    _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
+    _former: list[Any] | None = None  # those of the batch drawn last, where an interrupt may come
     _is_inside: bool = False  # whether the iterator's own code runs
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
@@ -121,19 +121,19 @@ class ShardReader:
             return END
         self._failed |= self.reading
         self.reading = True
-        job, samples = self.maker.job, self._samples
+        job = self.maker.job
         size = job.batch_size or 1
         try:
             if self.iterator is None:
                 self._open({})
-            self._take(size)
+            samples = self._take(size)
             if not samples and not self.position and self.is_fresh and self.start.state is not None:
                 self._open({})  # it was the state of an end, and does not stand for a beginning
-                self._take(size)
+                samples = self._take(size)
                 if not samples and self.beginning is not None:
                     self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
                     self._open({})  # it begins each time where it was put last
-                    self._take(size)
+                    samples = self._take(size)
         except Exception:
             # What cannot be begun is over, and so is a generator that has raised. It must be known
             # now: what has that for its place would be read on by who has its state.
@@ -142,7 +142,7 @@ class ShardReader:
             self._samples, self.last = [], None
             self.position += 1  # it takes the place of a batch
             raise
-        self._samples, self._former = [], samples if self.is_inline else None
+        self._samples, self._former = [], self._samples if self.is_inline else None
         self.position += 1
         self.reading = False
         self.ended = len(samples) < size
@@ -158,8 +158,7 @@ class ShardReader:
         """
         # An iterator that has no state and is the stream itself can only be read on.
         is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
-        size = self.maker.job.batch_size or 1
-        inside = self._is_inside and len(self._samples) < size
+        inside = self._is_inside and not self._is_taken
         if not self.is_inline or (inside and (self._is_dead or not is_own)):
             return False  # what raised an interrupt may be over
         if start.batches == self.position - 1 and self._former is not None:
@@ -180,15 +179,25 @@ class ShardReader:
         if "iterator" in known:
             iterator.load_state_dict(known["iterator"])
         self.iterator, self._is_own_iterator = iterator, is_own
+        self._samples = []
         self.position, self._is_inside = self.start.at, False
 
-    def _take(self, size: int) -> None:
+    @property
+    def _is_taken(self) -> bool:
+        """Whether all samples of the batch that is being drawn are there."""
+        return bool(self._samples) and self._samples[-1] is END
+
+    def _take(self, size: int) -> list[Any]:
         # Not by islice(), which calls iter(): a stream that is its own iterator would begin anew.
-        # A sample goes into the list in one step, which no interrupt can come between.
+        # A sample goes into the list in one step, which no interrupt can come between, and so does
+        # the sign that there are no more to take: of a stream that has ended nothing else tells.
         missing = map(next, repeat(self.iterator, size - len(self._samples)))
-        self._is_inside = True
-        self._samples.extend(missing)
+        added, is_taken = chain(missing, (END,)), self._is_taken
+        if not is_taken:
+            self._is_inside = True
+            self._samples.extend(added)
         self._is_inside = False
+        return self._samples[:-1]
 
     def fetch(self) -> Any:
         """Return the next batch, END or LEFT_OUT."""
