@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import sysconfig
+import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
@@ -209,12 +210,18 @@ def test_global_generators_are_left_alone():
     assert random.getstate() == before
 
 
-def test_several_workers_take_part():
-    """Also where one that starts first could make all batches before the others are there."""
-    error = failure(
-        lambda: Loader(lambda item: get_worker_info().id, range(200)), workers=(1, 3), batches=200
-    )
-    assert error.run == "num_workers=3"
+def test_all_workers_are_there_before_the_first_batch(tmp_path):
+    """Otherwise one that starts first could make them all, and nothing would be seen of others."""
+
+    def loader() -> Loader:
+        started = Path(tempfile.mkdtemp(dir=tmp_path))
+        return Loader(
+            lambda item: len(os.listdir(started)) == get_worker_info().num_workers,
+            range(20),
+            worker_init_fn=lambda info: (started / str(info.id)).touch(),
+        )
+
+    check_reproducible(loader, workers=(1, 3), batches=2)
 
 
 # --- planted faults ------------------------------------------------------------------------------
