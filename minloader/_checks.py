@@ -466,14 +466,15 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     return samples
 
 
-def read_sample(dataset: Any, item: Any) -> Any:
-    """Return what a dataset of any kind gives for one item."""
+def reader_of(dataset: Any) -> Callable[[Any], Any]:
+    """Return what gives one item of a dataset of any kind."""
     # Looked up on the type, as Python itself does: a class can be a callable dataset.
     if hasattr(type(dataset), "__getitem__"):
-        return dataset[item]
+        return functools.partial(operator.getitem, dataset)
     if hasattr(type(dataset), "__getitems__"):
-        return check_samples(dataset.__getitems__([item]), [item])[0]
-    return dataset(item)
+        return lambda item: check_samples(dataset.__getitems__([item]), [item])[0]
+    read: Callable[[Any], Any] = dataset
+    return read
 
 
 def refuse_none(samples: Sequence[Any], path: str) -> None:

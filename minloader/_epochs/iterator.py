@@ -219,7 +219,8 @@ class Batches(Handover[Any]):
 
     def _next(self, taken: list[Any]) -> Any:
         # Counted here rather than by calls: a tiny batch takes some 10 µs in all.
-        counters = self.settings.counters
+        settings = self.settings
+        counters = settings.counters
         begin = perf_counter()
         if counters.left:
             counters.consumer += begin - counters.left
@@ -229,18 +230,24 @@ class Batches(Handover[Any]):
                 account = self._begin()
                 begin = perf_counter()  # what went before was counted
             while True:
-                lane, pending = self._find(account)
-                n = pending.given
-                epoch, outcome = pending.source.epoch, pending.unpack(n)
+                current = self._current
+                stale = settings.closed or account.loaded != settings.loaded
+                if stale or current is None or not current[1].is_open:
+                    current = self._find(account)
+                lane, pending = current
+                n, source = pending.given, pending.source
+                outcome = pending.unpack(n)
                 taken.extend((lane, pending, n, outcome))
                 pending.given = n + 1
-                for sample, error in pending.failed.get(n, ()):
-                    self._fail(lane, pending, n, sample, error)
-                if type(outcome) in NO_BATCH:
-                    if type(outcome) is Failure:
-                        taken[3:] = outcome, self._handle(lane, pending, n, outcome)
-                        outcome = None if type(taken[4]) is Raised else taken[4]
-                    pending.lets_go(n)
+                if pending.failed:
+                    for sample, error in pending.failed.get(n, ()):
+                        self._fail(lane, pending, n, sample, error)
+                kind = type(outcome)
+                if kind is Failure:
+                    taken[3:] = outcome, self._handle(lane, pending, n, outcome)
+                    outcome = None if type(taken[4]) is Raised else taken[4]
+                pending.lets_go(n)
+                if kind in NO_BATCH:
                     if type(taken[-1]) is Raised:
                         outcome = None
                         raise taken[-1].error
@@ -249,15 +256,13 @@ class Batches(Handover[Any]):
                         self._count_failed(pending, n, is_failure=len(taken) > 4)
                         taken.clear()
                         continue
-                else:
-                    pending.lets_go(n)
-                account.fruitful = pending.source.index
+                account.fruitful = source.index
                 if len(self._lanes) > 1:
                     self._watch.compare(lane, outcome)
                 counters.batches += 1
                 counters.left = now = perf_counter()
                 counters.wait += now - begin
-                return (epoch, outcome) if self._numbered else outcome
+                return (source.epoch, outcome) if self._numbered else outcome
         except BaseException as error:
             counters.leave(begin, working=not isinstance(error, StopIteration))
             raise
@@ -315,10 +320,6 @@ class Batches(Handover[Any]):
             StopIteration: there are no more batches.
             RuntimeError: the loader is closed, or another state was loaded.
         """
-        self._check(account)
-        current = self._current
-        if current is not None and current[1].is_open and len(self._lanes) == 1:
-            return current
         begin = perf_counter()
         try:
             return self._wait(account)
@@ -354,8 +355,9 @@ class Batches(Handover[Any]):
                     if not pending.begun:
                         pending.begun = True
                         self.fill()  # before the consumer gets to work
-                    self._current = lane, pending
-                    return self._current
+                    found = lane, pending
+                    self._current = found if len(self._lanes) == 1 else None
+                    return found
             if self._in_turn(account) != lanes or self._send(lanes):
                 continue
             if not has_grown:

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, Self
 
 from minloader._checks import B
 from minloader._errors import SKIP, without_frames
-from minloader._memory import pickling
+from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem
 from minloader._worker import lifetimes
@@ -215,7 +215,7 @@ class Pending:
         slots, slot = self.slots, self.slot
         if slots is not None and slot is not None:
             slots.settle(slot, reply.slot_size, reply.size)
-            if any(type(outcome) is pickling.PackedBatch for outcome in reply.outcomes):
+            if any(type(outcome) is PackedBatch for outcome in reply.outcomes):
                 self.memory = slots.lease(slot, retire=reply.slot_retired)
             else:
                 slots.free(slot, retire=reply.slot_retired)
@@ -243,10 +243,10 @@ class Pending:
         assert self.outcomes is not None
         outcome, reply = self.outcomes[n], self.reply
         try:
-            if type(outcome) is pickling.PackedBatch:
-                return pickling.unpack_batch(outcome, self.memory)
             if type(outcome) is bytes and reply is not None and reply.packed:
-                return pickling.unpack(outcome)
+                return unpack(outcome)
+            if type(outcome) is PackedBatch:
+                return unpack_batch(outcome, self.memory)
         except (Exception, SystemExit) as error:
             return Failure.of(error, packed=False, stage="when the batch was unpickled")
         return outcome
@@ -258,9 +258,10 @@ class Pending:
 
     def lets_go(self, n: int) -> None:
         """Keep nothing of an outcome that was handed over: it is the consumer's alone."""
-        assert self.outcomes is not None
-        self.outcomes[n] = SKIP
-        if n + 1 == len(self.outcomes):
+        outcomes = self.outcomes
+        assert outcomes is not None
+        outcomes[n] = SKIP
+        if n + 1 == len(outcomes):
             self.memory = self.reply = None
 
 

@@ -217,7 +217,7 @@ class Source:
         while here < max(end, ordinal + 1, self.position + foreign):
             may_be_over, is_first = is_first, False
             try:
-                found = list(_take(iterator))
+                found = list(itertools.islice(_taken(iterator), 1))
             except Exception as error:
                 if here >= self.position:  # it comes in its turn
                     drawn.append(self.raised(error, here))
@@ -284,30 +284,35 @@ class Source:
         state = self.told.state(self._iterator) if self.is_last else None
         return self.state if state is None else SamplerState(self.position, state)
 
-    def draw(self, items: list[Any], hold: Callable[[Any], Any]) -> None:
-        """Add the next item to a list, or end.
+    def draw(self, items: list[Any], hold: Callable[[Any], Any], most: int, until: float) -> None:
+        """Add the next items to a list: so many, or fewer if that takes until later; or end.
 
-        It goes from the sampler into the list in one step of C, which nothing can interrupt. The
+        Each goes from the sampler into the list in one step of C, which nothing can interrupt. The
         end is known in one step too: what a sampler that has ended says of its place may be where
         another pass begins, so that nothing is drawn after it.
         """
-        count = len(items)
         if self.error is not None:
             raise self.error
-        taken = _take(self._iterator)
-        self.is_inside = True
-        try:
-            items.extend(taken)
-        except Exception as error:
-            self.error, self.is_inside = error, False
-            raise
-        if len(items) == count:
-            self._end()
-            return
-        self.is_inside = False
-        items[-1] = hold(items[-1])
-        self.last = self.position, items[-1]
-        self.position += 1
+        taken, end = _taken(self._iterator), len(items) + most
+        # A range need not be asked one by one: it gives numbers, and is never late.
+        step = most if type(self._iterator) is RANGE else 1
+        while (count := len(items)) < end:
+            some = itertools.islice(taken, step)
+            self.is_inside = True
+            try:
+                items.extend(some)
+            except Exception as error:
+                self.error, self.is_inside = error, False
+                raise
+            if len(items) == count:
+                self._end()
+                return
+            self.is_inside = False
+            items[-1] = item = hold(items[-1])
+            self.position += len(items) - count
+            self.last = self.position - 1, item
+            if time.perf_counter() > until:
+                return
 
     def _end(self) -> None:
         """Note the state of the epoch's end, which the sampler has just come to."""
@@ -342,9 +347,12 @@ class Source:
             self.position = task.ordinal + len(items)
 
 
-def _take(iterator: Any) -> Iterator[Any]:
-    """Return an iterator over the next item alone; it does not call ``iter`` as islice() does."""
-    return map(next, itertools.repeat(iterator, 1))
+RANGE = type(iter(range(0)))
+
+
+def _taken(iterator: Any) -> Iterator[Any]:
+    """Return an iterator over the same items, for islice(), which would call ``iter``."""
+    return map(next, itertools.repeat(iterator))
 
 
 class SamplerLane(Lane):
@@ -412,16 +420,12 @@ class SamplerLane(Lane):
                 source.ask()
                 task = Pending(source, source.position, [], source.state)
                 self.pending.append(task)
-                # After the deadline no more are drawn: a slow sampler must not hold up those that
-                # are there.
-                while not source.is_ended and (
-                    not task.items
-                    or (
-                        (len(task.items) < self._chunk or _samples(task.items) < reads)
-                        and time.perf_counter() < begin + CHUNK_SECONDS
-                    )
-                ):
-                    source.draw(task.items, self.pool.hold)
+                most, until = self._chunk, begin + CHUNK_SECONDS
+                while most and not source.is_ended:
+                    # A slow sampler must not hold up those that are there.
+                    source.draw(task.items, self.pool.hold, most, until)
+                    more = reads and _samples(task.items) < reads
+                    most = int(more and time.perf_counter() < until)
             if source.is_ended:
                 end = Pending(source, source.position, [], source.state, ends=True)
                 self._follow(task, end)

@@ -33,7 +33,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from minloader._checks import amount, check_int, check_samples, is_stream, read_sample, shown
+from minloader._checks import amount, check_int, check_samples, is_stream, reader_of, shown
 from minloader._errors import SKIP
 from minloader._memory.culprit import find_culprit
 from minloader._memory.files import ALIGN, SharedFile, open_shared
@@ -143,7 +143,7 @@ class cached:  # noqa: N801  # used as a function
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._get([index], lambda _: [read_sample(self.dataset, index)])[0]
+        return self._get([index], lambda _: [reader_of(self.dataset)(index)])[0]
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import check_dataset, check_samples, read_sample, shown
+from minloader._checks import check_dataset, check_samples, reader_of, shown
 from minloader._sampling.collate import numbers_as_array
 from minloader._sampling.walk import DEEPER, plain, walk
 
@@ -34,7 +34,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
         check_dataset(self.dataset)
 
     def __getitem__(self, item: tuple[Any, int, int]) -> Any:
-        return _slice(read_sample(self.dataset, _index(item)), item)
+        return _slice(reader_of(self.dataset)(_index(item)), item)
 
     @property
     def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:

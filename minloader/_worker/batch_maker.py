@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from minloader._checks import check_indices, check_samples, read_sample, shown
+from minloader._checks import check_indices, check_samples, reader_of, shown
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import NO_SAMPLE, Job, WorkerInfo, current_info, summary
 
@@ -34,7 +33,8 @@ class BatchMaker:
         skipped: samples that were left out, since it was set to 0.
         errors: the index of each sample that failed and was left out, or replaced, as in
             ``failing``, and its error in words; since it was emptied.
-        begun: the futures of the samples of the item, list by list, where they are read already.
+        begun: the futures of the samples of the item, list by list, where they are read already;
+            or the error of that.
     """
 
     job: Job
@@ -45,7 +45,10 @@ class BatchMaker:
     failing: tuple[Any, ...] = ()
     skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
-    begun: list[list[Future[Any]]] = field(default_factory=list)
+    begun: Any = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.read = reader_of(self.job.dataset)
 
     def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
         """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
@@ -60,7 +63,7 @@ class BatchMaker:
             if self.job.on_sample is not None or self.begun:  # the item is a sample
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
-            batch = read_sample(self.job.dataset, item)
+            batch = self.read(item)
             if self.job.transform is None:
                 return batch
             self.turn_to(item, ("transform",))
@@ -105,7 +108,7 @@ class BatchMaker:
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         if not self.begun:
-            return self._each(partial(read_sample, self.job.dataset), indices, indices)
+            return self._each(self.read, indices, indices)
         futures = deque(self.begun.pop(0))
         try:
             # Each is let go of first: it has its error, whose frames lead here.

@@ -155,7 +155,7 @@ class Worker:
         state = reader = None
         maker = self._maker
         maker.transform_seconds = maker.collate_seconds = packing = 0.0
-        maker.skipped = 0
+        maker.skipped, maker.begun = 0, []
         lasts: list[int | None] = []
         failed: list[tuple[int, Any, str]] = []
         begin = now = time.perf_counter()
@@ -170,7 +170,8 @@ class Worker:
                     return Reply(self.id, pid, packed, outcomes)
             for n, item in enumerate(task.items):
                 self._beat(task.id, n, now)
-                maker.begun = begun[n] if begun else []
+                if begun:
+                    maker.begun = begun[n]
                 outcomes.append(self._make(task, n, item, writer, reader))
                 if reader is not None:
                     lasts.append(reader.last)
@@ -216,8 +217,9 @@ class Worker:
                 batch = self._read(task, n, reader)
             else:
                 self.info._begin(task.epoch, task.ordinal + n)
-                item = _unpacked(task, item)
-                if isinstance(self._maker.begun, BaseException):
+                if type(item) is bytes:
+                    item = _unpacked(task, item)
+                if type(self._maker.begun) is not list:
                     raise self._maker.begun
                 place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 batch = self._call(place, self._maker.fetch, item)
@@ -230,7 +232,8 @@ class Worker:
             return self._failure(error, stage, fatal=reader is not None and reader.is_other)
         if self._packer is None or type(batch) is Mark:
             return batch
-        self._exit_fork()  # before it writes to the slot, where the worker writes too
+        if lifetimes.process is not self._process:
+            os._exit(1)  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
             packed = self._packer.pack(batch)
