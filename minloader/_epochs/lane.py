@@ -93,7 +93,9 @@ class Lane(ABC):
     @property
     def under_way(self) -> int:
         """How many tasks were sent that the consumer has not come to."""
-        return sum(each.is_sent and not each.begun for each in copied(self.pending))
+        pending = copied(self.pending)
+        others = [each for each in pending if each.future is None]  # mostly one, of hundreds
+        return len(pending) - sum(each.begun or not each.is_sent for each in others)
 
     @property
     def position(self) -> int:
@@ -168,7 +170,8 @@ class Lane(ABC):
     @property
     def _unsent(self) -> Pending | None:
         """The first task that waits for being sent."""
-        return next((each for each in self.pending if not each.is_sent and not each.ends), None)
+        others = [each for each in self.pending if each.future is None]  # mostly one, of hundreds
+        return next((each for each in others if not each.is_sent and not each.ends), None)
 
     def _send(self, pending: Pending) -> None:
         """Send a task off. What goes wrong with that is its reply, and comes in its turn."""
@@ -233,16 +236,24 @@ class Lane(ABC):
         return head is not None and head.ends
 
     def open_arrived(self) -> None:
-        """Make what has arrived available, in the order of the tasks."""
-        self._recover()
-        while arrived := [each for each in self._unopened if each.reply is not None]:
-            self._open(arrived[0])
+        """Make what has arrived available, in the order of the tasks, and recover what was lost."""
+        while (arrived := self._arrived) is not None:
+            if arrived.lost is None:
+                self._open(arrived)
+            else:
+                self._recover(arrived)
 
     @property
-    def _unopened(self) -> list[Pending]:
-        """The tasks of which one may be opened next: where none may overtake, that is the first."""
-        unopened = [each for each in self.pending if each.outcomes is None and not each.ends]
-        return unopened if self.may_overtake else unopened[:1]
+    def _arrived(self) -> Pending | None:
+        """The first task that is back, or lost; where none may overtake, only the first of all."""
+        pending = self.pending
+        if not self.may_overtake:
+            unopened = (each for each in pending if each.outcomes is None and not each.ends)
+            pending = deque(itertools.islice(unopened, 1))
+        for each in pending:  # of which there may be hundreds
+            if (each.reply is not None or each.lost is not None) and each.outcomes is None:
+                return each
+        return None
 
     def begin_next(self) -> None:
         """Let the consumer go on to the next epoch, which has begun here."""
@@ -318,14 +329,13 @@ class Lane(ABC):
 
     # --- what was lost
 
-    def _recover(self) -> None:
-        """Put what is to be sent again in the place of each task that was lost."""
-        for lost in [each for each in self._unopened if each.lost is not None]:
-            if self.settings.closed:
-                raise RuntimeError(CLOSED)
-            self.pool.end_broken()  # finds out how its workers ended
-            assert lost.task is not None
-            self._redo(lost, self.pool.deaths.pop(lost.task.id, None))
+    def _recover(self, lost: Pending) -> None:
+        """Put what is to be sent again in the place of a task that was lost."""
+        if self.settings.closed:
+            raise RuntimeError(CLOSED)
+        self.pool.end_broken()  # finds out how its workers ended
+        assert lost.task is not None
+        self._redo(lost, self.pool.deaths.pop(lost.task.id, None))
 
     def _replace(self, pending: Pending, pieces: list[Pending]) -> None:
         """Put tasks in the place of one."""
