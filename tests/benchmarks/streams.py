@@ -35,6 +35,11 @@ def decode(sample: Any) -> Any:
     return sample
 
 
+def decode_all(samples: dict[str, list[Any]]) -> Any:
+    """Decode what a map-style dataset gives at once."""
+    return {name: list(map(decode, column)) for name, column in samples.items()}
+
+
 def number_in(sample: dict[str, bytes]) -> int:
     return int(decode(sample)["txt"])
 
@@ -78,7 +83,7 @@ def hugging_face(samples: int, folder: Path, kind: str) -> Any:
     columns = {"n": list(range(samples))}
     data = datasets.Dataset.from_dict(columns)
     if kind == "map":
-        return data.with_transform(decode)
+        return data.with_transform(decode_all)
     stream = data.to_iterable_dataset(num_shards=SHARDS).map(decode)
     return stream.shuffle(seed=3, buffer_size=50) if kind == "shuffle" else stream
 
