@@ -246,13 +246,13 @@ class Lane(ABC):
     @property
     def _arrived(self) -> Pending | None:
         """The first task that is back, or lost; where none may overtake, only the first of all."""
-        pending = self.pending
-        if not self.may_overtake:
-            unopened = (each for each in pending if each.outcomes is None and not each.ends)
-            pending = deque(itertools.islice(unopened, 1))
-        for each in pending:  # of which there may be hundreds
-            if (each.reply is not None or each.lost is not None) and each.outcomes is None:
-                return each
+        may_overtake = self.may_overtake
+        for each in self.pending:  # of which there may be hundreds
+            if each.outcomes is None:
+                if each.reply is not None or each.lost is not None:
+                    return each
+                if not (may_overtake or each.ends):
+                    break
         return None
 
     def begin_next(self) -> None:

@@ -258,10 +258,9 @@ class Pending:
 
     def lets_go(self, n: int) -> None:
         """Keep nothing of an outcome that was handed over: it is the consumer's alone."""
-        outcomes = self.outcomes
-        assert outcomes is not None
-        outcomes[n] = SKIP
-        if n + 1 == len(outcomes):
+        assert self.outcomes is not None
+        self.outcomes[n] = SKIP
+        if n + 1 == len(self.outcomes):
             self.memory = self.reply = None
 
 
