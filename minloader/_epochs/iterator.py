@@ -390,15 +390,15 @@ class Batches(Handover[Any]):
 
     def fill(self) -> bool:
         """Have as many tasks under way as may be. Return whether any was sent."""
-        sent = 0
-        lanes, room = list(self._lanes), self.settings.depth - self.in_flight
-        while lanes and sent < room:
+        sent = False
+        lanes = list(self._lanes)
+        while lanes and self.in_flight < self.settings.depth:
             lane = min(lanes, key=NEED) if len(lanes) > 1 else lanes[0]
             if self._send_more(lane):
-                sent += 1
+                sent = True
             else:
                 lanes.remove(lane)
-        return bool(sent)
+        return sent
 
     def _send_more(self, lane: Lane) -> bool:
         """Have a lane send a task, of the next epoch if the one that it is in has no more."""

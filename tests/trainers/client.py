@@ -7,6 +7,7 @@ and compared. A client's program calls :func:`main`; ``programs.py`` runs it.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -69,7 +70,6 @@ def begin(phase: str, seconds: int) -> bool:
     for rank in range(RANKS):
         pids.append(os.fork())
         if pids[-1] == 0:
-            signal.alarm(seconds)  # what hangs is ended
             RANK = rank
             if RANKS > 1:
                 own = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
@@ -77,6 +77,7 @@ def begin(phase: str, seconds: int) -> bool:
             with open(f"log-{rank}.txt", "a") as log:
                 for fd in (1, 2):
                     os.dup2(log.fileno(), fd)
+            faulthandler.dump_traceback_later(seconds, exit=True)  # what hangs is ended, says where
             return True
     for pid in pids:
         os.waitpid(pid, 0)
