@@ -47,9 +47,9 @@ from harness import (
 )
 from peers import Case
 
-COSTS = {"20 µs": 2e-5, "50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms": 1e-3, "3 ms": 3e-3}
+COSTS = {"50 µs": 5e-5, "100 µs": 1e-4, "300 µs": 3e-4, "1 ms": 1e-3, "3 ms": 3e-3}
 DISTRIBUTIONS = ["numpy", "torch", "torchdata", "SeqTools", "grain", "joblib", "mpire"]
-DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "pillow"]
+DISTRIBUTIONS += ["webdataset", "spdl-core", "spdl-io", "pillow", "datasets", "lightning"]
 FORK, SPAWN = ("start", "fork"), ("start", "spawn")
 
 
