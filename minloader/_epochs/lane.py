@@ -93,9 +93,9 @@ class Lane(ABC):
     @property
     def under_way(self) -> int:
         """How many tasks were sent that the consumer has not come to."""
+        # Of hundreds most have a future, and nothing else need be asked of these.
         pending = copied(self.pending)
-        others = [each for each in pending if each.future is None]  # mostly one, of hundreds
-        return len(pending) - sum(each.begun or not each.is_sent for each in others)
+        return sum([x.future is not None or (x.is_sent and not x.begun) for x in pending])
 
     @property
     def position(self) -> int:
@@ -170,8 +170,8 @@ class Lane(ABC):
     @property
     def _unsent(self) -> Pending | None:
         """The first task that waits for being sent."""
-        others = [each for each in self.pending if each.future is None]  # mostly one, of hundreds
-        return next((each for each in others if not each.is_sent and not each.ends), None)
+        unsent = (each for each in self.pending if each.future is None and not each.is_sent)
+        return next((each for each in unsent if not each.ends), None)
 
     def _send(self, pending: Pending) -> None:
         """Send a task off. What goes wrong with that is its reply, and comes in its turn."""

@@ -312,7 +312,8 @@ class WorkerInfo:
 
     def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
         self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key
-        self._reads, self._sample, self._sample_rng, self._stage = 0, NO_SAMPLE, None, ()
+        self._reads = 0
+        self._turn_to(NO_SAMPLE)
 
     def _turn_to(self, index: Any, stage: tuple[str, ...] = ()) -> None:
         """Note whose turn it is: the sample of this index, in the dataset or in another stage."""

@@ -232,8 +232,7 @@ class Worker:
             return self._failure(error, stage, fatal=reader is not None and reader.is_other)
         if self._packer is None or type(batch) is Mark:
             return batch
-        if lifetimes.process is not self._process:
-            os._exit(1)  # before it writes to the slot, where the worker writes too
+        self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
             packed = self._packer.pack(batch)

@@ -192,8 +192,8 @@ class ShardReader:
         # A sample goes into the list in one step, which no interrupt can come between, and so does
         # the sign that there are no more to take: of a stream that has ended nothing else tells.
         missing = map(next, repeat(self.iterator, size - len(self._samples)))
-        added, is_taken = chain(missing, (END,)), self._is_taken
-        if not is_taken:
+        added = chain(missing, (END,))
+        if not self._is_taken:
             self._is_inside = True
             self._samples.extend(added)
         self._is_inside = False
