@@ -289,6 +289,39 @@ print("well")
 """
 
 
+FILE_NAMES = """
+import linecache, logging, traceback
+from minloader import Loader
+
+records = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append((record.pathname, record.lineno))
+logging.basicConfig(handlers=[Keep()], level=logging.INFO)
+
+class Data:
+    def __getitem__(self, index):
+        logging.getLogger("data").info("here")
+        def inner():
+            raise ValueError("planned")
+        return (lambda: inner())()
+def code(index):
+    return lambda: index
+try:
+    list(Loader(Data(), range(1), num_workers=1))
+except ValueError as error:
+    printed = "".join(traceback.format_exception(error))
+assert 'raise ValueError("planned")' in printed, printed
+assert printed.count(__file__) >= 3, printed
+assert "dynamic-code" not in printed
+((path, line),) = records
+assert path == __file__ and 'info("here")' in linecache.getline(path, line), records
+(function,) = Loader(code, range(1), num_workers=1)
+assert function.__code__.co_filename == __file__
+print("well")
+"""
+
+
 def run(program, folder, *options):
     """Runs a program as a module of a package, in a process of its own."""
     (folder / "package").mkdir()
@@ -310,6 +343,8 @@ older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
         pytest.param(ANNOTATED, [], id="annotations"),
         pytest.param(FOR_TYPE_CHECKERS, [], id="for type checkers only", marks=old),
         pytest.param(NAMED_TYPES, [], id="types of the main module"),
+        # From cloudpickle 3.1.3, code is without them.
+        pytest.param(FILE_NAMES, [], id="names of files"),
         pytest.param(WRAPPERS, [], id="wrappers of methods of abstract classes"),
         pytest.param(LAZY_IMPORTS, [], id="lazy import", marks=older),
         pytest.param(

@@ -70,6 +70,22 @@ def _refer_to_generator(generator: Any) -> Any:
 OTHER_REDUCERS[random.Random] = _refer_to_generator
 
 
+def _code_of_file(filename: str, arguments: tuple[Any, ...]) -> types.CodeType:
+    return types.CodeType(*arguments).replace(co_filename=filename)
+
+
+def _reduce_code(code: types.CodeType) -> Any:
+    """Reduce code with the name of its file, which tracebacks, logs and stacks show.
+
+    cloudpickle, from 3.1.3, writes ``<dynamic-code>`` in its place.
+    """
+    _, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return _code_of_file, (code.co_filename, arguments)
+
+
+OTHER_REDUCERS[types.CodeType] = _reduce_code
+
+
 def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)
