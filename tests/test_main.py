@@ -429,3 +429,106 @@ def test_a_script_whose_ranks_are_started_by_multiprocessing(tmp_path, launcher)
     script.write_text(LAUNCHED)
     told = printed_by(script, launcher, options=["-W", "ignore"]).splitlines()
     assert told == [f"{way} [0, -1, -4, -9, -16, -25]" for way in ("spawn", "forkserver", "fork")]
+
+
+# --- a main module that runs again ---------------------------------------------------------------
+
+BATCHES_AT_IMPORT = """
+import os
+pid = str(os.getpid())
+parent, depth = os.environ.get("DEPTH", pid + " 0").split()
+depth = int(depth) + (parent != pid)
+os.environ["DEPTH"] = pid + " " + str(depth)
+print("imported at depth " + str(depth) + "\\n", end="", flush=True)  # written at once
+if depth > 2:
+    os._exit(1)
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from minloader import Loader
+{how}
+class Data:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return index
+print(list(Loader({dataset}(), batch_size=2, {options})))
+"""
+
+IMPORTED_LATE = """
+class Data:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        import program
+        return index
+"""
+
+SPAWN = "num_workers=2, mp_context='spawn'"
+
+
+@variants(
+    ("dataset", "options", "depth"),
+    [
+        ("Data", SPAWN, 1),
+        ("Data", SPAWN.replace("spawn", "forkserver"), 2),  # the server, and its children
+        ("Data", "executor=ProcessPoolExecutor(1, get_context('spawn'))", 1),
+        # Where the module is not needed to load the dataset: a worker imports it for a batch.
+        ("late.Data", SPAWN, 1),
+    ],
+    quick=2,
+)
+def test_a_module_that_reads_a_loader_while_it_is_imported(dataset, options, depth, tmp_path):
+    """It is imported by each worker, each of which would start workers of its own."""
+    how = "import late" if "." in dataset else ""
+    program = BATCHES_AT_IMPORT.format(how=how, dataset=dataset, options=options)
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "late.py").write_text(IMPORTED_LATE)
+    done = python("import program", cwd=tmp_path, **QUIETLY)
+    assert done.returncode == 1
+    assert {*done.stdout.splitlines()} == {f"imported at depth {n}" for n in range(depth + 1)}
+    assert "RuntimeError: the module 'program' reads a Loader while it is imported" in done.stderr
+
+
+def test_a_module_may_read_a_loader_without_workers_while_it_is_imported(tmp_path):
+    options = "num_workers=0 if depth else 1"
+    program = BATCHES_AT_IMPORT.format(how="", dataset="Data", options=options)
+    (tmp_path / "program.py").write_text(program)
+    batches = "[array([0, 1]), array([2, 3])]"
+    printed = ["imported at depth 0", "imported at depth 1", batches, batches]
+    assert printed_by("import program", cwd=tmp_path, **QUIETLY).splitlines() == printed
+
+
+FROZEN = """
+import multiprocessing, os, sys
+if len(sys.argv) > 1:
+    with open(os.environ["RUNS"], "a") as file:
+        print("again", file=file)
+sys.frozen = True
+multiprocessing.set_executable(os.path.join(os.path.dirname(__file__), "frozen"))
+from minloader import Loader
+class Data:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return self, index
+batches = list(Loader(Data(), num_workers=2))
+assert type(batches[0][0]) is Data
+print([index for _, index in batches])
+"""
+
+
+def test_a_frozen_program(tmp_path):
+    """As PyInstaller makes it: each child of "spawn" is the program once more."""
+    (tmp_path / "script.py").write_text(FROZEN)
+    program = tmp_path / "frozen"
+    # What a frozen program's runtime does with the code of the standard library's own processes.
+    program.write_text(f"""#!/bin/sh
+for argument; do
+    case $argument in *resource_tracker*) exec {sys.executable} "$@";; esac
+done
+exec {sys.executable} {tmp_path}/script.py "$@"
+""")
+    program.chmod(0o755)
+    runs = tmp_path / "runs"
+    assert printed_by(tmp_path / "script.py", env={"RUNS": str(runs)}) == "[0, 1, 2, 3]\n"
+    assert runs.read_text() == "again\n" * 2

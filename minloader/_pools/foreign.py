@@ -53,7 +53,7 @@ from minloader._pools.base import RemotePool
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
-from minloader._worker.start import serve, stop_serving
+from minloader._worker.start import refuse_avalanche, serve, stop_serving
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -197,6 +197,7 @@ class ForeignPool(RemotePool):
                 f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
+        refuse_avalanche()
         told = self.num_workers, self.settings.seed, versions()
         reference = JobReference(self._mark, *told, self._address, self.sender is not None)
         if self.sender is None:

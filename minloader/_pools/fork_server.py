@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from types import ModuleType
 
 from minloader._pools.cpython import modules_to_preload
+from minloader._worker.start import refuse_avalanche
 
 
 def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
@@ -27,6 +28,7 @@ def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
         context: of the start method "forkserver".
         modules: names of those that workers will need.
     """
+    refuse_avalanche()  # in another loader's server, too
     needed = {*modules, *imported_by(modules), "minloader._worker.start"}
     asked_for = modules_to_preload()
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])

@@ -34,8 +34,10 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import multiprocessing.spawn
 import secrets
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -63,7 +65,14 @@ from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
 from minloader._worker.messages import Reply, Task
-from minloader._worker.start import TOKEN, WorkerSetup, run, warm_up, worker_main
+from minloader._worker.start import (
+    TOKEN,
+    WorkerSetup,
+    refuse_avalanche,
+    run,
+    warm_up,
+    worker_main,
+)
 
 logger = logging.getLogger("minloader")
 
@@ -396,6 +405,10 @@ class ProcessPool(RemotePool):
     replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if getattr(sys, "frozen", False):
+            # A worker of a frozen program, as PyInstaller makes it, is that program once more: here
+            # it becomes a worker, and does not come back. Others begin at once.
+            multiprocessing.spawn.freeze_support()
         super().__post_init__()
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
@@ -419,6 +432,7 @@ class ProcessPool(RemotePool):
         return self._executors[-1]
 
     def _new_executor(self) -> _Executor:
+        refuse_avalanche()
         heartbeats, logs = Heartbeats(self.num_workers), LogReader()
         try:
             setup = WorkerSetup(

@@ -11,6 +11,7 @@ than a log entry. It is kept, and is the reply to each task.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -183,6 +184,38 @@ def _tell_long_start(seconds: float, before: set[str]) -> None:
             "imports it once for all workers, and 'fork' not at all"
         )
     logger.warning("a worker took %.1f s %s, as each one does; %s", seconds, what, advice)
+
+
+def refuse_avalanche() -> None:
+    """Refuse to start workers for a module that is just being imported in a worker.
+
+    Each of them would import that module too, and start more: 1, 2, 4, 8 processes, and so on.
+
+    Raises:
+        RuntimeError: it is so.
+        ImportError: the fork server imports the module. It passes over such an error, and no other.
+    """
+    server: Any = None
+    if multiprocessing.parent_process() is None:  # what the server has forked has one
+        server = sys.modules.get("multiprocessing.forkserver")
+    in_server = server.main.__code__ if server is not None else None
+    module: str | None = None  # the innermost one that is being imported
+    frame = sys._getframe()
+    # A fork has its parent's frames too, behind the one in which the worker begins.
+    while frame.f_code not in (worker_main.__code__, JobAddress.unpickle.__code__, in_server):
+        if module is None and frame.f_code.co_name == "<module>":
+            module = frame.f_globals.get("__name__")
+        if frame.f_back is None:
+            return  # this is no worker
+        frame = frame.f_back
+    if module is not None:
+        kind = ImportError if frame.f_code is in_server else RuntimeError
+        raise kind(
+            f"the module {module!r} reads a Loader while it is imported, and a worker has just "
+            "imported it: each worker would import it and start workers of its own, without end; "
+            f"put what reads the Loader into a function, or in {module!r} under "
+            "'if __name__ == \"__main__\":'"
+        )
 
 
 def worker_main(
