@@ -72,6 +72,46 @@ def test_a_worker_starts_processes_of_its_own(work, expected):
         assert list(loader) == expected
 
 
+AT_A_TERMINAL = """
+import fcntl, os, subprocess, sys, termios
+from minloader import Loader
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def touch(item):
+    if item == 0:  # a program, as ffmpeg or ssh does
+        return subprocess.run(["stty", "-F", "/dev/tty", "echo"]).returncode
+    with open("/dev/tty") as terminal:
+        try:
+            return terminal.readline()
+        except OSError as error:
+            return error.strerror
+with Loader(touch, [0, 1], num_workers=1, mp_context=sys.argv[1]) as loader:
+    print(list(loader))
+"""
+
+
+@variants("method", multiprocessing.get_all_start_methods())
+def test_a_worker_that_touches_the_terminal_is_not_stopped(method):
+    ours, theirs = os.openpty()
+    try:
+        program = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", AT_A_TERMINAL, method],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(PATH)},
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            told, _ = program.communicate(timeout=AT_LAST)
+        finally:
+            program.kill()
+            program.wait()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert told == "[0, 'Input/output error']\n"
+
+
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_start_methods(method):

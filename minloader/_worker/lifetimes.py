@@ -41,6 +41,11 @@ def lead_group() -> None:
         os.setpgid(0, 0)
     # A handler rather than SIG_IGN, which programs started by the worker would inherit.
     signal.signal(signal.SIGINT, _ignore)
+    # These are to be inherited. A group in the background that sets or reads the terminal is
+    # stopped, for ever: nobody brings it to the foreground. Now it may set it, and can read nothing.
+    for name in ("SIGTTOU", "SIGTTIN"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the parent
 
