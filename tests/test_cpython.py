@@ -696,3 +696,66 @@ def test_workers_are_listed_in_order():
         assert [type(each) for each in executor.workers] == [spawned.WorkerProcess] * 3
         pids = {worker.pid for worker in executor.workers}
         assert pids == set(executor._processes)
+
+
+DAEMONIC = """
+import multiprocessing, sys
+from minloader import Loader
+def plain():
+    multiprocessing.Process(target=int).start()
+def in_worker(item):
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()  # a worker is not daemonic
+    process.join()
+    return item
+def loader():
+    with Loader(in_worker, [1, 2], mp_context=sys.argv[1]) as batches:
+        print(list(batches), multiprocessing.current_process().daemon)
+def work(function):
+    try:
+        function()
+    except AssertionError as error:
+        print(error)
+    sys.stdout.flush()
+if __name__ == "__main__":
+    for function in (plain, loader, plain):
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(function,))
+        process.daemon = True
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_14_a_daemonic_process_may_have_no_children(method, tmp_path):
+    """Ours follow it, as tests of killed parents show."""
+    script = tmp_path / "script.py"
+    script.write_text(DAEMONIC)
+    refused = "daemonic processes are not allowed to have children\n"
+    told = printed_by(script, method, options=["-W", "ignore"])
+    assert told == f"{refused}[1, 2] True\n{refused}"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_15_a_child_imports_from_the_current_folder(is_ours, tmp_path):
+    for name in ("signal", "random", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the real one')")
+    program = """
+import sys
+import multiprocessing
+from minloader import Loader
+if len(sys.argv) > 1:
+    print(list(Loader([1, 2], num_workers=2)))
+else:
+    process = multiprocessing.get_context("spawn").Process(target=int)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(program)
+    done = python(script, *["ours"] * is_ours, cwd=tmp_path)
+    assert done.stdout == ("[1, 2]\n" if is_ours else "1\n"), done.stderr
+    assert ("not the real one" in done.stderr) != is_ours

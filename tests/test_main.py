@@ -532,3 +532,102 @@ exec {sys.executable} {tmp_path}/script.py "$@"
     runs = tmp_path / "runs"
     assert printed_by(tmp_path / "script.py", env={"RUNS": str(runs)}) == "[0, 1, 2, 3]\n"
     assert runs.read_text() == "again\n" * 2
+
+
+def test_a_script_in_a_debugger(tmp_path):
+    """pdb runs it in a main module without ``__spec__``."""
+    script = tmp_path / "script.py"
+    script.write_text("from minloader import Loader\nprint(list(Loader([1, 2])))")
+    told = printed_by("-m", "pdb", "-c", "c", "-c", "q", script)
+    assert "[1, 2]" in told
+    assert "Error" not in told
+
+
+# --- where and how a worker is started -----------------------------------------------------------
+
+FOLDER_IS_GONE = """
+import os, sys
+from minloader import Loader
+os.chdir(sys.argv[1])
+os.rmdir(sys.argv[1])
+try:
+    print(list(Loader([1, 2])))
+except FileNotFoundError as error:
+    print(error.__notes__)
+"""
+
+
+def test_the_current_folder_is_gone(tmp_path):
+    (tmp_path / "folder").mkdir()
+    told = printed_by(FOLDER_IS_GONE, tmp_path / "folder")
+    assert "current folder, which is gone" in told
+    assert "/dev/shm" not in told
+
+
+@pytest.mark.parametrize(
+    ("executable", "error"),
+    [
+        ("None", "RuntimeError workers cannot be started: sys.executable is empty"),
+        ("''", "RuntimeError workers cannot be started: sys.executable is empty"),
+        ("'/bin/false'", "/bin/false was started, which may be no Python"),
+    ],
+)
+def test_no_python_is_known(executable, error):
+    """As in programs that have Python built in."""
+    done = python(f"""
+import multiprocessing.spawn, sys
+sys.executable = {executable}
+multiprocessing.set_executable({executable})
+from minloader import Loader
+try:
+    print(list(Loader([1, 2])))
+except Exception as error:
+    print(type(error).__name__, error)
+""")
+    assert error in done.stdout, done.stderr
+    assert "set_executable" in done.stdout
+
+
+HASHES = """
+import os, sys
+from minloader import Loader
+def hashes(item):
+    if item == 5 and not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "x").close()
+        os.kill(os.getpid(), 9)
+    return hash("a string"), "".join({"a", "b", "c", "d", "e"})
+def all_of(**options):
+    with Loader(hashes, range(8), **options) as loader:
+        (found,) = set(loader)
+    return found
+"""
+
+
+@variants("method", ["spawn", "forkserver", "fork"])
+def test_all_workers_hash_alike(method, tmp_path):
+    """Also those that replace others, and those of the next run."""
+    program = f"""{HASHES}
+before = dict(os.environ)
+options = {{"mp_context": {method!r}, "seed": 3}}
+found = all_of(num_workers=2, **options)
+assert found == all_of(num_workers=3, **options)
+if options["mp_context"] == "spawn":
+    assert found != all_of(mp_context="spawn", seed=4)
+assert dict(os.environ) == before
+print(found)
+"""
+    quietly = {"options": ["-W", "ignore"], "env": {"PYTHONHASHSEED": "random"}}
+    if method != "fork":
+        quietly["env"] = {}
+    told = [python(program, tmp_path / str(n), **quietly) for n in range(2)]
+    assert [each.returncode for each in told] == [0, 0], told[0].stderr
+    assert (told[0].stdout == told[1].stdout) == (method != "fork")  # a fork has its parent's
+
+
+@variants("method", ["spawn", "forkserver"])
+def test_a_hash_seed_that_is_set_is_kept(method, tmp_path):
+    program = f"""{HASHES}
+assert all_of(num_workers=0) == all_of(num_workers=2, mp_context={method!r})
+"""
+    (tmp_path / "died").touch()
+    printed_by(program, tmp_path / "died", env={"PYTHONHASHSEED": "5"})

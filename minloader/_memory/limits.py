@@ -92,10 +92,20 @@ def remedy(error: Exception) -> str:
     An error that names a file is about that file, which is none of these.
     """
     number = getattr(error, "errno", 0) if getattr(error, "filename", None) is None else 0
+    if number == errno.ENOENT and not _has_current_folder():
+        return "; workers begin in the current folder, which is gone: change to another (os.chdir)"
     if str(error) == "can't start new thread":  # a RuntimeError, which has no number
         number = errno.EAGAIN
     need = _NEEDS.get(number)
     return f"; workers {need}, or use fewer (num_workers=0 needs none of it)" if need else ""
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 # --- Control groups. Each file has one name in version 1 and another in version 2.

@@ -25,7 +25,8 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 13, in lines of code: 24, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 7, 15.
+The price of the pieces 1 to 15, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 7, 15, 9,
+10.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ _get_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
 def _leave_main_out(name: str) -> dict[str, Any]:
+    # Debuggers run a script in a main module without it (cpython #87115); that of a script is None.
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)
     data = _get_preparation_data(name)
     # The pid, since a child of "fork" begins in the middle of the start.
     if getattr(_starting, "pid", None) == os.getpid():
@@ -87,7 +90,7 @@ def start_worker(process: BaseProcess) -> None:
     """
     _starting.pid = os.getpid()
     try:
-        with _no_warning_of_our_threads(process):
+        with _no_warning_of_our_threads(process), _allowed_children():
             process.start()
     except BaseException as error:
         if sys.platform == "win32" or not _adopt(process, error.__traceback__):
@@ -101,6 +104,47 @@ def start_worker(process: BaseProcess) -> None:
         _starting.pid = None
     if sys.platform != "win32":
         _hold(cast(Any, process)._popen)
+
+
+# --- 14. A daemonic process ---------------------------------------------------------------------
+#
+# CPython: a daemonic process, as each of multiprocessing.Pool's, may have no children, since it is
+# ended by SIGTERM, and they would stay. Ours follow their parent.
+# Versions: all.
+# Without this piece: no loader has workers in such a process, nor in a task of Celery's.
+
+
+@contextmanager
+def _allowed_children() -> Iterator[None]:
+    """Let this process start one in this block, be it daemonic or not."""
+    config = getattr(multiprocessing.process.current_process(), "_config", {})
+    daemonic = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if daemonic is not None:
+            config["daemon"] = daemonic
+
+
+# --- 15. The current folder ---------------------------------------------------------------------
+#
+# CPython: a child of "spawn", and the resource tracker, run "python -c", which imports modules from
+# the current folder first. A child takes over the parent's path, but has imported much by then.
+# Versions: all.
+# Without this piece: where the current folder has a file such as signal.py, no worker starts.
+#
+# Not the fork server: until 3.14 it does not take over the path, and finds the user's modules there
+# or nowhere.
+
+_get_flags = multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
+
+
+def _with_safe_path() -> list[str]:
+    flags: list[str] = _get_flags()
+    return [*flags, "-P"] if getattr(_starting, "pid", None) == os.getpid() else flags
+
+
+multiprocessing.util._args_from_interpreter_flags = _with_safe_path  # type: ignore[attr-defined]
 
 
 # --- 2. The end of the interpreter -------------------------------------------------------------
@@ -415,7 +459,11 @@ class Executor(ProcessPoolExecutor):
     """
 
     def __init__(self, num_workers: int, context: Any) -> None:
-        super().__init__(num_workers, mp_context=context)
+        _starting.pid = os.getpid()  # its semaphores start the resource tracker: piece 15
+        try:
+            super().__init__(num_workers, mp_context=context)
+        finally:
+            _starting.pid = None
         self._calls = cast(Any, self)._call_queue  # shutdown() forgets it
         self._results = cast(Any, self._result_queue)
         _make_room(self._results._writer.fileno())

@@ -10,7 +10,6 @@ there. Nothing of the main module is, and no library gets threads.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
@@ -18,15 +17,17 @@ from multiprocessing.context import BaseContext
 from types import ModuleType
 
 from minloader._pools.cpython import modules_to_preload
+from minloader._pools.environment import default_environment, hash_seed
 from minloader._worker.start import refuse_avalanche
 
 
-def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
+def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -> None:
     """Start the fork server, unless it runs. Does not wait until it has imported the modules.
 
     Args:
         context: of the start method "forkserver".
         modules: names of those that workers will need.
+        seed: of the loader, from which that of hashes follows.
     """
     refuse_avalanche()  # in another loader's server, too
     needed = {*modules, *imported_by(modules), "minloader._worker.start"}
@@ -34,13 +35,8 @@ def start_fork_server(context: BaseContext, modules: Iterable[str]) -> None:
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
     # Have libraries that are loaded there use one thread: a process with threads should not be
     # forked. A worker sets that for itself, but after these are loaded.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
+    with default_environment("OMP_NUM_THREADS", "1"), hash_seed(seed):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
 
 
 def imported_by(names: Iterable[str]) -> Iterator[str]:

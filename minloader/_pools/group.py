@@ -221,7 +221,7 @@ class PoolGroup:
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
-            start_fork_server(self.context, self._job_file.modules)
+            start_fork_server(self.context, self._job_file.modules, self.seed)
         if not on_this_machine:
             self._job_sender = JobSender(self.executor, self._job_file)
             return

@@ -60,6 +60,7 @@ from minloader._memory.job_file import JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
+from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
@@ -98,14 +99,19 @@ class WorkerProcess:
     An executor takes it for a ``multiprocessing.Process``; so does ``connection.wait``. What is not
     here is that process's own (``pid``, ``sentinel``, ``exitcode``, ``join()``, ...).
 
+    Args:
+        process: the process.
+        seed: of the loader, from which that of hashes follows.
+
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
         stack: its Python stack, if it was killed because a batch took too long; else None.
         began: when it was started, by ``time.monotonic``; 0 if that failed.
     """
 
-    def __init__(self, process: BaseProcess) -> None:
+    def __init__(self, process: BaseProcess, seed: int) -> None:
         self._process = process
+        self._seed = seed
         self.began = 0.0
         self.ended_by_us = False
         self.stack: str | None = None
@@ -122,7 +128,8 @@ class WorkerProcess:
         masks = hasattr(signal, "pthread_sigmask")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if masks else ()
         try:
-            start_worker(self._process)
+            with hash_seed(self._seed):
+                start_worker(self._process)
             self.began = time.monotonic()
         finally:
             if masks:
@@ -185,8 +192,9 @@ class _WorkerContext:
         inheritance = Inheritance(self._inherited)  # of this process alone
         args = (self._setup, len(self._started), inheritance, target, args)
         context: Any = self._context  # that it has a Process is true of every real one
-        process = context.Process(target=worker_main, args=args)
-        self._started.append(WorkerProcess(process))
+        # Not daemonic where this process is: it may start processes, and it follows this one.
+        process = context.Process(target=worker_main, args=args, daemon=False)
+        self._started.append(WorkerProcess(process, self._setup.settings.seed))
         return self._started[-1]
 
 
@@ -405,6 +413,7 @@ class ProcessPool(RemotePool):
     replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_executable(self.context.get_start_method())
         if getattr(sys, "frozen", False):
             # A worker of a frozen program, as PyInstaller makes it, is that program once more: here
             # it becomes a worker, and does not come back. Others begin at once.
@@ -425,6 +434,7 @@ class ProcessPool(RemotePool):
                 f"workers cannot be started: {len(self.failed_starts)} in a row died before "
                 f"they were ready ({self.failed_starts[-1]}); look at what the dataset does when "
                 "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
+                + wrong_executable(self.context.get_start_method())
             )
         if not self._executors or self._executors[-1].leaving:
             with interrupts_held():  # it would leave what is open by then
@@ -446,9 +456,12 @@ class ProcessPool(RemotePool):
             )
             context = _WorkerContext(self.context, setup, self.job_file.inherited)
             return _Executor(setup, heartbeats, logs, context)
-        except BaseException:  # no descriptors, no semaphores
+        except BaseException as error:  # no descriptors, no semaphores
             heartbeats.close()
             logs.close(GRACE)
+            advice = wrong_executable(self.context.get_start_method())
+            if isinstance(error, BrokenPipeError) and advice:  # the resource tracker has ended
+                raise RuntimeError(f"workers cannot be started{advice}") from error
             raise
 
     def _collect_deaths(self, executor: _Executor) -> None:

@@ -15,7 +15,7 @@ from minloader._checks import shown
 if TYPE_CHECKING:
     import numpy as np
 
-Domain = Literal["order", "part", "batch", "sample", "worker", "shuffled", "epoch"]
+Domain = Literal["order", "part", "batch", "sample", "worker", "shuffled", "epoch", "hash"]
 
 
 class Piece(NamedTuple):

@@ -42,7 +42,7 @@ def lead_group() -> None:
     # A handler rather than SIG_IGN, which programs started by the worker would inherit.
     signal.signal(signal.SIGINT, _ignore)
     # These are to be inherited. A group in the background that sets or reads the terminal is
-    # stopped, for ever: nobody brings it to the foreground. Now it may set it, and can read nothing.
+    # stopped, for ever: nobody brings it to the foreground. Now it may set it, and reads nothing.
     for name in ("SIGTTOU", "SIGTTIN"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
