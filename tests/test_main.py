@@ -534,6 +534,60 @@ exec {sys.executable} {tmp_path}/script.py "$@"
     assert runs.read_text() == "again\n" * 2
 
 
+POOLS = """
+import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+from minloader import Loader
+print("main runs")
+OFFSET = 100
+opened = None
+class Square:
+    def __init__(self, number):
+        self.number = number
+def square(square):
+    assert type(square) is Square
+    return Square(helper(square.number))
+def helper(number):
+    return number * number + OFFSET
+def read():
+    global opened
+    opened = open(os.devnull, "rb")  # what cannot be sent on
+    return os.getpid()
+def put(queue, number):
+    queue.put(square(Square(number)))
+def item(way):
+    assert os.getpid() == read()
+    context = multiprocessing.get_context(None if way == "process" else way.split()[-1])
+    numbers = map(Square, range(3))
+    if way == "process":
+        queue = context.SimpleQueue()
+        process = context.Process(target=put, args=(queue, 3))
+        process.start()
+        squares = [queue.get()]
+        process.join()
+    elif "executor" in way:
+        with ProcessPoolExecutor(1, context) as executor:
+            squares = list(executor.map(square, numbers))
+    else:
+        with context.Pool(1) as pool:
+            squares = pool.map(square, numbers)
+    assert {type(each) for each in squares} == {Square}
+    return [each.number for each in squares]
+with Loader(item, sys.argv[2:], num_workers=1, mp_context=sys.argv[1], timeout=60) as loader:
+    print(list(loader))
+"""
+
+
+@variants("method", ["spawn", "forkserver"])
+def test_a_pool_in_a_worker_knows_functions_of_the_main_module(method, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POOLS)
+    pools = ["fork", "spawn", "executor spawn", "process", "forkserver"]
+    told = printed_by(script, method, *pools, options=["-W", "ignore"]).splitlines()
+    expected = [[109] if each == "process" else [100, 101, 104] for each in pools]
+    assert told == ["main runs", str(expected)]
+
+
 def test_a_script_in_a_debugger(tmp_path):
     """pdb runs it in a main module without ``__spec__``."""
     script = tmp_path / "script.py"

@@ -31,6 +31,7 @@ from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
+from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import Failure, PoolSettings, Reply, Task, WorkerInfo, current_info
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
@@ -123,6 +124,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         setup.log_settings.set_levels()
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
+    pass_main_on()
     try:
         beat, place = open_heartbeat(setup.heartbeats, index)  # it answers where it is, from now on
         inherited = inheritance.load()

@@ -1,0 +1,77 @@
+"""What the processes that a worker starts are told of the main module.
+
+The main module is never imported in a worker, nor in what that starts. A ``multiprocessing.Pool``
+refers to functions and classes of it by name all the same, in its own processes::
+
+    parent: __main__ ── job ──> worker: __main__ has the functions and classes that came with it
+                                   |── fork ───> has them, too
+                                   `── spawn ──> runs a file in place of the main module's, which
+                                                 defines them
+"""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import multiprocessing.util
+import sys
+from contextlib import suppress
+from typing import Any
+
+from minloader._memory.by_value import MAIN
+from minloader._memory.files import SharedFile
+from minloader._memory.pickling import pack, unpack
+
+_get_preparation_data = multiprocessing.spawn.get_preparation_data
+
+_files: dict[tuple[str, ...], SharedFile] = {}
+"""Files that define names of the main module, by these names. There is hardly more than one."""
+
+
+def pass_main_on() -> None:
+    """Have the processes that this worker will start know what it knows of the main module."""
+    if multiprocessing.spawn.get_preparation_data is _get_preparation_data:
+        multiprocessing.spawn.get_preparation_data = _with_main
+
+
+def _with_main(name: str) -> dict[str, Any]:
+    """Return what a child is told, with a main module to run if it would have none."""
+    data = _get_preparation_data(name)
+    if "init_main_from_path" not in data and "init_main_from_name" not in data:
+        known = _known_of_main()
+        if known:
+            names = tuple(known)
+            if names not in _files:
+                _files[names] = _write(known)
+            data["init_main_from_path"] = _files[names].path
+    return data
+
+
+def _known_of_main() -> dict[str, Any]:
+    main = dict(vars(sys.modules["__main__"]))
+    return {
+        name: value for name, value in main.items() if getattr(value, "__module__", None) in MAIN
+    }
+
+
+def _write(known: dict[str, Any]) -> SharedFile:
+    """Write a file of Python that defines some names as they are here."""
+    try:
+        packed = [pack(known, down=True)]
+    except Exception:  # one may use what was opened here, and cannot be sent on: the others are
+        packed = []
+        for name, value in known.items():
+            with suppress(Exception):
+                packed.append(pack({name: value}, down=True))
+    file = SharedFile()
+    multiprocessing.util.Finalize(None, file.close, exitpriority=0)
+    with open(file.fd, "w", closefd=False) as text:
+        text.write(f"from {__name__} import define\n")
+        for each in packed:
+            text.write(f"define(globals(), {each!r})\n")
+        text.write("del define\n")
+    return file
+
+
+def define(variables: dict[str, Any], packed: bytes) -> None:
+    """Define what was packed in a main module, in a process that a worker has started."""
+    variables.update(unpack(packed))
