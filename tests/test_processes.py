@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -70,6 +71,63 @@ What is left here would wait for ten minutes."""
 def test_a_worker_starts_processes_of_its_own(work, expected):
     with Loader(work, range(4), num_workers=2) as loader:
         assert list(loader) == expected
+
+
+SETTINGS = """
+import decimal, sys
+import numpy as np
+from minloader import Loader
+
+context = decimal.Context(prec=50, rounding=decimal.ROUND_UP, traps=[decimal.Inexact])
+decimal.setcontext(context)
+np.seterr(divide="raise", under="print")
+sys.setrecursionlimit(4321)
+if sys.argv[2] == "torch":
+    import torch
+    torch.set_default_dtype(torch.float64)
+def settings(item):
+    context = decimal.getcontext()
+    found = [repr(context).split(", flags")[0], repr(context).split("traps")[1]]
+    found += [sorted(np.geterr().items()), sys.getrecursionlimit()]
+    if sys.argv[2] == "torch":
+        found.append(str(torch.tensor(1.0).dtype))
+    return found
+def of(**options):
+    with Loader(settings, range(4), **options) as loader:
+        batches = list(loader)
+    assert all(each == batches[0] for each in batches)
+    return batches[0]
+expected = of(num_workers=0)
+how = {"executor": "thread"} if sys.argv[1] == "thread" else {"mp_context": sys.argv[1]}
+assert of(num_workers=2, **how) == expected, (of(num_workers=2, **how), expected)
+print("well")
+"""
+
+
+@variants("way", [*multiprocessing.get_all_start_methods(), "thread"], quick=4)
+def test_what_was_set_in_libraries_holds_in_workers(way):
+    """In one that dies, too, since all get the same."""
+    library = "torch" if way == "spawn" and importlib.util.find_spec("torch") else "none"
+    assert printed_by(SETTINGS, way, library, options=["-W", "ignore"]) == "well\n"
+
+
+def test_nothing_is_imported_for_settings():
+    program = """
+import sys
+from minloader import Loader
+def modules(item):
+    import sys
+    return [name in sys.modules for name in ("numpy", "torch")]
+def late(item):
+    import decimal
+    return str(decimal.Decimal(1) / 3)
+print(*Loader(modules, [0]))
+import decimal
+decimal.getcontext().prec = 5
+print(*Loader(modules, [0]), *Loader(late, [0]))
+"""
+    none = [False, False]
+    assert printed_by(program) == f"{none}\n{none} 0.33333\n"
 
 
 AT_A_TERMINAL = """

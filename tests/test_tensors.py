@@ -208,3 +208,14 @@ def test_a_collate_fn_of_torchs_kind():
     for one, other in zip(batch, expected, strict=True):
         assert forms.contents(one) == forms.contents(other)
         assert forms.strides(one) == forms.strides(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("quick_starts")
+def test_a_default_device_that_is_not_the_cpu(dtype):
+    """What has no memory stands for a GPU."""
+    data = torch.arange(20_000).to(dtype)
+    with torch.device("meta"), Loader(data, [slice(10_000)], num_workers=1) as loader:
+        (batch,) = loader
+    assert batch.device.type == "cpu"
+    assert torch.equal(batch, data[:10_000])

@@ -46,7 +46,7 @@ def numpy_like(dtype: Any) -> Any:
     """Return the type whose numbers numpy holds in place of a tensor's: its own, or of its bits."""
     torch = sys.modules["torch"]
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:  # bfloat16, float8, ...
         return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return dtype
@@ -101,7 +101,7 @@ def reduce_storage(storage: Any) -> Any:
 def bytes_of(storage: Any) -> Any:
     """Return an array over the memory of an untyped storage."""
     torch = sys.modules["torch"]
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
 def load_storage(memory: Any) -> Any:
@@ -114,7 +114,9 @@ def load_storage(memory: Any) -> Any:
 def load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
     """Return a tensor in a storage, see :func:`load_storage`."""
     torch = importlib.import_module("torch")
-    return torch.empty(0, dtype=dtype).set_(load_storage(memory), offset, shape, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(
+        load_storage(memory), offset, shape, stride
+    )
 
 
 def reduce_typed_storage(storage: Any) -> Any:

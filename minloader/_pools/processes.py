@@ -63,6 +63,7 @@ from minloader._pools.cpython import Executor, register_exit, send_signal, start
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
+from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
 from minloader._worker.messages import Reply, Task
@@ -453,6 +454,7 @@ class ProcessPool(RemotePool):
                 settings=self.settings,
                 logs=logs.sender,
                 log_settings=LogSettings.of_this_process(),
+                libraries=LibrarySettings.of_this_thread(),
             )
             context = _WorkerContext(self.context, setup, self.job_file.inherited)
             return _Executor(setup, heartbeats, logs, context)

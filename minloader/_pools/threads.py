@@ -141,6 +141,7 @@ class _Thread(threading.Thread):
         self.work: tuple[Future[Reply], Task, int, float] | None = None
         self.abandoned = False
         self.place = [-1]  # of the sample in its item
+        self._context = contextvars.copy_context()  # of the thread that starts it
         self.start()
 
     def beat(self, task: int, item: int, now: float) -> None:
@@ -149,10 +150,9 @@ class _Thread(threading.Thread):
         self.work, self.place[0] = (work[0], work[1], item, now), -1
 
     def run(self) -> None:
-        # A new thread may have the context variables of whoever started it (from 3.14, by
-        # sys.flags.thread_inherit_context, which free-threaded builds set): numpy.errstate,
-        # decimal's precision. A batch must not depend on the consumer's.
-        contextvars.Context().run(self._make_batches)
+        # numpy.errstate and decimal's precision are context variables: a batch has those of its
+        # consumer, as in a process. Python gives them to a thread where it was told to (from 3.14).
+        self._context.run(self._make_batches)
 
     def _make_batches(self) -> None:
         worker: Worker | None = None

@@ -29,6 +29,7 @@ from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
+from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.main_module import pass_main_on
@@ -81,6 +82,7 @@ class WorkerSetup(NamedTuple):
         settings: of its pool.
         logs: leads to where the parent reads what workers log; None if they log for themselves.
         log_settings: what is to be logged at all.
+        libraries: what the parent has set in libraries.
     """
 
     address: JobAddress
@@ -90,6 +92,7 @@ class WorkerSetup(NamedTuple):
     settings: PoolSettings
     logs: socket | None
     log_settings: LogSettings
+    libraries: LibrarySettings
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -127,6 +130,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     pass_main_on()
     try:
         beat, place = open_heartbeat(setup.heartbeats, index)  # it answers where it is, from now on
+        setup.libraries.apply()
         inherited = inheritance.load()
         begin, modules = time.perf_counter(), set(sys.modules)
         job = setup.address.load(inherited=inherited)
