@@ -322,6 +322,133 @@ print("well")
 """
 
 
+DECORATED = """
+import functools
+from minloader import Loader
+
+@functools.lru_cache
+def times_ten(number):
+    return 10 * number
+@functools.cache
+def sum_to(number):
+    return number + sum_to(number - 1) if number else 0
+def local():
+    @functools.lru_cache(maxsize=3, typed=True)
+    def inner(number):
+        return number
+    return inner
+inner = local()
+@functools.singledispatch
+def kind(value):
+    return "any"
+@kind.register
+def of_int(value: int):
+    return "int"
+@kind.register(list)
+def of_list(value):
+    return [kind(each) for each in value]
+class Data:
+    @functools.cached_property
+    def table(self):
+        return [0, 10, 20]
+    @functools.lru_cache
+    def method(self, number):
+        return self.table[number]
+    @functools.singledispatchmethod
+    def kind(self, value):
+        return "any"
+    @kind.register
+    def of_int(self, value: int):
+        return "int"
+    def __getitem__(self, index):
+        assert inner.cache_parameters() == {"maxsize": 3, "typed": True}
+        assert times_ten(index) == self.table[index] == self.method(index)
+        assert sum_to(3) == 6 and sum_to.cache_info().misses >= 4
+        assert kind("") == "any" and kind([1, ""]) == ["int", "any"]
+        assert self.kind("") == "any" and self.kind(1) == "int"
+        return inner(index), times_ten, kind
+for index, batch in enumerate(Loader(Data(), range(3), num_workers=1)):
+    assert batch == (index, times_ten, kind)
+assert list(Loader(times_ten, range(2), num_workers=1)) == [0, 10]
+print("well")
+"""
+
+OF_OTHER_PACKAGES = """
+import cachetools, msgspec
+from minloader import Loader
+
+@cachetools.cached({})
+def times_ten(number):
+    return 10 * number
+class Base(msgspec.Struct):
+    first: int
+class Record(Base, frozen=True, kw_only=True, tag=True, rename="camel"):
+    the_second: int | None
+    third: list = []
+    def total(self):
+        return self.first + self.the_second
+def record(number):
+    made = Record(first=times_ten(number), the_second=1)
+    assert made.total() == 10 * number + 1
+    return made, msgspec.json.encode(made)
+for number, (made, text) in enumerate(Loader(record, range(3), num_workers=1)):
+    assert made == Record(first=10 * number, the_second=1)
+    assert text == msgspec.json.encode(made)
+print("well")
+"""
+
+BY_NAME_ONLY = """
+from minloader import Loader
+
+class Named(str):
+    def __new__(cls, name):
+        return super().__new__(cls, name)
+    def __reduce__(self):
+        return str(self)
+SINGLE = Named("SINGLE")
+def use(item):
+    return SINGLE
+try:
+    Loader(use, range(1), num_workers=1)
+except TypeError as error:
+    assert "dataset (global variable 'SINGLE') is a Named" in str(error), error
+    assert "SINGLE of the main module can be sent by its name only" in str(error), error
+    print("well")
+"""
+
+WITH_GETATTR = """
+from minloader import Loader
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def __getitem__(self, index):
+        return self.inner[index]
+class Slotted:
+    __slots__ = ("inner", "empty")
+    def __init__(self, inner):
+        self.inner = inner
+    __getattr__ = Wrapper.__getattr__
+    __getitem__ = Wrapper.__getitem__
+class Rows(list):
+    def __init__(self, rows, inner):
+        super().__init__(rows)
+        self.inner = inner
+    __getattr__ = Wrapper.__getattr__
+class WithState(Wrapper):
+    def __setstate__(self, state):
+        self.__dict__.update(state, restored=True)
+for wrapper in (Wrapper([1, 2]), Slotted([1, 2]), Rows([1, 2], []), Wrapper(Wrapper([1, 2]))):
+    assert list(Loader(wrapper, range(2), num_workers=1)) == [1, 2]
+def restored(item, wrapper=WithState([])):
+    return wrapper.restored
+assert list(Loader(restored, range(1), num_workers=1)) == [True]
+print("well")
+"""
+
+
 def run(program, folder, *options):
     """Runs a program as a module of a package, in a process of its own."""
     (folder / "package").mkdir()
@@ -345,6 +472,9 @@ older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
         pytest.param(NAMED_TYPES, [], id="types of the main module"),
         # From cloudpickle 3.1.3, code is without them.
         pytest.param(FILE_NAMES, [], id="names of files"),
+        pytest.param(DECORATED, [], id="decorated functions"),
+        pytest.param(BY_NAME_ONLY, [], id="by name only"),
+        pytest.param(WITH_GETATTR, [], id="__getattr__"),
         pytest.param(WRAPPERS, [], id="wrappers of methods of abstract classes"),
         pytest.param(LAZY_IMPORTS, [], id="lazy import", marks=older),
         pytest.param(
@@ -356,6 +486,37 @@ older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
 )
 def test_what_a_main_module_defines_arrives(program, options, tmp_path):
     run(program, tmp_path, *options)
+
+
+def test_what_other_packages_make_of_functions_and_classes_arrives(tmp_path):
+    require("cachetools")
+    require("msgspec")
+    run(OF_OTHER_PACKAGES, tmp_path)
+
+
+PLUGIN = """
+import cloudpickle, importlib.util, sys
+from minloader import Loader
+spec = importlib.util.spec_from_file_location("the_plugin", sys.argv[1])
+plugin = sys.modules["the_plugin"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plugin)
+try:
+    list(Loader(plugin.double, range(2)))
+except ModuleNotFoundError as error:
+    print(error.__notes__[0])
+cloudpickle.register_pickle_by_value(plugin)
+print(list(Loader(plugin.double, range(2))))
+"""
+
+
+def test_a_module_that_cannot_be_imported_by_its_name(tmp_path):
+    """As plugins are loaded, and pytest's tests with --import-mode=importlib."""
+    plugin = tmp_path / "elsewhere.py"
+    plugin.write_text("def double(number):\n    return 2 * number\n")
+    told, batches = printed_by(PLUGIN, plugin).splitlines()
+    assert "no module 'the_plugin'" in told
+    assert "cloudpickle.register_pickle_by_value" in told
+    assert batches == "[0, 2]"
 
 
 EXECUTE = """

@@ -15,6 +15,7 @@ holds in both places, and the parent's classes are never made a second time.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import random
@@ -29,6 +30,13 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from minloader._memory.by_value import MAIN, OTHER_REDUCERS, reduce_by_value
+from minloader._memory.decorated import (
+    LRU_CACHE,
+    reduce_cached,
+    reduce_cached_property,
+    reducer_by_value,
+    reducer_of,
+)
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_typed_storage
@@ -86,6 +94,14 @@ def _reduce_code(code: types.CodeType) -> Any:
 OTHER_REDUCERS[types.CodeType] = _reduce_code
 
 
+OTHER_REDUCERS[functools.cached_property] = reduce_cached_property
+
+
+def _is_by_value(obj: Any) -> bool:
+    """Whether a class or function cannot be imported by its name."""
+    return obj.__module__ in MAIN or "<locals>" in obj.__qualname__
+
+
 def _is_main_global(obj: Any) -> bool:
     """Whether ``__main__`` holds this very class or function under its own name."""
     name = getattr(obj, "__qualname__", None)
@@ -119,15 +135,26 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.main_globals: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)):
+        if isinstance(obj, (type, types.FunctionType, LRU_CACHE)):
             if _is_main_global(obj):
                 self.main_globals[obj.__qualname__] = obj
                 if not self.down:
                     return obj.__qualname__  # a string means: by name, from obj.__module__
+            if isinstance(obj, LRU_CACHE):
+                return reduce_cached(obj)
+            reduce = reducer_by_value(obj)
+            if reduce is not None and _is_by_value(obj):
+                return reduce(obj)
             return reduce_by_value(obj, super().reducer_override)
         # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
-        reducer = OTHER_REDUCERS.get(type(obj))
-        return NotImplemented if reducer is None else reducer(obj)
+        kind = type(obj)
+        reducer = OTHER_REDUCERS.get(kind)
+        if reducer is not None:
+            return reducer(obj)
+        reduce = reducer_of(kind) if self.down else None
+        if reduce is None or kind in self.dispatch_table:
+            return NotImplemented
+        return reduce(obj)
 
     def dump(self, obj: Any) -> None:
         try:

@@ -157,6 +157,12 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
                 "before it makes a batch; set more"
             )
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError):
+            error.add_note(
+                f"a worker has no module {error.name!r} to import, where the dataset or a function "
+                "is from: let it be found by that name (sys.path), or have it sent: "
+                "cloudpickle.register_pickle_by_value(module)"
+            )
         stage = f"while worker {info.id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         _process_worker = None
