@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
-from conftest import eventually, python
+from conftest import eventually, printed_by, python, variants
 from samples import Imports
 
 from minloader import Loader
@@ -128,6 +128,38 @@ def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
         list(batches)
     assert "last" in caplog.text
     assert "after" not in caplog.text
+
+
+OWN_LOGGER = """
+import logging
+class Own(logging.Logger):
+    def trace(self, text):
+        self.debug("traced %s", text)
+        return text
+logging.setLoggerClass(Own)
+log = logging.getLogger("own_logger")
+logging.setLoggerClass(logging.Logger)
+def trace(item):
+    return log.trace(item)
+"""
+
+
+@variants("method", ["spawn", "forkserver", "fork"])
+def test_a_library_with_a_logger_class_of_its_own(method, tmp_path):
+    """As astropy and absl have them: a worker makes no logger of that name before."""
+    (tmp_path / "own_logger.py").write_text(OWN_LOGGER)
+    program = f"""
+import logging
+from minloader import Loader
+import own_logger
+logging.basicConfig(level="WARNING", format="%(message)s", stream=__import__("sys").stdout)
+own_logger.log.setLevel("DEBUG")
+with Loader(own_logger.trace, range(2), mp_context={method!r}) as loader:
+    batches = list(loader)
+print(batches)
+"""
+    told = printed_by(program, cwd=tmp_path, options=["-W", "ignore"])
+    assert told == "traced 0\ntraced 1\n[0, 1]\n"
 
 
 @contextmanager

@@ -31,12 +31,14 @@ class LogSettings(NamedTuple):
 
     Attributes:
         levels: of the loggers that have one, by name; "" for the root logger.
+        others: the same of loggers of other classes. Only the libraries that they are of make such.
         disabled: level up to which all logging is switched off.
         filters: arguments of ``warnings.filterwarnings`` for the filters of built-in categories,
             the first to be asked first. (Others might be of a module that a worker lacks.)
     """
 
     levels: dict[str, int]
+    others: dict[str, int]
     disabled: int
     filters: list[tuple[Any, ...]]
 
@@ -45,17 +47,18 @@ class LogSettings(NamedTuple):
         """Return those of now."""
         root = logging.getLogger()
         loggers = {"": root, **root.manager.loggerDict}
-        levels = {
-            name: each.level
-            for name, each in loggers.items()
-            if isinstance(each, logging.Logger) and (each.level or each is root)
-        }
+        levels: dict[str, int] = {}
+        others: dict[str, int] = {}
+        for name, each in loggers.items():
+            if isinstance(each, logging.Logger) and (each.level or each is root):
+                is_plain = type(each) is logging.Logger or each is root
+                (levels if is_plain else others)[name] = each.level
         filters: list[tuple[Any, ...]] = [
             (action, _text(message), category, _text(module), line)
             for action, message, category, module, line in list(warnings.filters)
             if getattr(category, "__module__", None) == "builtins"
         ]
-        return cls(levels, root.manager.disable, filters)
+        return cls(levels, others, root.manager.disable, filters)
 
     def set_levels(self) -> None:
         """Log in this process what that one wants."""
@@ -64,7 +67,11 @@ class LogSettings(NamedTuple):
             logging.getLogger(name).setLevel(level)
 
     def set_filters(self) -> None:
-        """Warn in this process as that one does."""
+        """Warn in this process as that one does, and set levels of what was imported meanwhile."""
+        for name, level in self.others.items():
+            logger = logging.root.manager.loggerDict.get(name)
+            if isinstance(logger, logging.Logger):
+                logger.setLevel(level)
         warnings.resetwarnings()
         for action, message, category, module, line in self.filters:
             warnings.filterwarnings(action, message, category, module, line, append=True)
