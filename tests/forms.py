@@ -56,7 +56,10 @@ FORMS: dict[str, list[Callable[[], Any]]] = {
         lambda: grid().reshape(4, 50, N).transpose(2, 0, 1),
     ],
     "numpy arrays with gaps": [lambda: grid()[::-1], lambda: grid()[:, ::2]],
-    "broadcast numpy arrays": [lambda: np.broadcast_to(grid()[0], (N, N))],
+    "numpy arrays that overlap themselves": [
+        lambda: np.broadcast_to(grid().ravel(), (3, N * N)),
+        lambda: np.lib.stride_tricks.sliding_window_view(grid().ravel(), 5),
+    ],
     "numpy arrays of objects": [lambda: np.array([*map(str, range(9_000)), None], dtype=object)],
     "`bytes`": [lambda: b"x" * 20_000],
     "strings": [lambda: "x" * 20_000],

@@ -125,6 +125,8 @@ def test_the_axes_of_arrays_keep_their_order(n, send):
     for one, other in zip(arrived, arrays, strict=True):
         assert_array_equal(one, other, strict=True)
         expected = other.copy("C" if 0 in other.strides else "K")
+        if send == "job" and n == 40 and 0 in other.strides:  # large: not written out
+            expected = other
         if not any(step < 0 for step in other.strides):
             assert one.strides == expected.strides
         assert np.argsort(one.strides).tolist() == np.argsort(np.abs(expected.strides)).tolist()

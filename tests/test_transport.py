@@ -163,6 +163,23 @@ def test_arrays_of_all_kinds(array, in_place):
         assert not one.flags.owndata
 
 
+@pytest.mark.parametrize("dtype", [">f8", "i2,f4"])
+def test_an_array_that_overlaps_itself_takes_the_memory_that_it_spans(ship, dtype):
+    flat = np.zeros(LARGE, dtype)
+    flat[flat.dtype.names[0] if flat.dtype.names else ...] = np.arange(LARGE)
+    windows = np.lib.stride_tricks.sliding_window_view(flat[::-2], 500, writeable=True)
+    broadcast = np.broadcast_to(flat[:, None, None], (LARGE, 500, 3))[::3, ::-1]
+    job_file = ship([windows, broadcast, windows[:, ::-1]])
+    assert job_file.size < 4 * flat.nbytes
+    loaded = job_file.address.load()
+    for one, other in zip(loaded, [windows, broadcast, windows[:, ::-1]], strict=True):
+        assert_array_equal(one, other, strict=True)
+        assert one.flags.writeable == other.flags.writeable
+    loaded[0][0, 1] = flat[7]
+    assert loaded[0][1, 0] == flat[7]  # it still overlaps
+    assert flat[-3] != flat[7]  # and is private
+
+
 def test_large_buffers_take_their_size_once():
     """One copy in the file, not one in the stream and one beside it, nor one per reference."""
     array, blob = np.ones(LARGE), b"x" * (8 * LARGE)

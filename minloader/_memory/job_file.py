@@ -100,6 +100,12 @@ class _JobPickler(Pickler):
             # Only contiguous arrays leave the stream by themselves.
             if array.dtype.hasobject:
                 return NotImplemented
+            if type(array) is np.ndarray and array.nbytes >= LARGE:
+                memory, offset = _span(array)
+                if memory.nbytes < array.nbytes:  # it overlaps itself: sliding windows, broadcasts
+                    writeable = array.flags.writeable
+                    view = array.dtype, array.shape, array.strides, offset, writeable
+                    return _view_again, (memory, *view)
             if (axes := order_in_memory(array)) is not None:
                 return transpose_back, (array.transpose(axes), axes)
             if array.nbytes < LARGE:
@@ -163,6 +169,33 @@ def _reduce_frame(frame: Any) -> Any:
     except Exception:  # no pyarrow, or a type that Arrow does not know
         return NotImplemented
     return (polars.from_arrow, (table,)) if comes_back else NotImplemented
+
+
+def _span(array: Any) -> tuple[Any, int]:
+    """Return the memory that an array spans, as one of bytes, and where its first element is."""
+    import numpy as np
+
+    steps = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
+    before = -sum(step for step in steps if step < 0)
+    size = before + sum(step for step in steps if step > 0) + array.itemsize
+    lowest = tuple(slice(-1, None) if step < 0 else slice(1) for step in steps)
+    first = array[lowest].reshape(1).view(np.uint8)
+    return np.lib.stride_tricks.as_strided(first, (size,), (1,)), before
+
+
+def _view_again(
+    memory: Any,
+    dtype: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    writeable: bool,
+) -> Any:
+    import numpy as np
+
+    array = np.ndarray(shape, dtype, memory, offset, strides)
+    array.flags.writeable = writeable and array.flags.writeable
+    return array
 
 
 def _address(array: Any) -> int:
