@@ -11,6 +11,7 @@ import pytest
 from conftest import require
 from numpy.testing import assert_array_equal
 
+import minloader.torch
 from minloader import Loader, TransportError
 from minloader._insight.leaves import leaves
 from minloader._memory.job_file import JobFile, fingerprint
@@ -221,3 +222,21 @@ def test_a_default_device_that_is_not_the_cpu(dtype):
         (batch,) = loader
     assert batch.device.type == "cpu"
     assert torch.equal(batch, data[:10_000])
+
+
+def own_collate(samples: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate([each for each in samples if each is not None])
+    return batch, batch.is_shared()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_torchs_own_collate_needs_no_room_in_dev_shm(method):
+    """Which may be small, and then ended the worker with a bus error."""
+    data = [None, *torch.arange(30_000.0).reshape(3, -1)]
+    loader = minloader.torch.DataLoader(
+        data, batch_size=4, num_workers=1, collate_fn=own_collate, multiprocessing_context=method
+    )
+    ((batch, was_shared),) = loader
+    assert torch.equal(batch, torch.stack(data[1:]))
+    assert not was_shared

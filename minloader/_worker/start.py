@@ -37,7 +37,7 @@ from minloader._worker.messages import Failure, PoolSettings, Reply, Task, Worke
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals, wait_until_asked
-from minloader._worker.torch_conventions import tell_torch
+from minloader._worker.torch_conventions import collate_in_private_memory, tell_torch
 
 logger = logging.getLogger("minloader")
 
@@ -131,6 +131,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     try:
         beat, place = open_heartbeat(setup.heartbeats, index)  # it answers where it is, from now on
         setup.libraries.apply()
+        collate_in_private_memory()
         inherited = inheritance.load()
         begin, modules = time.perf_counter(), set(sys.modules)
         job = setup.address.load(inherited=inherited)
