@@ -685,7 +685,10 @@ def test_a_frozen_program(tmp_path):
     # What a frozen program's runtime does with the code of the standard library's own processes.
     program.write_text(f"""#!/bin/sh
 for argument; do
-    case $argument in *resource_tracker*) exec {sys.executable} "$@";; esac
+    case $argument in
+        -P) echo "PyInstaller takes the tracker for the program then" >&2;;
+        *resource_tracker*) exec {sys.executable} "$@";;
+    esac
 done
 exec {sys.executable} {tmp_path}/script.py "$@"
 """)

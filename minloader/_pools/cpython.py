@@ -133,6 +133,7 @@ def _allowed_children() -> Iterator[None]:
 # Versions: all.
 # Without this piece: where the current folder has a file such as signal.py, no worker starts.
 #
+# Not in a frozen program: PyInstaller knows what is the tracker's by the very flags.
 # Not the fork server: until 3.14 it does not take over the path, and finds the user's modules there
 # or nowhere.
 
@@ -141,7 +142,8 @@ _get_flags = multiprocessing.util._args_from_interpreter_flags  # type: ignore[a
 
 def _with_safe_path() -> list[str]:
     flags: list[str] = _get_flags()
-    return [*flags, "-P"] if getattr(_starting, "pid", None) == os.getpid() else flags
+    is_ours = getattr(_starting, "pid", None) == os.getpid() and not hasattr(sys, "frozen")
+    return [*flags, "-P"] if is_ours else flags
 
 
 multiprocessing.util._args_from_interpreter_flags = _with_safe_path  # type: ignore[attr-defined]
