@@ -75,7 +75,7 @@ from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
 from minloader._memory.files import interrupts_held
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Sampler, rank_of
+from minloader._sampling.base import Sampler, rank_of, rank_of_stream
 from minloader._sampling.batch import BatchSampler
 from minloader._worker.batch_maker import asked_per_sample
 from minloader._worker.messages import Job, WorkerInfo
@@ -234,7 +234,7 @@ class Loader(Generic[B]):
             keep_last=last_batch == "keep",
             on_sample=asked_per_sample(on_error),
             is_stream=self._shards is not None,
-            rank=rank_of(self.sampler if self._shards is None else dataset),
+            rank=rank_of(self.sampler) if self._shards is None else rank_of_stream(dataset),
         )
         self._epoch = 0
         self._runs = itertools.count()

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from minloader import (
     PackedBatchSampler,
     concurrent,
     get_worker_info,
+    shuffled,
     sliced,
 )
 from minloader._sampling.seeding import derive, sample_key
@@ -64,25 +66,167 @@ def test_ranks_draw_other_numbers_at_each_step(num_workers):
     assert again == ranks[1]
 
 
-def test_the_rank_of_others_samplers_counts():
-    class OfTorch:
-        num_replicas, rank = 2, 1
+class OfTorch:
+    """Reads and gives as torch's ``DistributedSampler``; also as a stream."""
 
-        def __iter__(self) -> Any:
-            return iter(range(1, 40, 2))
+    num_replicas, rank = 2, 1
 
-    class OfAccelerate:
-        num_processes, process_index, batch_sampler = 2, 1, None
+    def __iter__(self) -> Any:
+        return iter(range(1, 40, 2))
 
-        def __iter__(self) -> Any:
-            return iter([[1, 3], [5, 7]])
 
-    def ranks(sampler: Any) -> set[int]:
-        with Loader(lambda item: get_worker_info().rank, sampler, num_workers=0) as loader:
+class OfAccelerate:
+    num_processes, process_index, batch_sampler = 2, 1, None
+
+    def __iter__(self) -> Any:
+        return iter([[1, 3], [5, 7]])
+
+
+class OfNumpy(OfTorch):
+    num_replicas, rank = np.int64(2), np.int64(1)
+
+
+class OfLhotse(OfAccelerate):
+    """As lhotse's samplers of several others, which are of one rank themselves."""
+
+    num_processes, process_index, world_size, rank = 1, 0, 1, 0
+    samplers = (range(3), OfTorch())
+
+
+class IterableDatasetShard(OfAccelerate):
+    """As Accelerate's: it reads all, and takes the part of its rank."""
+
+
+class Split:
+    """As HF's stream after ``split_dataset_by_node``."""
+
+    _distributed = SimpleNamespace(rank=1, world_size=2)
+
+    def __iter__(self) -> Any:
+        return iter(range(1, 40, 2))
+
+
+class Plain:
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+class Wrapping(Plain):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+
+def a_mixture(part: Any) -> Any:
+    return MixtureSampler([9, part], [1, 1])
+
+
+def of_rank_1() -> Any:
+    return BatchSampler(20, None, rank=1, world_size=2)
+
+
+RANKED: dict[str, Any] = {
+    "none": (lambda: range(3), 0),
+    "torch's": (OfTorch, 1),
+    "numpy's": (OfNumpy, 1),
+    "within torch's": (lambda: BatchSampler(OfTorch(), 3), 1),
+    "Accelerate's": (OfAccelerate, 1),
+    "lhotse's": (OfLhotse, 1),
+    "in a mixture": (lambda: a_mixture(of_rank_1()), 1),
+    "in a mixture of mixtures": (lambda: a_mixture(a_mixture(OfNumpy())), 1),
+    "in a mixture, packed": (
+        lambda: PackedBatchSampler(lambda item: 1, 3, sampler=a_mixture(of_rank_1())),
+        1,
+    ),
+}
+
+RANKED_STREAMS: dict[str, Any] = {
+    "none": (Plain, 0),
+    "own": (OfTorch, 1),
+    "shuffled": (lambda: shuffled(OfAccelerate(), 12), 1),
+    "split": (Split, 1),
+    "split and shuffled": (lambda: shuffled(Split(), 12), 1),
+    "wrapped": (lambda: Wrapping(Wrapping(OfNumpy())), 1),
+    "takes its part of all": (lambda: Wrapping(IterableDatasetShard()), 0),
+}
+
+
+def told_rank(item: Any) -> int:
+    return int(get_worker_info().rank)
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_the_rank_of_any_sampler_counts(kind):
+    make, rank = RANKED[kind]
+    with Loader(told_rank, make(), num_workers=0) as loader:
+        assert set(loader) == {rank}
+
+
+@pytest.mark.parametrize("kind", RANKED_STREAMS)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_rank_of_any_stream_counts(kind, workers):
+    make, rank = RANKED_STREAMS[kind]
+    with Loader(make(), transform=told_rank, num_workers=workers) as loader:
+        assert set(loader) == {rank}
+
+
+@pytest.mark.parametrize("way", ["variables", "torch"])
+def test_a_stream_that_names_no_rank_has_that_of_the_process(way, monkeypatch):
+    """As a launcher tells it, or torch's process group: streams ask there for their part."""
+    if way == "variables":
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    else:
+        distributed = pytest.importorskip("torch.distributed")
+        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed, "get_rank", lambda *group: 1)
+    with Loader(Plain(), transform=told_rank, num_workers=0) as loader:
+        assert set(loader) == {1}
+    with Loader(told_rank, range(3), num_workers=0) as loader:
+        assert set(loader) == {0}  # what a sampler gives is of no rank unless it says so
+
+
+def test_ranks_shuffle_a_stream_otherwise_and_draw_other_numbers():
+    class Ranked(Plain):
+        def __init__(self, rank: int) -> None:
+            self.world_size, self.rank = 2, rank
+
+    def draw(sample: Any) -> Any:
+        return sample, random.random()
+
+    def epoch(rank: int) -> Any:
+        stream = shuffled(Ranked(rank), 12)
+        with Loader(stream, transform=draw, num_workers=0) as loader:
+            return list(zip(*loader, strict=True))
+
+    (order, drawn), (other_order, other_drawn) = epoch(0), epoch(1)
+    assert sorted(order) == sorted(other_order)
+    assert order != other_order
+    assert not set(drawn) & set(other_drawn)
+
+
+def test_ranks_within_a_mixture_draw_other_numbers():
+    def drawn(rank: int) -> set[float]:
+        parts = [BatchSampler(20, None, shuffle=True, rank=rank, world_size=2) for _ in range(2)]
+        sampler = MixtureSampler(parts, [1, 1])
+        with Loader(lambda item: random.random(), sampler, num_workers=0) as loader:
             return set(loader)
 
-    assert ranks(BatchSampler(OfTorch(), 3)) == ranks(OfAccelerate()) == {1}
-    assert ranks(range(3)) == {0}
+    assert not drawn(0) & drawn(1)
+
+
+def test_samples_of_a_shuffled_stream_draw_not_what_batches_draw():
+    """From the global generators: a sample belongs to its place in the stream."""
+
+    class Drawing:
+        def __iter__(self) -> Any:
+            return (random.random() for _ in range(75))
+
+    with Loader(shuffled(Drawing(), 20), num_workers=0) as loader:
+        samples = set(loader)
+    with Loader(lambda n: random.random(), range(200), num_workers=0) as loader:
+        batches = set(loader)
+    assert len(samples) == 75
+    assert not samples & batches
 
 
 WAYS: dict[str, Any] = {
@@ -256,7 +400,9 @@ def test_the_sampler_draws_not_what_the_first_batch_draws():
     assert [index for _, index in parts[0]] != list(singles)  # seed + 1 + 0
 
 
-def test_ranks_of_the_drop_in_draw_other_numbers():
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["map-style", "stream", "stream under torch.distributed"])
+def test_ranks_of_the_drop_in_draw_other_numbers(kind, workers, monkeypatch):
     torch = pytest.importorskip("torch")
     from minloader.torch import DataLoader
 
@@ -267,10 +413,25 @@ def test_ranks_of_the_drop_in_draw_other_numbers():
         def __getitem__(self, index: int) -> float:
             return float(torch.rand(1))
 
+    class NoiseStream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return (float(torch.rand(1)) for _ in range(4))
+
     drawn = []
     for rank in range(2):
         torch.manual_seed(0)
         sampler = torch.utils.data.DistributedSampler(range(8), 2, rank)
-        loader = DataLoader(Noise(), batch_size=2, sampler=sampler)
+        if kind == "map-style":
+            loader = DataLoader(Noise(), batch_size=2, sampler=sampler, num_workers=workers)
+        else:
+            stream = NoiseStream()
+            if kind == "stream":
+                stream.num_replicas, stream.rank = 2, rank
+            else:
+                monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+                monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            loader = DataLoader(stream, batch_size=2, num_workers=workers)
         drawn.append({float(value) for batch in loader for value in batch})
-    assert len(drawn[0] | drawn[1]) == 8
+        loader.close()
+    assert not drawn[0] & drawn[1]
+    assert len(drawn[0]) == len(drawn[1]) == 4 * (workers if kind != "map-style" and workers else 1)

@@ -27,8 +27,9 @@ from minloader._worker.import_hook import forget, when_imported
 logger = logging.getLogger("minloader")
 R = TypeVar("R")
 
-Place = tuple[int, int, int, int]
-"""Of a batch: the loader's seed, the epoch, the ordinal and the rank."""
+Place = tuple[int, ...]
+"""Of a batch: the loader's seed, the epoch, the ordinal and the rank. What is none has more: then
+it never draws what a batch draws."""
 
 Seed = Callable[[Place], None]
 """Seeds the global generators for one batch."""
@@ -37,9 +38,9 @@ Borrow = Callable[[], Callable[[], None]]
 """Called before generators are seeded that are the user's; returns what is called after it."""
 
 
-def batch_seed(seed: int, epoch: int, ordinal: int, rank: int) -> int:
+def batch_seed(*place: int) -> int:
     """Return 128 bits that depend on nothing but the place of a batch."""
-    return derive("batch", seed, epoch, ordinal, rank)
+    return derive("batch", *place)
 
 
 _generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own

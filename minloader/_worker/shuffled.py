@@ -154,11 +154,10 @@ class Shuffle:
         """Have the stream draw what belongs to its sample ``n``, whenever that is read."""
         info = get_worker_info()
         if info is not None:
-            info._begin(info.epoch, n, key=(2, info.id))
+            key = 2, info.id
+            info._begin(info.epoch, n, key=key)
             if info._seeds_globals:
-                seed_globals(
-                    (info.seed, info.epoch, -3 - info.id - n * info.num_workers, info.rank)
-                )
+                seed_globals((info.seed, info.epoch, n, info.rank, *key))
 
     def _state(self) -> dict[str, Any] | None:
         """Return the state of the stream, of its iterator, or of both, as far as they have any."""
