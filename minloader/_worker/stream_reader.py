@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any
 
 from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import END, LEFT_OUT, Reached, Shard, WorkerInfo
 from minloader._worker.seeds import Place
 
@@ -148,7 +148,7 @@ class ShardReader:
         self.ended = len(samples) < size
         if not samples or (self.ended and not job.keep_last):
             return END
-        self.last = recognized(samples)
+        self.last = fingerprint(samples)
         return samples
 
     def goes_on(self, start: Reached) -> bool:
@@ -369,30 +369,6 @@ class ShardReaders:
                 if self.is_inline:
                     with suppress(Exception):  # what cannot be copied cannot be begun anew either
                         self._original = copy.deepcopy(dataset)
-
-
-def recognized(samples: list[Any]) -> int:
-    """Return what samples are recognized by: the first plain value of the first and the last."""
-    return zlib.crc32(repr((_plain(samples[0]), _plain(samples[-1]))).encode())
-
-
-def _plain(value: Any, depth: int = 8) -> Any:
-    """Return the first number or string in a sample, or the first ones of an array; else None."""
-    if isinstance(value, str | bytes):
-        return value[:64]
-    if isinstance(value, int | float):
-        return value + 0  # of an enum, without its name
-    parts = value.values() if isinstance(value, Mapping) else value
-    if parts is not value or isinstance(value, list | tuple):
-        found = (_plain(part, depth - 1) for part in islice(parts, depth))
-        return next((each for each in found if each is not None), None)
-    flat: Any = getattr(value, "flat", None)  # a numpy array
-    if flat is None and hasattr(value, "flatten"):  # a tensor
-        flat = value.flatten()
-    try:
-        return list(map(float, flat[:8]))
-    except (TypeError, ValueError):
-        return None
 
 
 def _read_once(dataset: Any) -> RuntimeError:
