@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as WithDefault
@@ -119,8 +120,38 @@ class Stateful(Protocol):
 
 
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
-    """Return whether something can say where it is, and be put there."""
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    """Return whether something can say where it is, and be put there, by one who knows nothing.
+
+    The ``state_dict`` of some (MosaicML's and litData's streams) must be told how far they were
+    read: they count as without a state.
+    """
+    if not hasattr(thing, "load_state_dict"):
+        return False
+    method = getattr(thing, "state_dict", None)
+    function = getattr(method, "__func__", method)
+    try:
+        known = _called_alone.get(function)
+        if known is None:
+            known = _called_alone[function] = _can_be_called_alone(method)
+    except TypeError:  # it is not hashable, or cannot be referred to weakly
+        known = _can_be_called_alone(method)
+    return known
+
+
+_called_alone: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Of functions: to look at a signature takes longer than to ask for a state."""
+
+
+def _can_be_called_alone(method: Any) -> bool:
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return False
+    except ValueError:  # one that is written in C may tell nothing
+        return True
+    return True
 
 
 # --- mistakes, and what was meant

@@ -24,7 +24,7 @@ from idioms import (
 from interrupts import OURS, interrupted
 from test_streams import in_turns
 
-from minloader import Loader, prefetch
+from minloader import BatchSampler, Loader, MixtureSampler, prefetch, shuffled
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -447,3 +447,74 @@ def test_random_streams_go_on_alike(kind, workers):
             other.load_state_dict(state)
             assert lists(other) == given[k + 1 : (number + 1) * whole]
             assert lists(other) == given[(number + 1) * whole :][:whole]
+
+
+# --- a state that must be told how far it was read
+
+
+class ToldHowFar:
+    """As MosaicML's streams and litData's: its ``state_dict`` needs arguments."""
+
+    def __iter__(self) -> Any:
+        first, step = shard()
+        return iter(range(first, 8, step))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
+        return {"samples": num_samples}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it has no state that could be put back")
+
+
+class OwnToldHowFar(ToldHowFar):
+    """The same, its own iterator: it begins anew with each ``iter``."""
+
+    def __iter__(self) -> Any:
+        self.left = super().__iter__()
+        return self
+
+    def __next__(self) -> int:
+        return next(self.left)
+
+
+def in_the_drop_in(stream: Any, **options: Any) -> Any:
+    from minloader.torch import DataLoader
+
+    torch = pytest.importorskip("torch")
+    kind = type("Stream", (type(stream), torch.utils.data.IterableDataset), {})
+    return DataLoader(kind(), batch_size=2, **options)
+
+
+def as_stream(stream: Any, **options: Any) -> Any:
+    return Loader(stream, batch_size=2, **options)
+
+
+TOLD: dict[str, Any] = {
+    "stream": as_stream,
+    "shuffled": lambda stream, **options: as_stream(shuffled(stream, 4), **options),
+    "drop-in": in_the_drop_in,
+    "sampler": lambda sampler, **options: Loader(same, BatchSampler(sampler, 2), **options),
+    "inner sampler": lambda sampler, **options: Loader(
+        same, BatchSampler(BatchSampler(sampler, None), 2), **options
+    ),
+    "part": lambda sampler, **options: Loader(
+        same, MixtureSampler([sampler], [1], 2, stop="last"), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [ToldHowFar, OwnToldHowFar])
+@pytest.mark.parametrize("way", TOLD)
+def test_a_state_that_needs_arguments_is_none(way, kind, workers):
+    if kind is OwnToldHowFar and way in ("sampler", "inner sampler", "part"):
+        return  # such a sampler serves one epoch
+    with TOLD[way](kind(), num_workers=workers) as lived:
+        expected = plain(list(lived))
+        assert len(expected) == len(list(lived)) == 4
+    with TOLD[way](kind(), num_workers=workers) as lived:
+        next(iter(lived))
+        state = lived.state_dict()
+    with TOLD[way](kind(), num_workers=workers) as resumed:
+        resumed.load_state_dict(state)
+        assert plain(list(resumed)) == expected[1:]

@@ -380,5 +380,6 @@ def _read_once(dataset: Any) -> RuntimeError:
 
 def is_read_once(dataset: Any) -> bool:
     """Return whether each pass needs another copy."""
-    is_iterator = hasattr(type(dataset), "__next__") and not is_stateful(dataset)
+    # One with any state at all begins anew with iter, whatever must be known to ask for the state.
+    is_iterator = hasattr(type(dataset), "__next__") and not hasattr(dataset, "state_dict")
     return is_iterator or getattr(dataset, "read_once", False)
