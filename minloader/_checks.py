@@ -154,6 +154,44 @@ def _can_be_called_alone(method: Any) -> bool:
     return True
 
 
+RANKS = "rank", "process_index"
+"""What states call the rank of the process that they are of."""
+
+
+def differences(here: Any, then: Any, name: str = "") -> list[str]:
+    """Return in words what of a state is another than it was, but for the rank it is of.
+
+    Args:
+        here: what is there now.
+        then: what was there; perhaps as JSON has it, with lists in place of tuples.
+        name: of the part that is compared; "" for the whole.
+    """
+    if isinstance(here, Mapping) and isinstance(then, Mapping):
+        parts = {str(key): value for key, value in here.items()}
+        former = {str(key): value for key, value in then.items()}
+        found = []
+        for key in (parts | former).keys() - {*RANKS}:
+            path = f"{name}.{key}" if name else key
+            found += differences(parts.get(key), former.get(key), path)
+        return sorted(found)
+    if isinstance(here, list | tuple) and isinstance(then, list | tuple) and len(here) == len(then):
+        pairs = enumerate(zip(here, then, strict=True))
+        return [one for n, pair in pairs for one in differences(*pair, f"{name}[{n}]")]
+    if _are_equal(here, then):
+        return []
+    where = f"{name} " if name else ""
+    return [f"{name or 'it'} is {shown(here)}, but the state is of {where}{shown(then)}"]
+
+
+def _are_equal(here: Any, then: Any) -> bool:
+    if hasattr(here, "tolist") and hasattr(then, "tolist"):  # arrays, and tensors
+        here, then = here.tolist(), then.tolist()
+    try:
+        return bool(here == then)
+    except Exception:  # of the user's own objects, which are not known to differ
+        return True
+
+
 # --- mistakes, and what was meant
 
 OTHER_NAMES = {

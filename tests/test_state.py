@@ -41,6 +41,7 @@ from minloader import (
     PackedBatchSampler,
     prefetch,
 )
+from minloader._checks import differences
 from minloader._epochs.sampled import STATE_COST, Source
 
 N = 40  # batches of an epoch of each of SAMPLERS
@@ -199,8 +200,65 @@ def test_a_sampler_that_does_not_come_back_is_refused():
             next(batches)
         state = loader.state_dict()
         loader.load_state_dict(state)
-        with pytest.raises(ValueError, match="does not return to the state that it gave"):
+        message = (
+            "the state that it gave: position is [0-9]+, but the state is of position [0-9]+; its"
+        )
+        with pytest.raises(ValueError, match=message):
             iter(loader)
+
+
+class Ranked(SelfIterating):
+    """As lhotse's: its state names the rank, which loading passes over, deep within too."""
+
+    world_size = 2
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(range(rank, 20, 2))
+        self.rank = rank
+
+    def state_dict(self) -> Any:
+        within = {"samplers": ({"rank": self.rank, "at": np.array([1, 2])},)}
+        return {"position": self.position, "rank": self.rank, **within}
+
+
+def test_the_state_of_a_rank_serves_another_whatever_it_says_of_the_rank():
+    with Loader(Guarded(), Ranked(0), num_workers=0) as lived:
+        batches = iter(lived)
+        taken = [next(batches)[0] for _ in range(3)]
+        state = plain(lived.state_dict())
+    assert taken == [0, 2, 4]
+    with Loader(Guarded(), Ranked(1), num_workers=0) as resumed:
+        resumed.load_state_dict(state)
+        assert [batch[0] for batch in resumed] == [7, 9, 11, 13, 15, 17, 19]
+
+
+@pytest.mark.parametrize(
+    ("here", "then", "found"),
+    [
+        ({"a": 1, "rank": 0}, {"a": 1, "rank": 1}, []),
+        ({"a": (1, {"process_index": 0})}, {"a": [1, {"process_index": 1}]}, []),
+        ({3: "x"}, {"3": "x"}, []),  # as JSON has it
+        ({"a": np.arange(3)}, {"a": np.arange(3)}, []),
+        (
+            {"a": np.arange(3)},
+            {"a": np.arange(4)},
+            ["a is array([0, 1, 2]), but the state is of a"],
+        ),
+        ({"n": 12, "k": 1}, {"n": 10, "k": 1}, ["n is 12, but the state is of n 10"]),
+        ({"k": 1}, {"n": 1}, ["k is 1, but the state is of k None", "n is None, but the state is"]),
+        (
+            {"a": [{"k": 1}, 2]},
+            {"a": [{"k": 2}, 3]},
+            ["a[0].k is 1, but the state", "a[1] is 2, but"],
+        ),
+        ({"a": [1]}, {"a": [1, 2]}, ["a is [1], but the state is of a [1, 2]"]),
+        (7, 8, ["it is 7, but the state is of 8"]),
+    ],
+)
+def test_what_of_a_state_differs_is_named(here, then, found):
+    words = differences(here, then)
+    assert len(words) == len(found)
+    assert all(word.startswith(begin) for word, begin in zip(words, found, strict=True))
 
 
 def test_a_sampler_whose_state_is_costly_is_rarely_asked():

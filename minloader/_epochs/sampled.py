@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from minloader._checks import shown
+from minloader._checks import differences, shown
 from minloader._epochs import failures
 from minloader._epochs.lane import Lane
 from minloader._epochs.pending import Bell, Pending, SamplerState
@@ -534,9 +534,10 @@ def _samples(items: list[Any]) -> int:
 
 def _check_put_back(sampler: Any, items: Any, known: SamplerState) -> None:
     """Check that a sampler that is its own iterator says again what it said then."""
-    if items is sampler and sampler.state_dict() != known.state:
+    found = differences(sampler.state_dict(), known.state) if items is sampler else []
+    if found:
         raise ValueError(
             f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
-            f"{shown(sampler.state_dict())}, not {shown(known.state)}; its load_state_dict is at "
-            "fault (lhotse's does so after filter() of a sampler: filter the cuts instead)"
+            f"{'; '.join(found)}; its load_state_dict is at fault (lhotse's does so after filter() "
+            "of a sampler: filter the cuts instead)"
         )
