@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple, cast
 
-from minloader._checks import check_bool, check_int, shown
+from minloader._checks import check_bool, check_choice, check_int, shown
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import Reading, Source
 
@@ -209,8 +209,8 @@ class Run(Iterator[Any]):
 class Sampler:
     """The seed, epoch, rank and state of a sampler."""
 
-    # Attributes that decide the order; and those that decide how steps are dealt out to ranks,
-    # which may be others in another world size.
+    # Attributes that decide the order; and those that decide how steps are dealt out to ranks: the
+    # world size, and what may be another one if that is allowed.
     _arguments: tuple[str, ...] = ()
     _dealt_by: tuple[str, ...] = ("world_size",)
     _begin: type[Run]  # the batches of an epoch, from a place on
@@ -300,29 +300,39 @@ class Sampler:
         """
         return copy.deepcopy({**self._identity(), "epoch": self.epoch, **self._position()})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], allow: str | Iterable[str] = ()) -> None:
         """Make the next iterator continue from a state. Later ones begin anew.
 
-        With another ``world_size``, what no rank was given is dealt out anew.
+        With another ``world_size``, or another value of what is allowed, what no rank was given is
+        dealt out anew.
 
         Args:
             state: from ``state_dict`` of a sampler made with the same arguments, of any rank.
+            allow: names of arguments that may be others than they were: what limits a batch.
 
         Raises:
-            TypeError, ValueError: that is no state, or that of a sampler with another order. This
-                sampler then stays as it was.
+            TypeError, ValueError: that is no state, or that of a sampler with another order; or
+                ``allow`` names another argument. This sampler then stays as it was.
         """
-        self._load(state)
+        self._load(state, allow=allow)
 
-    def _load(self, state: dict[str, Any], epoch: int = 0, more: int = 0) -> None:
-        """Load a state; of another world size, one from which batches were delivered since.
+    def _load(
+        self,
+        state: dict[str, Any],
+        epoch: int = 0,
+        more: int = 0,
+        allow: str | Iterable[str] = (),
+    ) -> None:
+        """Load a state; if it is dealt out anew, one from which batches were delivered since.
 
         Args:
             state: as for ``load_state_dict``.
             epoch: the one that these batches are of.
             more: how many each rank was given.
+            allow: as for ``load_state_dict``.
         """
-        former, state = self._check(state), copy.deepcopy(state)
+        former = self._check(state, self._check_allowed(allow))
+        state = copy.deepcopy(state)
         place = {name: state[name] for name in self._beginning()}
         if place["between"] and more:  # they are of an epoch that begins there
             place |= {"between": False, **NOTHING}
@@ -397,23 +407,44 @@ class Sampler:
         arguments = {name: getattr(self, name) for name in names}
         return {"sampler": type(self).__name__, "version": VERSION, **arguments}
 
-    def _check(self, state: Any) -> dict[str, Any]:
-        """Refuse what is no state of such a sampler; return what another world was dealt out by."""
+    def _is_dealt_anew(self, state: dict[str, Any]) -> bool:
+        """Return whether steps were dealt out otherwise where a state is from."""
+        return any(state.get(name) != getattr(self, name) for name in self._dealt_by)
+
+    def _check_allowed(self, allow: str | Iterable[str]) -> Sequence[str]:
+        """Return the names of what may be another, or refuse them."""
+        names = [allow] if isinstance(allow, str) else list(allow)
+        for name in names:
+            check_choice("allow", name, self._dealt_by)
+        return names
+
+    def _check(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+        """Refuse what is no state of such a sampler; return what another one was dealt out by."""
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
         identity = self._identity()
-        is_other = state.get("world_size") != self.world_size
         for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
                 raise ValueError(
                     f"the state has no {name!r}, so it is not from this kind of sampler"
                 )
-            value = identity.get(name, state[name])
-            if state[name] != value and not (is_other and name in self._dealt_by):
-                raise ValueError(
-                    f"{name} is {value!r}, but the state is of {name} {state[name]!r}; make the "
-                    "sampler with the arguments it had then, or start anew without the state"
-                )
+        others = [name for name in identity if state[name] != identity[name]]
+        fixed = [name for name in others if name not in self._dealt_by]
+        refused = [name for name in others if name not in ("world_size", *allowed)]
+        # What else is another may follow from the first, as a digest of lengths from their number.
+        for name in fixed[:1]:
+            raise ValueError(
+                f"{name} is {identity[name]!r}, but the state is of {name} {state[name]!r}; make "
+                "the sampler with the arguments it had then, or start anew without the state"
+            )
+        if refused:
+            found = [f"{name} is {identity[name]!r}" for name in refused]
+            then = [f"{name} {state[name]!r}" for name in refused]
+            raise ValueError(
+                f"{' and '.join(found)}, but the state is of {' and '.join(then)}; make the "
+                f"sampler with that, or give load_state_dict allow={refused}, which deals out anew "
+                "what was not given"
+            )
         check_int("world_size", state["world_size"], 1)
         for name in "epoch", "batches", "begun", "errors", "dropped":
             check_int(name, state[name], 0)
@@ -422,7 +453,8 @@ class Sampler:
             raise ValueError(f"legs must be parts of an epoch, got {shown(state['legs'])}")
         if type(state["between"]) is not bool:
             raise ValueError(f"between must be a bool, got {shown(state['between'])}")
-        former = {name: state[name] for name in self._dealt_by} if is_other else {}
+        is_anew = self._is_dealt_anew(state)
+        former = {name: state[name] for name in self._dealt_by} if is_anew else {}
         for name, value in former.items():
             if not (value is None or (isinstance(value, int | float) and value > 0)):
                 raise ValueError(f"{name} must be above 0, but in the state it is {shown(value)}")

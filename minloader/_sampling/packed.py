@@ -83,8 +83,8 @@ class PackedBatchSampler(WindowSampler):
 
     _kind = "ui", Integral, "int"
     _ways = "refuse", "drop", "split"
-    _arguments = ("n", "lengths", "capacity", "rows", "long", "window", "shuffle")
-    _dealt_by = ("world_size", "rows")
+    _arguments = ("n", "capacity", "rows", "long", "window", "shuffle", "lengths")
+    _dealt_by: tuple[str, ...] = "world_size", "rows", "capacity"
     _limits = ("capacity",)
 
     def __init__(
@@ -104,6 +104,8 @@ class PackedBatchSampler(WindowSampler):
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
         super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
+        if self.long == "split":  # with another capacity the pieces are others
+            self._dealt_by = "world_size", "rows"
 
     def collate(self, value: Any = 0) -> pack_collate:
         """Return the ``collate_fn`` that lays the batches of this sampler out in its rows.
@@ -121,7 +123,7 @@ class PackedBatchSampler(WindowSampler):
         rows, count, size = np.empty_like(order), 0, self.window or max(1, len(costs))
         for start in range(0, len(costs), size):
             window = slice(start, start + size)
-            rows[window] = count + _best_fit(costs[window], self.capacity)
+            rows[window] = count + _best_fit(costs[window], by["capacity"])
             count = int(rows[window].max()) + 1
         each = by["rows"] or 1
         places, starts, stops = _arranged(rows, self.shuffle, rng, by["world_size"], each)
