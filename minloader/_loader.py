@@ -626,16 +626,19 @@ class Loader(Generic[B]):
         length = self._told.length_between() if source is None else source.length
         return partial(sampler_state, self.seed, epoch, notes[0], length)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: str | Iterable[str] = ()) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.
 
         Iterators that were begun before raise an error. Nothing that was delivered is loaded
         again, but for streams without a state. Number of workers, executor and the like may be
         others; the dataset, the sampler and what makes batches of samples must not. Of our samplers
-        the world size may be another: what no rank was given is dealt out anew.
+        the world size may be another, and what ``allow`` names: what no rank was given is dealt out
+        anew.
 
         Args:
             state: from a loader of this process or another.
+            allow: names of arguments of our sampler that may be others than they were: what limits
+                a batch, such as "max_total" or "batch_size".
 
         Raises:
             TypeError, ValueError: it is no state, or not of a loader like this one; both values
@@ -661,7 +664,8 @@ class Loader(Generic[B]):
                 self._told.set_epoch(epoch)
             # To tell it would disturb the epoch under way: the length is compared when it is told.
             length = self._told.length_between() if is_under_way else self._told.length()
-            check_sampler(known, self.sampler, length, takes_seed=self._own_sampler)
+            own_seed = self._own_sampler
+            check_sampler(known, self.sampler, length, takes_seed=own_seed, allow=allow)
         # Only now: the epoch under way goes on after a state that was refused.
         with interrupts_held():  # or one of these would have a seed of its own
             self._group.reseed(known["seed"])

@@ -389,7 +389,11 @@ def test_the_length_of_a_mixture_is_known_where_every_item_comes():
         ("dynamic", {"cost": lambda n: n + 1}, "lengths is '[0-9a-f]+', but the state is of leng"),
         ("dynamic", {"lengths": Lazily(LENGTHS)}, "n is None, but the state is of n 20"),
         ("dynamic", {"sampler": range(20)}, "n is None, but the state is of n 20"),
-        ("dynamic", {"max_total": None, "max_padded": 7}, "max_total is None, but the state is of"),
+        (
+            "dynamic",
+            {"max_total": None, "max_padded": 7},
+            "max_total is None and max_padded is 7.0, but the state is of max_total 7.0 and max_",
+        ),
         ("dynamic", {"buckets": 2}, "buckets is 2, but the state is of buckets 1"),
         ("dynamic", {"max_batch": 2}, "max_batch is 2, but the state is of max_batch None"),
         ("packed", {"capacity": 5}, "capacity is 5, but the state is of capacity 4"),

@@ -728,25 +728,78 @@ def test_what_is_too_long_is_dropped_and_counted(kind):
         DynamicBatchSampler(lengths, max_total=10, long="split")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["dynamic shuffled", "packed shuffled", "batch shuffled"])
-def test_a_limit_may_come_with_another_world_size(kind):
-    makes: dict[str, Any] = {
-        "dynamic shuffled": lambda most, **w: DynamicBatchSampler(
-            LENGTHS, 60, max_batch=most, shuffle=True, **w
-        ),
-        "packed shuffled": lambda most, **w: PackedBatchSampler(LENGTHS, 45, most, **w),
-        "batch shuffled": lambda most, **w: BatchSampler(N, 2 * (most or 1), True, **w),
-    }
-    lived = makes[kind](None)
-    first = items_of(kind, islice(iter(lived), 2))
+LIMITED: dict[str, Any] = {
+    "max_batch": lambda most, **w: DynamicBatchSampler(
+        LENGTHS, 60, max_batch=3 if most else None, shuffle=True, **w
+    ),
+    "max_total": lambda most, **w: DynamicBatchSampler(
+        LENGTHS, 45 if most else 60, shuffle=True, **w
+    ),
+    "max_padded": lambda most, **w: DynamicBatchSampler(
+        Lazily(LENGTHS), max_padded=45 if most else 60, buckets=2, **w
+    ),
+    "rows": lambda most, **w: PackedBatchSampler(LENGTHS, 45, 3 if most else None, **w),
+    "capacity": lambda most, **w: PackedBatchSampler(
+        LENGTHS, 45 if most else 60, window=20, shuffle=True, **w
+    ),
+    "batch_size": lambda most, **w: BatchSampler(N, 6 if most else 2, True, **w),
+}
+"""Samplers with another limit on a batch, by the name of that."""
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_limit_may_be_another_if_that_is_allowed(limit, world_size, loader):
+    """In the same world size as in another: what was not given is dealt out anew."""
+
+    def made(most: bool, **w: int) -> Any:
+        sampler = LIMITED[limit](most, **w)
+        return Loader(list, sampler, num_workers=0) if loader else sampler
+
+    lived = made(False)
+    first = items_of("", islice(iter(lived), 2))
+    state = saved(lived)
+    message = rf"{limit} is .*, but the state is of {limit} .* allow=\['{limit}'\]"
     rest: list[Any] = []
-    for rank in range(2):
-        sampler = makes[kind](3, rank=rank, world_size=2)
-        sampler.load_state_dict(saved(lived))
-        rest += items_of(kind, sampler)
-    assert len({*first, *rest}) == len(first) + len(rest) == N - sampler.dropped
-    with pytest.raises(ValueError, match="but the state is of"):
-        makes[kind](3).load_state_dict(saved(lived))
+    for rank in range(world_size):
+        other = made(True, rank=rank, world_size=world_size)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        other.load_state_dict(state, allow=[limit])
+        again = made(True, rank=rank, world_size=world_size)
+        again.load_state_dict(saved(other))  # it says of which limit each leg was
+        given = items_of("", other)
+        assert items_of("", again) == given
+        rest += given
+    dropped = (other.sampler if loader else other).dropped
+    assert len({*first, *rest}) == len(first) + len(rest) == N - dropped
+
+
+def test_as_many_batches_as_another_world_size_has_can_be_left_out():
+    with Loader(list, BatchSampler(N, 3, world_size=4), num_workers=0) as lived:
+        next(iter(lived))
+        state = lived.state_dict()
+    with Loader(list, BatchSampler(N, 3), num_workers=0) as resumed:
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        resumed.load_state_dict(state)
+        resumed.skip(12)
+        assert list(resumed) == rest[12:]
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_what_is_no_limit_cannot_be_allowed(loader):
+    sampler = DynamicBatchSampler(LENGTHS, 60)
+    whose = Loader(list, sampler, num_workers=0) if loader else sampler
+    with pytest.raises(ValueError, match=r"allow must be .*'max_total'.* or .*, got 'seed'"):
+        whose.load_state_dict(whose.state_dict(), allow=["seed"])
+    split = PackedBatchSampler(LENGTHS, 9, long="split")
+    with pytest.raises(ValueError, match="capacity is 9, but the state is of capacity 8; make the"):
+        split.load_state_dict(PackedBatchSampler(LENGTHS, 8, long="split").state_dict())
+    other = Loader(list, range(4), num_workers=0)
+    with pytest.raises(ValueError, match="allow is for a sampler of minloader's"):
+        other.load_state_dict(other.state_dict(), allow="max_total")
 
 
 @pytest.mark.parametrize(("former", "later"), [(30, 60), (60, 30), (15, 30)])
@@ -765,7 +818,7 @@ def test_what_is_too_long_may_be_other_samples_in_another_world(name, lazy, form
         lived = make(former, rank=rank, world_size=2)
         given += items_of("", islice(iter(lived), 2))
     resumed = make(later)
-    resumed.load_state_dict(saved(lived))
+    resumed.load_state_dict(saved(lived), allow=name)
     given += items_of("", resumed)
     too_long = {n for n in range(N) if LENGTHS[::-1][n] > later}
     assert len(set(given)) == len(given)

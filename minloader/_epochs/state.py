@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from minloader._checks import check_int, is_stateful, part_meant, shown
@@ -128,7 +128,14 @@ def _plain(value: Any) -> Any:
 # --- a state that is loaded
 
 
-def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed: bool) -> None:
+def check_sampler(
+    state: State,
+    sampler: Any,
+    length: int | None,
+    *,
+    takes_seed: bool,
+    allow: str | Iterable[str] = (),
+) -> None:
     """Refuse a state whose sampler was another one, as far as that can be told.
 
     Args:
@@ -136,19 +143,26 @@ def check_sampler(state: State, sampler: Any, length: int | None, *, takes_seed:
         sampler: the loader's.
         length: number of its batches in that epoch; None if that is not known.
         takes_seed: whether it will have the seed of the state, if it is of ours.
+        allow: names of its arguments that may be others, if it is of ours.
     """
+    if allow and not isinstance(sampler, Sampler):
+        raise ValueError(
+            f"allow is for a sampler of minloader's, but this loader has {shown(sampler)}; drop it"
+        )
     if not takes_seed or not isinstance(sampler, Sampler):
-        _check_sampler(state, sampler, length)
+        _check_sampler(state, sampler, length, allow)
         return
     former = sampler.seed
     try:
         sampler.seed = state["seed"]
-        _check_sampler(state, sampler, length)
+        _check_sampler(state, sampler, length, allow)
     finally:
         sampler.seed = former
 
 
-def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
+def _check_sampler(
+    state: State, sampler: Any, length: int | None, allow: str | Iterable[str]
+) -> None:
     if state["epoch"] or state["ended"]:
         _refuse_own_generator(sampler, is_put_back=state["sampler"] is not None)
     if state["sampler"] is not None and not is_stateful(sampler):
@@ -158,10 +172,10 @@ def _check_sampler(state: State, sampler: Any, length: int | None) -> None:
         )
     if state["sampler"] is not None and isinstance(sampler, Sampler):
         known = state["sampler"]["state"]
-        if isinstance(known, dict) and known.get("world_size") != sampler.world_size:
-            _deal_anew(state, sampler)
+        if isinstance(known, dict) and sampler._is_dealt_anew(known):
+            _deal_anew(state, sampler, allow)
         else:
-            sampler.load_state_dict(known)  # says itself what differs
+            sampler.load_state_dict(known, allow)  # says itself what differs
         return
     check_length(state, sampler, length)
 
@@ -202,19 +216,23 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
                 )
 
 
-def _deal_anew(state: State, sampler: Sampler) -> None:
-    """Make a state of another world size one of the sampler's, if the sampler can do that."""
+def _deal_anew(state: State, sampler: Sampler, allow: str | Iterable[str]) -> None:
+    """Make a state whose steps were dealt out otherwise one of the sampler's, if it can do that."""
     known = state["sampler"]["state"]
+    sampler._load(known, state["epoch"], state["batches"] - state["sampler"]["at"], allow)
     if state["beyond"]:
         raise ValueError(
-            f"world_size is {sampler.world_size}, but the state is of world_size "
-            f"{known.get('world_size')} and has batches that were delivered before their turn "
-            "(in_order=False), which are others in each rank; end the epoch with as many ranks as "
+            "what is left is to be dealt out anew, since world_size or what limits a batch is "
+            "another, but the state has batches that were delivered before their turn "
+            "(in_order=False), which are others in each rank; end the epoch with the sampler that "
             "it had, or take a state from between epochs"
         )
-    sampler._load(known, state["epoch"], state["batches"] - state["sampler"]["at"])
     state["sampler"] = {"at": state["batches"], "state": sampler.state_dict()}
     state["check"] = None  # what comes next is another batch now
+    try:
+        state["length"] = len(sampler)
+    except TypeError:
+        state["length"] = None
 
 
 def check_state(state: Any, seed: int | None, *, stream: bool) -> State:
