@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import flat
+from conftest import flat, outcomes
 from helpers import Lazily, SelfIterating, Stateful
 
 from minloader import (
@@ -169,7 +169,10 @@ SPLIT = partial(PackedBatchSampler, capacity=5, long="split")
 @pytest.mark.parametrize(
     ("sampler", "values", "error", "message"),
     [
-        (BUCKETS, [1, 2, 3, 11, 2], ValueError, r"lengths\[3\] is 11\b.* at most max_padded=10"),
+        (BUCKETS, [1, 2, 3, 11, 2], ValueError, r"\[3\] is 11\b.* at most max_padded=10; raise"),
+        (BUCKETS, [1, 99], ValueError, r"leave that sample out, or give long='drop'$"),
+        (partial(SPLIT, long="refuse"), [9], ValueError, "or give long='drop' or long='split'$"),
+        (BUCKETS, [1, -1], ValueError, r"at most max_padded=10; leave that sample out$"),
         (BUCKETS, [1, 2.5, math.nan], ValueError, r"lengths\[2\] is nan"),
         (BUCKETS, [1.0, math.inf], ValueError, r"lengths\[1\] is inf"),
         (BUCKETS, [1, -1], ValueError, r"lengths\[1\] is -1\b.*at least 0"),
@@ -289,6 +292,35 @@ def test_lengths_of_mixed_types(kind):
     assert sorted(flat(PLANNED[kind](numbers))) == [0, 1, 2]
     dropping = PLANNED[kind](iter([1, 2**70]), long="drop")
     assert (flat(dropping), dropping.dropped) == ([0], 1)
+
+
+HUGE: dict[str, Any] = {
+    "dynamic": partial(DynamicBatchSampler, max_total=9),
+    "dynamic drop": partial(DynamicBatchSampler, max_total=9, long="drop"),
+    "packed": partial(PackedBatchSampler, capacity=9),
+    "packed drop": partial(PackedBatchSampler, capacity=9, long="drop"),
+    "packed split": partial(PackedBatchSampler, capacity=9, long="split"),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+@pytest.mark.parametrize("length", [10**9, 2**63, 10**30, 10**400])
+@pytest.mark.parametrize("wrap", [Lazily, list])
+def test_a_huge_length_is_the_error_of_its_sample_alone(kind, length, wrap):
+    lengths = [1, 2, length, 3]
+    if wrap is list and "drop" not in kind:
+        with pytest.raises(ValueError, match=r"lengths\[2\] is .*, but must be at least 0"):
+            HUGE[kind](lengths)
+        return
+    sampler = HUGE[kind](wrap(lengths))
+    found = outcomes(iter(sampler))
+    if "drop" not in kind:
+        error = found.pop(0)
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("lengths[2] is ")
+    (batch,) = found
+    assert [getattr(item, "sample", item) for item in batch] == [0, 1, 3]
+    assert sampler.dropped == ("drop" in kind)
 
 
 def test_lengths_that_no_integer_of_numpy_holds():

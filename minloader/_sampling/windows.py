@@ -42,6 +42,10 @@ of them make tighter buckets, fuller rows and better shuffling, but the first ba
 them."""
 
 
+PIECES = 1 << 24
+"""Into how many pieces a sample may be split. A length beyond that is a mistake."""
+
+
 @dataclass
 class Window:
     """Samples that are planned together. An *entry* is a sample, or a piece of one.
@@ -186,23 +190,28 @@ class WindowSampler(Sampler):
                     errors[n] = TypeError(
                         f"lengths must be one {word} for each sample, got {shown(one)} for {name}"
                     )
-                # Numbers of mixed types; none is too large for numpy then.
-                numbers[n] = 0 if n in errors else max(-1, one if one < 2**62 else float(one))
+                numbers[n] = 0 if n in errors else _for_numpy(one)
             values = np.array(numbers)
         wrong = ~(values >= 0)  # NaN is wrong too
         failed: dict[int, Exception] = {}
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
         errors |= {n: failed[n] for n in failed if not wrong[n]}
         wrong[list(errors)] = True
-        too_long = (costs > limit) & (self.long == "refuse")
+        most, what = limit, f"{limit_name}={limit:g}"
+        if self.long == "split":
+            most, what = limit * PIECES, f"{limit * PIECES:g} with {limit_name}={limit:g}"
+        too_long = (costs > most) & (self.long != "drop")
+        others = " or ".join(f"long={way!r}" for way in self._ways if way != self.long)
         for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
             price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
+            advice = f"; raise {limit_name}, leave that sample out, or give {others}"
             error = ValueError(
                 f"lengths[{names[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
-                f"most {limit_name}={limit:g}; raise {limit_name}, leave that sample out, or give "
-                "another value of long"
+                f"most {what}{advice if too_long[at] else '; leave that sample out'}"
             )
             errors.setdefault(at, error)
+        if self.long == "split":  # else an entry is left out where its window is planned
+            wrong |= too_long
         samples = spans = None
         if wrong.any():
             samples = np.flatnonzero(~wrong)
@@ -267,6 +276,16 @@ class WindowSampler(Sampler):
         if window is self._all:
             self._dealt = key, dealt
         return dealt
+
+
+def _for_numpy(number: Any) -> Any:
+    """Return a number such that numpy finds a type for it and any others."""
+    if number < 2**62:
+        return max(-1, number)
+    try:
+        return float(number)
+    except OverflowError:  # of an int of hundreds of digits
+        return math.inf
 
 
 def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[Any]]:
