@@ -14,6 +14,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
@@ -65,10 +66,11 @@ def check_int(name: str, value: Any, least: int) -> int:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return whether an argument is true. A string is refused: "no" would be; and None."""
-    if value is None or isinstance(value, str):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-    return bool(value)
+    """Return whether an argument is true. What is neither True nor False is refused, as "no", 5."""
+    with suppress(ValueError):  # an array is neither
+        if value == bool(value):
+            return bool(value)
+    raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -391,7 +393,7 @@ def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any
     if shuffle:
         raise ValueError(
             f"shuffle={shuffle!r} is not for a stream (an iterable dataset), which decides its "
-            "order itself; drop shuffle, and shuffle in its __iter__"
+            "order itself; drop shuffle, and give minloader.shuffled(dataset, buffer_size)"
         )
     if last_batch not in ("keep", "discard"):
         raise ValueError(

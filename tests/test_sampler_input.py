@@ -137,6 +137,8 @@ def test_impossible_seeds_ranks_epochs_and_flags(kind):
     ):
         with pytest.raises(error, match=message):
             make(kind, **changed)
+    flag = {"shuffle": np.True_}
+    assert make(kind, **flag).shuffle is True
     sampler = make(kind, rank=np.int64(1), world_size=np.uint8(3), seed=np.uint8(1))
     assert (sampler.rank, sampler.world_size) == (1, 3)
     with pytest.raises(ValueError, match="epoch must be at least 0"):
@@ -150,7 +152,10 @@ def test_impossible_seeds_ranks_epochs_and_flags(kind):
     [
         (lambda: sliced(5), "dataset must have __getitem__"),
         (lambda: shuffled(None, 5), "stream must be"),
-        (lambda: Loader([1], in_order=None), "in_order must be True or False"),
+        *(
+            (partial(Loader, [1], in_order=value), "in_order must be True or False")
+            for value in (None, 5, 0.5, [], [1], object(), np.arange(3))
+        ),
     ],
 )
 def test_arguments_that_mean_something_else_are_refused(call, message):

@@ -462,7 +462,7 @@ def test_a_state_that_cannot_be_told():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": True}, "shuffle=True is not for a stream"),
+        ({"shuffle": True}, r"shuffle=True is not for a stream.*minloader\.shuffled\(dataset, "),
         ({"last_batch": "rollover", "batch_size": 2}, "last_batch must be 'keep' or 'discard'"),
         ({"last_batch": "discard"}, "last_batch='discard' needs a batch_size"),
         ({"collate_fn": list}, "collate_fn needs batch_size"),
