@@ -28,6 +28,7 @@ from minloader import (
     pack_collate,
     sliced,
 )
+from minloader._sampling import packed
 
 invariant = settings(deadline=None, max_examples=50)  # a busy machine is no failure
 thorough = settings(deadline=None, max_examples=500)
@@ -180,6 +181,66 @@ def test_a_window_is_packed_by_itself(kind):
     for window in range(10):
         sums = [sum(lengths[i] for i in b) for b in batches if b[0] // 100 == window]
         assert sorted(sums) == best_fit(lengths[100 * window : 100 * window + 100], 64)
+
+
+@pytest.fixture
+def fits(monkeypatch) -> list[int]:
+    """How many pieces were put into rows, each time."""
+    sizes: list[int] = []
+    best_fit = packed._best_fit
+
+    def noted(costs: Any, capacity: int) -> Any:
+        sizes.append(len(costs))
+        return best_fit(costs, capacity)
+
+    monkeypatch.setattr(packed, "_best_fit", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("way", ["sampler", "loader", "ranks"])
+def test_windows_are_planned_as_they_are_needed(fits, way, shuffle):
+    ranks = {"rank": 1, "world_size": 2} if way == "ranks" else {}
+    lengths = np.random.default_rng(0).integers(1, 30, 2_000)
+    sampler = PackedBatchSampler(lengths, 64, 2, window=100, shuffle=shuffle, **ranks)
+    batches = iter(Loader(len, sampler, num_workers=0) if way == "loader" else sampler)
+    next(batches)
+    assert fits == [100]
+    for _ in range(20):
+        next(batches)
+    assert len(fits) <= 4
+    assert sum(1 for _ in batches) + 21 == len(sampler)
+    assert fits == [100] * 20
+
+
+def test_the_length_of_a_loader_is_there_all_the_same():
+    sampler = PackedBatchSampler([1, 2, 3] * 50, 6, window=10)
+    with Loader(len, sampler, num_workers=0) as loader:
+        before = len(loader)
+        assert [len(loader) for _ in loader] == [before] * before
+
+
+def test_an_interrupt_while_a_window_is_planned_loses_nothing(monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+    sampler = PackedBatchSampler(lengths, 64, window=20, shuffle=True)
+    expected, best_fit, calls = list(sampler), packed._best_fit, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return best_fit(*args)
+
+    monkeypatch.setattr(packed, "_best_fit", interrupted)
+    sampler = PackedBatchSampler(lengths, 64, window=20, shuffle=True)
+    batches, found = iter(sampler), []
+    while len(found) < len(expected):
+        try:
+            found.append(next(batches))
+        except KeyboardInterrupt:
+            found += []
+    assert found == expected
+    assert list(batches) == []
 
 
 def test_a_window_puts_other_lengths_together_each_epoch():

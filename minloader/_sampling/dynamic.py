@@ -117,7 +117,7 @@ class DynamicBatchSampler(WindowSampler):
         self.cost = cost
         super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
 
-    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
         ranks, padded = by["world_size"], by["max_padded"] is not None
         limits = self._limit(by)[1], padded, by["max_batch"]
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
@@ -157,7 +157,7 @@ class DynamicBatchSampler(WindowSampler):
             firsts = [numbers[a:b].min() for a, b in zip(starts, stops, strict=True)]
             order = np.argsort(np.array(firsts, np.int64).reshape(count, ranks).min(axis=1))
         places = (order[:, None] * ranks + np.arange(ranks)).reshape(-1)
-        return numbers, starts[places], stops[places]
+        yield numbers, starts[places], stops[places]
 
 
 def _filled(

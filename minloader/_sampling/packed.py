@@ -5,7 +5,8 @@ A window (``windows.py``) is planned in this order:
 1. Samples become pieces: those that are longer than a row are split, if so asked. A piece *costs*
    some of a row: at least 1, at most its capacity.
 2. Pieces are put into rows by best fit (``_best_fit``).
-3. Rows are put in order, and cut into a batch for each rank (``_arranged``).
+3. Rows are put in order, and cut into a batch for each rank (``_arranged``). With ``window=`` that
+   is done for so many pieces at a time.
 
 Every rank plans all rows from the same seed and takes its own.
 """
@@ -13,7 +14,7 @@ Every rank plans all rows from the same seed and takes its own.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from typing import Any, Literal
 
@@ -43,7 +44,8 @@ class PackedBatchSampler(WindowSampler):
 
     Unshuffled, rows come in the order of their first samples. Shuffled, the samples of one length
     change places, and so do the rows. Over a whole epoch, best fit puts the same lengths together
-    each time. With a ``window`` it does not.
+    each time. With a ``window`` it does not: windows are packed one after another, as batches are
+    asked for. Rows that make no whole step go into those of the next window.
 
     With ranks, all of them have equally many rows at each step. For that up to ``world_size - 1``
     rows are divided. Samples are dropped only if there are too few for that: then each has a row
@@ -115,19 +117,27 @@ class PackedBatchSampler(WindowSampler):
         """
         return pack_collate(self.capacity, self.rows, value)
 
-    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
+    @property
+    def plans_late(self) -> bool:
+        """Whether the number of batches takes long: it is known when all windows are packed."""
+        return self.window is not None and self._all is not None
+
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
         order = np.arange(len(costs))
         if self.shuffle:
             rng.shuffle(order)
-        costs = costs[order]
-        rows, count, size = np.empty_like(order), 0, self.window or max(1, len(costs))
+        size = self.window or max(1, len(costs))
+        pieces = rows = order[:0]  # those that are packed, and in no step yet
         for start in range(0, len(costs), size):
-            window = slice(start, start + size)
-            rows[window] = count + _best_fit(costs[window], by["capacity"])
-            count = int(rows[window].max()) + 1
-        each = by["rows"] or 1
-        places, starts, stops = _arranged(rows, self.shuffle, rng, by["world_size"], each)
-        return order[places], starts, stops
+            added = order[start : start + size]
+            packed = _best_fit(costs[added], by["capacity"])
+            pieces = np.append(pieces, added)
+            rows = np.append(rows, packed + (rows.max() + 1 if len(rows) else 0))
+            is_last = start + size >= len(costs)
+            plan, rest = _arranged(rows, self.shuffle, rng, by, is_last=is_last)
+            places, starts, stops = plan
+            yield pieces[places], starts, stops
+            pieces, rows = pieces[rest], rows[rest]
 
 
 def _best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
@@ -190,28 +200,44 @@ def _best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
 
 
 def _arranged(
-    rows: NDArray[Any], shuffle: bool, rng: np.random.Generator, ranks: int, each: int
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the places of pieces batch after batch, and where each batch begins and ends.
+    rows: NDArray[Any], shuffle: bool, rng: np.random.Generator, by: Any, *, is_last: bool
+) -> tuple[Plan, NDArray[Any]]:
+    """Cut rows into the batches of steps.
 
     Args:
         rows: number of the row of each piece.
         shuffle: whether rows are shuffled; otherwise they come in the order of their first pieces.
         rng: what to draw from.
-        ranks: what the number of rows must be a multiple of. The rows of most pieces are halved
-            for that. If there are too few pieces, some rows are dropped, by chance.
-        each: number of rows in the batch of a rank.
+        by: the world size, and how many rows are in the batch of a rank.
+        is_last: whether no more rows come. Then their number is made a multiple of the world size:
+            the rows of most pieces are halved for that, and if there are too few pieces, some rows
+            are dropped, by chance. Otherwise the last step and a half or so are left for later.
+
+    Returns:
+        The places of pieces batch after batch, and where each batch begins and ends; and the places
+        of the pieces that are left, ascending.
     """
+    ranks: int = by["world_size"]
+    each: int = by["rows"] or 1
     by_row = np.argsort(rows, kind="stable")
     starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
-    while (short := -len(starts) % ranks) and len(starts) < len(rows):
+    while is_last and (short := -len(starts) % ranks) and len(starts) < len(rows):
         sizes = np.diff(starts, append=len(rows))
         most = np.argsort(-sizes, kind="stable")[:short]
         starts = np.union1d(starts, starts[most] + sizes[most] // 2)
     stops = np.append(starts[1:], len(rows))
-    order = rng.permutation(len(starts))[len(starts) % ranks :]
+    order = rng.permutation(len(starts))
+    if is_last:
+        order = order[len(starts) % ranks :]
     if not shuffle:
         order = order[np.argsort(by_row[starts[order]])]
+    rest = by_row[:0]
+    if not is_last:
+        # A whole step at least, so that there are pieces to halve rows of at the end.
+        whole = max(0, len(order) // (each * ranks) - 1) * each * ranks
+        later = [by_row[starts[row] : stops[row]] for row in order[whole:].tolist()]
+        rest = np.sort(np.concatenate([rest, *later]))
+        order = order[:whole]
     step = np.arange(len(order)) // (each * ranks)
     count = np.bincount(step)[step] // ranks  # rows in each batch of the step
     batch = step * ranks + np.arange(len(order)) % (each * ranks) // np.maximum(count, 1)
@@ -219,4 +245,4 @@ def _arranged(
     ends = np.cumsum(sizes)
     places = np.arange(int(sizes.sum())) + np.repeat(starts[order] - (ends - sizes), sizes)
     last = np.flatnonzero(np.diff(batch, append=-1))
-    return by_row[places], np.append(0, ends[last])[:-1], ends[last]
+    return (by_row[places], np.append(0, ends[last])[:-1], ends[last]), rest

@@ -16,12 +16,15 @@ again as they were then, and what they have left is planned as if it were all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from itertools import starmap
+from itertools import islice, starmap
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,22 +77,85 @@ class Window:
         return list(starmap(Piece, spans))
 
 
-class Dealt(NamedTuple):
-    """What a leg of an epoch gives of a window.
+class Dealt:
+    """What a leg of an epoch gives of a window. Its batches are planned as they are asked for.
+
+    Args:
+        plans: begins to plan: returns the first steps, the next ones, and so on.
+        entries: which entries of the window are planned.
+        begun: number of batches that each rank was given before them.
+        ranks: how many there are.
 
     Attributes:
-        plan: its batches.
-        begun: number of batches that each rank was given before them.
-        end: the same after them.
-        dropped: number of samples of the window that no rank gets.
+        begun: as given.
+        there: number of entries that ranks may get; those that no rank does are dropped.
         legs: that leg and later ones, if the leg goes on in the next window.
     """
 
-    plan: Plan
-    begun: int
-    end: int
-    dropped: int
-    legs: list[Any]
+    def __init__(
+        self,
+        plans: Callable[[], Iterator[Plan]],
+        entries: NDArray[Any],
+        begun: int,
+        ranks: int,
+    ) -> None:
+        self.begun = begun
+        self.there = len(entries)
+        self.legs: list[Any] = []
+        self._begin = plans
+        self._entries = entries
+        self._ranks = ranks
+        self._lock = threading.RLock()  # another thread may ask for the length
+        self._coming: Iterator[Plan] | None = None
+        self._plans: list[Plan] = []
+        self._counts: list[int] = []  # of batches, up to the end of each plan
+
+    def _plan_more(self) -> bool:
+        """Plan the next steps; return whether there are any."""
+        if self._coming is None:
+            self._plans.clear()
+            self._counts.clear()
+            self._coming = self._begin()
+        before = len(self._counts)
+        try:
+            self._plans.extend(islice(self._coming, 1))  # in one step, which nothing interrupts
+        except BaseException:
+            self._coming = None  # what was interrupted is over: it is planned again
+            raise
+        while len(self._counts) < len(self._plans):
+            _, starts, _ = self._plans[len(self._counts)]
+            self._counts.append((self._counts[-1] if self._counts else 0) + len(starts))
+        return len(self._counts) > before
+
+    def _plan_all(self) -> None:
+        while self._plan_more():
+            pass
+
+    def batch(self, number: int) -> NDArray[Any] | None:
+        """Return the entries of a batch, of those of all ranks; None if there are fewer."""
+        with self._lock:
+            while not self._counts or number >= self._counts[-1]:
+                if not self._plan_more():
+                    return None
+            at = bisect_right(self._counts, number)
+            numbers, starts, stops = self._plans[at]
+            place = number - (self._counts[at - 1] if at else 0)
+        return self._entries[numbers[starts[place] : stops[place]]]
+
+    @property
+    def end(self) -> int:
+        """Number of batches that each rank was given after those of the window."""
+        with self._lock:
+            self._plan_all()
+            return self.begun + (self._counts[-1] if self._counts else 0) // self._ranks
+
+    @property
+    def dropped(self) -> int:
+        """Number of samples of the window that no rank gets."""
+        with self._lock:
+            self._plan_all()
+            given = sum(int((stops - starts).sum()) for _, starts, stops in self._plans)
+            return self.there - given
 
 
 class WindowSampler(Sampler):
@@ -148,8 +214,8 @@ class WindowSampler(Sampler):
 
     # --- what samplers of this kind must have
 
-    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Plan:
-        """Return the batches of entries.
+    def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
+        """Yield the batches of entries, some whole steps at a time.
 
         Args:
             costs: of the entries, above 0 and at most the limit.
@@ -260,22 +326,29 @@ class WindowSampler(Sampler):
         legs = self._legs(place)
         for part, (*values, until) in enumerate(legs):
             by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
-            rng = np.random.default_rng(self._derive(epoch, place["begun"], part))
             fits = left[window.costs[left] <= self._limit(by)[1]]
-            numbers, starts, stops = self._plan(window.costs[fits], rng, by)
-            numbers, end = fits[numbers], begun + len(starts) // by["world_size"]
-            if part == len(legs) - 1 or end < until:
-                break
+            case = epoch, place["begun"], part
+            plans = partial(self._plans_of, window.costs[fits], case, by)
+            dealt = Dealt(plans, fits, begun, by["world_size"])
+            if self.long == "drop":
+                dealt.there = len(left)
             count = (until - begun) * by["world_size"]
-            given = [numbers[span] for span in map(slice, starts[:count], stops[:count])]
+            if part == len(legs) - 1 or (count and dealt.batch(count - 1) is None):
+                break
+            given = [entries for n in range(count) if (entries := dealt.batch(n)) is not None]
             left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
             begun = until
-        there = left if self.long == "drop" else fits
-        dropped = len(there) - int((stops - starts).sum())
-        dealt = Dealt((numbers, starts, stops), begun, end, dropped, legs[part:-1])
+        dealt.legs = legs[part:-1]
         if window is self._all:
             self._dealt = key, dealt
         return dealt
+
+    def _plans_of(self, costs: NDArray[Any], case: tuple[int, ...], by: Any) -> Iterator[Plan]:
+        """Begin to plan entries, in the order of a case."""
+        return self._plan(costs, np.random.default_rng(self._derive(*case)), by)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_dealt": None}  # a plan that was begun is planned again
 
 
 def _for_numpy(number: Any) -> Any:
@@ -315,6 +388,16 @@ class _Batches(Run):
         numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._errors}
         return self._place | numbers | {"between": self.ended}
 
+    def length(self) -> int:
+        """Return the number of batches of the epoch, of lengths that are all known."""
+        if self.ended:
+            return self.batches
+        assert self._window is not None
+        dealt = self._dealt
+        if dealt is None:
+            dealt = self.sampler._deal(self._window, self.epoch, self._place)
+        return dealt.end
+
     def _next(self) -> list[Any]:
         while True:
             if self._failed and not self._forgiven:
@@ -328,11 +411,12 @@ class _Batches(Run):
             else:
                 if self._dealt is None:
                     self._dealt = self.sampler._deal(self._window, self.epoch, self._place)
-                (numbers, starts, stops), begun, end, dropped, legs = self._dealt
-                if not legs and self.batches < end:
-                    at = (self.batches - begun) * self.sampler.world_size + self.sampler.rank
-                    return self._window.items(numbers[starts[at] : stops[at]])
-                self._turn(end, dropped, legs)
+                dealt, sampler = self._dealt, self.sampler
+                at = (self.batches - dealt.begun) * sampler.world_size + sampler.rank
+                entries = None if dealt.legs else dealt.batch(at)
+                if entries is not None:
+                    return self._window.items(entries)
+                self._turn(dealt.end, dealt.dropped, dealt.legs)
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
