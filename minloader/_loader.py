@@ -363,6 +363,8 @@ class Loader(Generic[B]):
             if resume is not None or account is None or not account.is_under_way:
                 return self._source(resume).length_ahead()
             length = account.source.length
+            if length is None and self._told.plans_late:
+                length = account.source.run.length()
             if length is None:
                 raise TypeError("it was not known when the epoch was begun")
             return int(length)

@@ -65,8 +65,15 @@ class Told(Repeatable):
         super().__init__("sampler", sampler)
         self.readings = 0
 
+    @property
+    def plans_late(self) -> bool:
+        """Whether to find the number of its batches takes as long as to plan all of them."""
+        return bool(getattr(self.items, "plans_late", False))
+
     def length(self) -> int | None:
         """Return the number of batches of the epoch it was told; None where it is not known."""
+        if self.plans_late:
+            return None  # or the first batch would wait for it
         try:
             return len(self.items)
         except Exception as error:
