@@ -22,18 +22,15 @@ from conftest import lacking, printed_by, python, require
 
 import minloader
 from minloader import (
-    BatchSampler,
     Concatenated,
-    DynamicBatchSampler,
     Loader,
-    MixtureSampler,
-    PackedBatchSampler,
     cached,
     empty,
     pack_collate,
     pad_collate,
     prefetch,
 )
+from minloader._sampling.base import Sampler
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minloader.__file__).parent
@@ -159,13 +156,17 @@ def test_the_signature_is_the_loaders():
     assert re.sub(r"\s+", " ", shown) == f"Loader({', '.join(parameters)})"
 
 
+SAMPLERS = [
+    thing
+    for thing in map(minloader.__getattr__, minloader.__all__)
+    if isinstance(thing, type) and issubclass(thing, Sampler)
+]
+
+
 @pytest.mark.parametrize(
     ("thing", "page"),
     [
-        (BatchSampler, "samplers"),
-        (DynamicBatchSampler, "samplers"),
-        (PackedBatchSampler, "samplers"),
-        (MixtureSampler, "samplers"),
+        *((sampler, "samplers") for sampler in SAMPLERS),
         (Concatenated, "samplers"),
         (pad_collate, "samplers"),
         (pack_collate, "samplers"),
