@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from minloader import Padded, collate, pad_collate
+from minloader import Padded, collate, pack_collate, pad_collate
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
 
@@ -162,6 +162,92 @@ def test_torch_tensors():
     assert_array(batch[1], [0, 1, 2, 3], "i8")
     padded = pad_collate()([torch.arange(2), torch.arange(3)])
     assert_padded(padded, [[0, 1, 0], [0, 1, 2]], [2, 3])
+
+
+# --- what numpy would drop in silence
+
+
+class Quantity:
+    """An array with a unit, as of pint: numpy's functions work on it, and keep the unit."""
+
+    def __init__(self, values, units):
+        self.magnitude = np.asarray(values)
+        self.units = units
+
+    def __array__(self, dtype=None, copy=None):
+        return self.magnitude
+
+    def __array_function__(self, function, types, args, kwargs):
+        if function is not np.stack:
+            return function(self.magnitude)
+        units = {each.units for each in args[0]}
+        if len(units) > 1:
+            raise ValueError(f"cannot convert {units}")
+        return Quantity(function([each.magnitude for each in args[0]]), *units)
+
+
+class Unit:
+    pass
+
+
+class Bare(Quantity):
+    """The same, but numpy's functions lose the unit."""
+
+    def __array_function__(self, function, types, args, kwargs):
+        return function([each.magnitude for each in args[0]])
+
+
+def masked(*values):
+    return np.ma.masked_greater(np.array(values), 5)
+
+
+def test_masks_are_kept():
+    batch = collate([{"x": masked(1, 9)}, {"x": np.array([8, 2])}, {"x": masked(7, 3)}])["x"]
+    assert isinstance(batch, np.ma.MaskedArray)
+    assert batch.tolist() == [[1, None], [8, 2], [None, 3]]
+    assert collate([masked(9)[0], masked(1)[0]]).tolist() == [None, 1]
+
+
+def test_units_are_kept():
+    metre = Unit()
+    batch = collate([Quantity([1, 2], metre), Quantity([3, 4], metre)])
+    assert batch.units is metre
+    assert batch.magnitude.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="cannot convert"):
+        collate([Quantity([1], metre), Quantity([2], Unit())])
+
+
+@pytest.mark.parametrize("sample", [masked(1, 9), Quantity([1, 2], Unit())])
+@pytest.mark.parametrize("collate_fn", [pad_collate(), pack_collate()])
+def test_what_padding_and_packing_would_lose_is_refused(collate_fn, sample):
+    with pytest.raises(TypeError, match=r"sample\['x'\] is a .*, whose (mask|unit) .*; give .*x\."):
+        collate_fn([{"x": sample}, {"x": sample}])
+    number = sample[0] if isinstance(sample, np.ma.MaskedArray) else Quantity(1, sample.units)
+    collate_fn([number, number])  # numbers are only stacked
+
+
+def test_a_unit_that_numpy_loses_is_refused():
+    with pytest.raises(TypeError, match=r"sample is a Bare, whose unit .* x\.to_value\(unit\)"):
+        collate([Bare([1], Unit()), Bare([2], Unit())])
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_tables_are_stacked_if_their_columns_are_in_one_order(library):
+    frame = getattr(require(library), "table" if library == "pyarrow" else "DataFrame")
+    batch = collate([frame({"a": [1], "unit": [2]}), frame({"a": [3], "unit": [4]})])
+    assert_array(batch, [[[1, 2]], [[3, 4]]], "i8")
+    for other in ({"unit": [4], "a": [3]}, {"a": [3], "b": [4]}):
+        with pytest.raises(TypeError, match=r"\['a', 'unit'\] in the first.* but \['.* one order"):
+            collate([frame({"a": [1], "unit": [2]}), frame(other)])
+
+
+def test_rows_of_a_table():
+    pandas = require("pandas")
+    table = pandas.DataFrame({"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]})
+    assert_array(collate([table.iloc[0], table.iloc[1]]), [[1, 5], [2, 6]], "i8")
+    assert_array(collate([table["a"][:2], table["a"][2:]]), [[1, 2], [3, 4]], "i8")
+    with pytest.raises(TypeError, match=r"has index \['a', 'b'\] in the first sample, but \['b',"):
+        collate([table.iloc[0], table[["b", "a"]].iloc[1]])
 
 
 # --- pad_collate -------------------------------------------------------------------------------

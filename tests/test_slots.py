@@ -124,6 +124,7 @@ def mapped_files(pid: int | str = "self") -> set[str]:
 
 DTYPES = ["?", "i1", "u2", ">i4", "i8", "f2", ">f8", "f4", "c16", "M8[s]", "m8[ms]", "U5", "S3"]
 DTYPES += ["V3", [("a", "i4"), ("b", ">f8", (2,)), ("c", "U2")]]
+DTYPES += [np.dtype("i1", metadata={"enum": {"NO": 0, "YES": 1}})]  # as h5py has it
 SHAPES = [(), (0,), (3,), (0, 5), (7, 3), (LARGE - 1,), (LARGE,), (40, 300), (2, 3, 900)]
 LAYOUTS = ["plain", "fortran", "strided", "reversed", "frozen", "broadcast", "memmap", "born"]
 VALUES = [None, True, -3, 10**30, 1.5, math.nan, 2j, "", b"", {1, 2}, frozenset("ab"), slice(1, 2)]
@@ -165,6 +166,7 @@ def assert_same(batch: Any, expected: Any) -> None:
         if isinstance(other, np.ndarray):
             assert isinstance(one, np.ndarray)
             assert_array_equal(one, other, strict=True)
+            assert one.dtype.metadata == other.dtype.metadata
         else:
             assert type(one) is type(other)
             if not isinstance(other, (dict, list, tuple, helpers.Record)):

@@ -138,6 +138,8 @@ def test_errors_say_what_to_do():
         torch_collate.collate([{"a": None}])
     with pytest.raises(TypeError, match=r"numpy.datetime64\. The only supported types are"):
         torch_collate.collate([np.zeros(1, "M8[s]")])
+    with pytest.raises(TypeError, match=r"sample\['x'\] is a MaskedArray, whose mask .*x\.filled"):
+        torch_collate.collate([{"x": np.ma.masked_equal([1, 2], 2)}])  # torch loses it in silence
 
 
 def assert_all_same(ours: list[Any], theirs: list[Any]) -> None:

@@ -328,6 +328,7 @@ def _reduce_array(writer: NoSlot, array: Any) -> Any:
     """
     dtype, flags = array.dtype, array.flags
     is_small = array.nbytes < LARGE and dtype.isnative and is_plain(dtype)
+    is_small = is_small and dtype.metadata is None  # such as the names of h5py's enumerations
     axes = None if flags.c_contiguous else order_in_memory(array)
     if is_small and axes is None:
         return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))

@@ -6,16 +6,16 @@ directly into the shared memory that it travels in (:func:`minloader.empty`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import check_int, refuse_none
+from minloader._checks import check_int, refuse_none, shown
 from minloader._memory.slot_writer import empty
 from minloader._sampling.walk import DEEPER, plain, walk
 
@@ -61,7 +61,8 @@ def collate(samples: Sequence[Any]) -> Any:
     one by ``__array__``, such as CPU tensors) are stacked along a new first axis: ``n`` arrays of
     shape ``s`` become one of shape ``(n, *s)``, of a type that holds them all. Numbers become an
     array of shape ``(n,)``. Mappings become dicts; tuples, named tuples and lists are walked.
-    Strings and bytes become lists, and so does a part that is None in all samples.
+    Strings and bytes become lists, and so does a part that is None in all samples. Masked arrays
+    stay masked. Quantities with a unit are stacked by their own library, which keeps it.
 
     Args:
         samples: at least one sample.
@@ -71,7 +72,8 @@ def collate(samples: Sequence[Any]) -> Any:
 
     Raises:
         ValueError: the samples differ in shape, length or keys, or there are none.
-        TypeError: a sample is of a type that cannot be stacked, or is None.
+        TypeError: a sample is of a type that cannot be stacked, or is None; or stacking would lose
+            a unit, or join tables whose columns are not the same.
     """
     return _join(samples)
 
@@ -324,10 +326,104 @@ def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
     if not all(map(_is_array, samples)):
         refuse_none(samples, path)
         raise TypeError(f"collate: {path} is a number in some samples and not in others")
+    if any(kind.__module__ not in BARE for kind in set(map(type, samples))):
+        _refuse_other_labels(samples, path)
+        lost = next(filter(None, map(what_numpy_drops, samples)), "")
+        if lost:
+            sequences = join_sequences is not None and all(map(np.ndim, samples))
+            return _stack_with(lost, samples, path, sequences)
     arrays = [np.asarray(sample) for sample in samples]
     if join_sequences is None or any(array.ndim == 0 for array in arrays):
         return _stack(arrays, path)
     return join_sequences(arrays, path)
+
+
+BARE = frozenset({"builtins", "numpy", "torch"})
+"""Modules whose numbers, arrays and tensors have neither masks nor units nor names of columns."""
+
+
+def what_numpy_drops(array: Any) -> str:
+    """Return the name of what ``np.asarray`` would drop of an array; "" if that is nothing.
+
+    That is the mask of a masked array, or the unit of a quantity (astropy, pint, unyt).
+    """
+    if isinstance(array, np.ndarray) and hasattr(array, "mask"):
+        return "mask"
+    if type(array).__module__ in BARE or labels(array):
+        return ""
+    units = [getattr(array, name, None) for name in ("unit", "units")]
+    # A text is no unit: it is how pandas says the resolution of dates.
+    return "unit" if any(unit is not None and not isinstance(unit, str) for unit in units) else ""
+
+
+def labels(array: Any) -> dict[str, Any]:
+    """Return the names of what an axis of an array counts, by the attribute that has them.
+
+    Those are the columns of a data frame (pandas, polars, Arrow), the index of a series of pandas
+    and the axes of an array of xarray.
+    """
+    if isinstance(array, np.ndarray) or type(array).__module__ in BARE:
+        return {}
+    names = ["column_names", "columns", "dims", "index"]
+    found = {name: getattr(array, name, None) for name in names}
+    if not isinstance(found["dims"], tuple):
+        del found["dims"]  # h5py's data sets have scales of that name, which are none
+    for name, value in found.items():
+        if isinstance(value, Iterable):
+            return {name: value}
+    return {}
+
+
+def _refuse_other_labels(samples: Sequence[Any], path: str) -> None:
+    """Refuse to stack tables whose columns, or the like, are not the same in the same order."""
+    first = labels(samples[0])
+    for sample in samples[1:] if first else ():
+        found = labels(sample)
+        for name in first.keys() | found.keys():
+            expected = np.asarray(first.get(name, ()), object)
+            there_are = np.asarray(found.get(name, ()), object)
+            if np.array_equal(expected, there_are):
+                continue
+            # Rows may be any; the same rows in another order are a mistake.
+            if name != "index" or set(expected.tolist()) == set(there_are.tolist()):
+                raise TypeError(
+                    f"collate: {path} has {name} {shown(expected.tolist())} in the first sample, "
+                    f"but {shown(there_are.tolist())} in another; bring them to one order, or "
+                    "return arrays"
+                )
+
+
+def _stack_with(lost: str, samples: Sequence[Any], path: str, sequences: bool) -> Any:
+    """Return arrays that have a mask or a unit as one that has it too.
+
+    Args:
+        lost: "mask" or "unit".
+        samples: the arrays.
+        path: which part of a sample they are, for messages.
+        sequences: whether they are to be padded or packed, rather than stacked.
+    """
+    if sequences:
+        refuse_loss(next(filter(what_numpy_drops, samples)), path)
+    if lost == "mask":
+        data = _stack([np.ma.getdata(sample) for sample in samples], path)
+        mask = _stack([np.ma.getmaskarray(sample) for sample in samples], path)
+        return np.ma.MaskedArray(data, mask)
+    batch = np.stack(samples)
+    if not what_numpy_drops(batch):
+        refuse_loss(samples[0], path)
+    return batch
+
+
+def refuse_loss(array: Any, path: str) -> NoReturn:
+    """Refuse an array that would lose its mask or its unit."""
+    lost = what_numpy_drops(array)
+    instead = {
+        "mask": "x.filled(value), or x.data and np.ma.getmaskarray(x) apart",
+        "unit": "plain numbers of one unit: x.to_value(unit), or x.to(unit).magnitude",
+    }
+    raise TypeError(
+        f"{path} is a {type(array).__name__}, whose {lost} would be lost here; give {instead[lost]}"
+    )
 
 
 def _is_array(sample: Any) -> bool:

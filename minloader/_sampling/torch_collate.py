@@ -20,6 +20,7 @@ from minloader._checks import refuse_none
 from minloader._memory.pickling import is_plain
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, is_plain_tensor, numpy_like
+from minloader._sampling.collate import refuse_loss, what_numpy_drops
 from minloader._sampling.walk import DEEPER, alike, walk
 
 
@@ -51,7 +52,8 @@ def collate(samples: Sequence[Any]) -> Any:
         samples: at least one, all of the same structure.
 
     Raises:
-        TypeError: torch has no tensors of the type of a sample, or a sample is None.
+        TypeError: torch has no tensors of the type of a sample, or a sample is None, or a tensor
+            would lose its mask or its unit.
         RuntimeError: the samples differ in shape, or in the length of a sequence.
         KeyError: the samples differ in their keys.
     """
@@ -85,6 +87,8 @@ def _collated(samples: Sequence[Any], path: str) -> Any:
     first = samples[0]
     if isinstance(first, str | bytes):
         return samples
+    if isinstance(first, np.ndarray) and what_numpy_drops(first):
+        refuse_loss(first, path)
     made = _stacked(samples) if len(set(map(type, samples))) == 1 else None
     if made is not None:
         return made
