@@ -6,16 +6,17 @@ Runs in the parent. Nothing else in the package imports jax, and no worker does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from minloader._memory.files import is_leased
 from minloader._prefetch import Prefetch, prefetch
+from minloader._sampling.collate import labels, refuse_loss, what_numpy_drops
 
-UNFIT = "USOMm"
+UNFIT = "USTOMm"
 """Kinds of numpy's types that no device has: strings, bytes, objects, dates and time spans."""
 
 
@@ -33,7 +34,11 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
     A batch is a pytree. Its arrays, and its tensors on the CPU, become ``jax.Array`` of the same
     shape. As everywhere in JAX, 64-bit types become 32-bit types unless ``jax_enable_x64`` is set.
     All other leaves stay as they are: strings, single numbers (such as the epoch of
-    ``loader.epochs()``), arrays of strings, bytes, objects or dates.
+    ``loader.epochs()``), arrays of strings, bytes, objects or dates. What would lose a mask, a
+    unit or the names of columns is refused, in its place.
+
+    What the calling thread has set now holds for the transfers, too: ``jax.default_device``,
+    ``jax.enable_x64``, ``jax.set_mesh``.
 
     When the consumer gets a batch, the shared memory that it came in is free again. Not so on the
     CPU, where JAX uses this memory without a copy until the last array over it dies. Arrays that
@@ -46,7 +51,7 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
             devices and shardings that is a prefix of the batch; None for the default device of the
             calling thread. For a sharding over devices of several processes, each process gives
             its own part of the batch (samplers have ``rank`` and ``world_size``) and gets the
-            whole ``jax.Array``.
+            whole ``jax.Array``. All parts must be of one shape: see :doc:`jax`.
         depth: largest number of batches that are on the device, or on their way there, beyond the
             one that the consumer has. The device must have memory for so many more.
 
@@ -65,12 +70,15 @@ class _Put:
     """Put batches on devices. Made in the consumer's thread, and called in the other one."""
 
     def __init__(self, device: Any) -> None:
-        self._device = device
-        here = [getattr(each, "is_fully_addressable", True) for each in jax.tree.leaves(device)]
-        self._parts = not all(here)  # whether other processes put parts of the same batch
-        # The default may be set for the consumer's thread alone.
+        self._devices = jax.tree.leaves(device, is_leaf=_is_none)
+        self._prefix: Any = jax.tree.structure(device, is_leaf=_is_none)
+        # What the consumer has set for its own thread alone.
         config: Any = jax.config
         self._default = config.jax_default_device
+        self._x64 = config.jax_enable_x64
+        get_mesh = getattr(jax.sharding, "get_mesh", None)  # which the first versions lack
+        mesh = None if get_mesh is None else get_mesh()
+        self._mesh = None if mesh is None or mesh.empty else mesh
         self._copy = True  # until it is known that batches go to no CPU
 
     def keep(self, batch: Any) -> Any:
@@ -78,31 +86,76 @@ class _Put:
         return jax.tree.map(self._kept, batch) if self._copy else batch
 
     def _kept(self, leaf: Any) -> Any:
-        array = None if isinstance(leaf, jax.Array) else _as_array(leaf)
+        array = None if isinstance(leaf, jax.Array) or _loses(leaf) else _as_array(leaf)
         return leaf if array is None or is_leased(array) else array.copy()
 
     def __call__(self, batch: Any) -> Any:
-        leaves, tree = jax.tree.flatten(batch)
-        arrays = [_as_array(leaf) for leaf in leaves]
-        with nullcontext() if self._default is None else jax.default_device(self._default):
-            # None, which JAX takes for no leaf, stands for one that stays here. The containers
-            # around it must stay, or the batch would not match a pytree of devices.
-            here = jax.tree.unflatten(tree, arrays)
-            if self._parts:
+        with ExitStack() as settings:
+            settings.enter_context(jax.enable_x64(self._x64))
+            if self._default is not None:
+                settings.enter_context(jax.default_device(self._default))
+            if self._mesh is not None:
+                settings.enter_context(jax.set_mesh(self._mesh))
+            return self._put(batch)
+
+    def _put(self, batch: Any) -> Any:
+        found, tree = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_none)
+        leaves = [leaf for _, leaf in found]
+        here: dict[
+            int, Any
+        ] = {}  # by place among the leaves: what goes to one device or to several
+        where: dict[int, Any] = {}
+        devices = self._devices_of(batch)
+        for place, (path, leaf) in enumerate(found):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            if _loses(leaf):
+                _refuse(leaf, name)
+            array = _as_array(leaf)
+            if array is None:
+                continue
+            device = devices[place]
+            if array.ndim == 0 and any(getattr(device, "spec", device) or ()):
+                raise ValueError(
+                    f"{name} is a single number, which cannot be split by {device}; make it a "
+                    "number of Python or numpy, which stays here, or give device as a tree with "
+                    "a sharding of its own for it, PartitionSpec()"
+                )
+            if getattr(device, "is_fully_addressable", True):
+                here[place], where[place] = array, device
+            else:  # other processes put parts of the same array
                 join: Any = jax.make_array_from_process_local_data
-                there = join(self._device, here)
-            else:
-                there = jax.device_put(here, self._device)
-        put = jax.tree.leaves(there)
+                leaves[place] = join(device, array)
+        # Only the arrays, never the containers: one that checks what it is given refuses others.
+        there: Any = jax.device_put(list(here.values()), list(where.values()))
+        for place, array in zip(here, there, strict=True):
+            leaves[place] = array
+        put = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         for array in put:
             array.block_until_ready()
         if put:
             platforms = {device.platform for array in put for device in array.devices()}
             self._copy = "cpu" in platforms
-        left = iter(put)
-        pairs = zip(leaves, arrays, strict=True)
-        leaves = [leaf if array is None else next(left) for leaf, array in pairs]
         return jax.tree.unflatten(tree, leaves)
+
+    def _devices_of(self, batch: Any) -> list[Any]:
+        """Return the device or sharding of each leaf of a batch."""
+        try:
+            parts = self._prefix.flatten_up_to(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"device is no prefix of the batch: {error}; give it the containers of the batch, "
+                "as far down as their parts differ, with None for the default device"
+            ) from None
+        return [
+            device
+            for device, part in zip(self._devices, parts, strict=True)
+            for _ in jax.tree.leaves(part, is_leaf=_is_none)
+        ]
+
+
+def _is_none(value: Any) -> bool:
+    """Have JAX take None for a leaf: one that stays here, or the default device."""
+    return value is None
 
 
 def _as_array(leaf: Any) -> Any:
@@ -113,3 +166,17 @@ def _as_array(leaf: Any) -> Any:
         return None
     array = np.asarray(leaf)
     return None if array.dtype.kind in UNFIT else array
+
+
+def _loses(leaf: Any) -> bool:
+    """Return whether a leaf would lose something as a bare array: its mask, unit or columns."""
+    return hasattr(leaf, "__array__") and bool(what_numpy_drops(leaf) or labels(leaf))
+
+
+def _refuse(leaf: Any, name: str) -> NoReturn:
+    if what_numpy_drops(leaf):
+        refuse_loss(leaf, name)
+    raise TypeError(
+        f"{name} is a {type(leaf).__name__}, whose {next(iter(labels(leaf)))} would be lost here; "
+        "give the array in it, or a dict of its columns"
+    )

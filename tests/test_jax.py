@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,12 +38,14 @@ class Pair(NamedTuple):
 def test_what_goes_and_what_stays():
     day = np.array(["2026-11-21"], "M8[D]")
     words = np.array(["a", "b"])
+    texts = np.array(["a", "b"], np.dtypes.StringDType())
     scalar = np.float64(2.5)
     batch = {
         "tuple": (np.zeros(2, np.int8), None, "text", b"bytes"),
         "pair": Pair([np.zeros((0, 3), bool)], 5),
         "numbers": [1, 2.5, True, 1j, scalar],
         "words": words,
+        "texts": texts,
         "day": day,
         "objects": np.array([None]),
         "zero": np.array(7, np.int32),
@@ -68,6 +71,7 @@ def test_what_goes_and_what_stays():
     assert found["pair"].second == 5
     assert found["numbers"] == [1, 2.5, True, 1j, scalar]
     assert found["words"] is words
+    assert found["texts"] is texts
     assert found["day"] is day
 
 
@@ -76,6 +80,76 @@ def test_64_bits_become_32_without_a_warning():
         warnings.simplefilter("error")
         (found,) = to_device([(np.zeros(2), np.zeros(2, np.int64))])
     assert [array.dtype.name for array in found] == ["float32", "int32"]
+
+
+def test_what_the_callers_thread_has_set_holds():
+    """Another thread puts; as of the call of to_device."""
+    mesh = jax.make_mesh((1,), ("data",))
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        batches = to_device([np.zeros(2)], jax.sharding.PartitionSpec("data"))
+    (found,) = batches
+    assert found.dtype == "float64"
+    assert found.sharding.mesh == mesh
+
+
+def test_a_container_that_checks_itself():
+    """It never sees anything but arrays in place of its arrays."""
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Checked:
+        x: Any
+        name: str
+
+        def __post_init__(self) -> None:
+            if not isinstance(self.x, np.ndarray | jax.Array) or not isinstance(self.name, str):
+                raise TypeError(f"x must be an array, and name a text, got {self!r}")
+
+    (found,) = to_device([Checked(np.ones(2), "one")])
+    assert isinstance(found.x, jax.Array)
+    assert found.name == "one"
+
+
+class Metres:
+    units = object()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.zeros(2)
+
+
+def table() -> Any:
+    return require("pandas").DataFrame({"a": [1]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: np.ma.masked_equal([1, 2], 2), r"batch\['x'\] is a MaskedArray, whose mask"),
+        (Metres, r"batch\['x'\] is a Metres, whose unit would be lost.*magnitude"),
+        (table, r"batch\['x'\] is a DataFrame, whose columns would be lost.*a dict of its columns"),
+    ],
+)
+def test_what_would_lose_something_is_refused_in_its_place(make, message):
+    batches = to_device([np.zeros(1), {"x": make()}, np.ones(1)])
+    next(batches)
+    with pytest.raises(TypeError, match=message):
+        next(batches)
+    assert next(batches).tolist() == [1]
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefix", "message"),
+    [
+        ({"n": np.array(3)}, None, r"batch\['n'\] is a single number, which cannot be split"),
+        ({"n": np.zeros(3), "x": 1}, "n", r"device is no prefix of the batch: Dict key mismatch"),
+    ],
+)
+def test_a_device_that_does_not_fit_is_explained(batch, prefix, message):
+    mesh = jax.make_mesh((1,), ("data",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with pytest.raises(ValueError, match=message):
+        next(to_device([batch], split if prefix is None else {prefix: split}))
 
 
 def test_tensors_of_torch():
@@ -270,18 +344,20 @@ split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"],
 
 class Samples:
     def __getitem__(self, i):
-        return {"x": np.full(3, i, np.float32), "name": str(i)}
+        return {"x": np.full(3, i, np.float32), "y": np.int32(i), "name": str(i)}
 
 sampler = BatchSampler(24, 4, rank=rank, world_size=2)
 loader = Loader(Samples(), sampler, collate_fn=collate, num_workers=0)
 sums = []
-for sharding in (split, {"x": split, "name": whole}):
+own = jax.local_devices()[1]
+for sharding in (split, {"x": split, "name": whole, "y": own}):
     loader.set_epoch(0)
     for batch in to_device(loader, sharding):
         assert batch["x"].shape == (8, 3) and len(batch["name"]) == 4
         assert not batch["x"].is_fully_addressable
-        own = [np.asarray(shard.data)[:, 0] for shard in batch["x"].addressable_shards]
-        assert [str(int(i)) for i in np.concatenate(own)] == batch["name"]
+        parts = [np.asarray(shard.data)[:, 0] for shard in batch["x"].addressable_shards]
+        assert [str(int(i)) for i in np.concatenate(parts)] == batch["name"]
+        assert sharding is split or batch["y"].devices() == {own} and len(batch["y"]) == 4
         sums.append(jax.jit(jax.numpy.sum)(batch["x"]).item())
 assert sums == 2 * [3 * sum(range(n, n + 8)) for n in (0, 8, 16)], sums
 print("done")
