@@ -1542,6 +1542,34 @@ class Box:
     inside: Any
 
 
+class InPlace:
+    """A batch that moves itself, and returns nothing."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> None:
+        self.x = self.x.to(device)
+
+
+def test_arrays_become_tensors_on_the_way_to_a_device():
+    frozen = np.ones(2)
+    frozen.flags.writeable = False
+    numbers = [np.arange(3)[::-1], np.arange(2, dtype=">f4"), frozen, np.array(7)]
+    others = [np.array(["a"]), np.ma.masked_equal([1, 2], 2), np.float32(1), 5, "text", None]
+    batch = Pair(({"x": numbers},), Box(others))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = to_device([batch], "cpu", convert=True)
+    assert type(found) is Pair
+    assert type(found.left) is tuple
+    for tensor, array in zip(found.left[0]["x"], numbers, strict=True):
+        assert_same(tensor, torch.tensor(array.tolist(), dtype=tensor.dtype))
+    assert all(here is there for here, there in zip(found.right.inside, others, strict=True))
+    with pytest.raises(TypeError, match="convert must be"):
+        to_device([], "cpu", convert="cuda")
+
+
 def test_to_a_device():
     batch = {
         "pair": Pair(torch.ones(2), "text"),
@@ -1549,6 +1577,7 @@ def test_to_a_device():
         "box": Box(torch.ones(3)),
         "array": np.ones(2),
         "own": zoo.Pinned([1]),
+        "in place": InPlace(torch.ones(2)),
     }
     with to_device([batch, batch], "meta", depth=2) as moved:
         for each in moved:
@@ -1558,6 +1587,7 @@ def test_to_a_device():
             assert each["box"].inside.device.type == "meta"
             assert each["array"] is batch["array"]
             assert each["own"].where == "meta"
+            assert each["in place"].x.device.type == "meta"
     assert batch["box"].inside.device.type == "cpu"
     assert batch["list"][0].device.type == "cpu"
 

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from minloader._checks import check_bool
 from minloader._prefetch import Prefetch
 from minloader._sampling.walk import DEEPER, alike, walk
 
@@ -78,7 +80,8 @@ def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
     def replaced(parts: Sequence[Any], path: str) -> Any:
         (value,) = parts
         if hasattr(value, method) and not isinstance(value, type):
-            return function(value)
+            made = function(value)
+            return value if made is None else made  # it has moved itself
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
             made = copy.copy(value)
             for field in dataclasses.fields(value):
@@ -96,15 +99,22 @@ def _rebuilt(like: Any, values: Any) -> Any:
     return alike(like, values)
 
 
-def to_device(batches: Iterable[Any], device: torch.device | str | int, depth: int = 1) -> OnDevice:
+def to_device(
+    batches: Iterable[Any],
+    device: torch.device | str | int,
+    depth: int = 1,
+    *,
+    convert: bool = False,
+) -> OnDevice:
     """Move batches to a device ahead of the consumer, in a thread of this process. ::
 
         for images, labels in to_device(loader, "cuda"):
             train(images, labels)
 
     Tensors in dicts, lists, tuples, named tuples and dataclasses are moved, and so is any object
-    that has a ``to`` method. All else stays as it is, numpy arrays too. To a CUDA device tensors
-    are copied through pinned memory, on a stream of their own, while the consumer computes.
+    that has a ``to`` method, which may also work in place and return nothing. All else stays as it
+    is, numpy arrays too, unless ``convert`` is True. To a CUDA device tensors are copied through
+    pinned memory, on a stream of their own, while the consumer computes.
 
     ``state_dict()`` of the result, and of the loader, counts the batches that the consumer was
     given.
@@ -115,6 +125,8 @@ def to_device(batches: Iterable[Any], device: torch.device | str | int, depth: i
         device: where to move the batches.
         depth: largest number of batches that are on the device, or on their way there, beyond the
             one that the consumer has. The device must have memory for so many more.
+        convert: whether numpy arrays of numbers become tensors, wherever they are: for the batches
+            of a :class:`minloader.Loader`.
 
     Returns:
         An iterator over the batches, in the same order. An error of ``batches`` is raised in place
@@ -125,16 +137,19 @@ def to_device(batches: Iterable[Any], device: torch.device | str | int, depth: i
         ValueError: ``depth`` is below 1.
         RuntimeError: torch does not know the device.
     """
-    return OnDevice(batches, torch.device(device), depth)
+    check_bool("convert", convert)
+    return OnDevice(batches, torch.device(device), depth, convert)
 
 
 class OnDevice(Prefetch[Any]):
     """Iterator over batches on a device, see :func:`to_device`. For one thread to use."""
 
-    def __init__(self, batches: Iterable[Any], device: torch.device, depth: int) -> None:
+    def __init__(
+        self, batches: Iterable[Any], device: torch.device, depth: int, convert: bool
+    ) -> None:
         self._device = device
-        mover = _CudaMover(device) if device.type == "cuda" else partial(_move, device)
-        super().__init__(batches, mover, depth)
+        move = _CudaMover(device) if device.type == "cuda" else partial(_move, device)
+        super().__init__(batches, partial(_convert_and_move, move) if convert else move, depth)
 
     def _received(self, value: Any) -> Any:
         moved: _Moved = value
@@ -160,6 +175,18 @@ class _Moved(NamedTuple):
     batch: Any
     done: Any = None
     tensors: Sequence[torch.Tensor] = ()
+
+
+def _convert_and_move(move: Callable[[Any], _Moved], batch: Any) -> _Moved:
+    return move(_replace(batch, "__array_interface__", _tensor_of))
+
+
+def _tensor_of(array: Any) -> Any:
+    """Return the tensor of an array of numbers, over its memory if torch can; all else as it is."""
+    if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in "biufc":
+        return array
+    fit = array if all(step >= 0 for step in array.strides) else array.copy()
+    return torch.from_numpy(np.require(fit, fit.dtype.newbyteorder("="), "W"))
 
 
 def _move(device: torch.device, batch: Any) -> _Moved:
