@@ -573,6 +573,47 @@ def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
     assert "no room in shared memory" in record.message
 
 
+def in_parts(n: int) -> list[Any]:
+    """A batch of 3 MB, of which a slot may have room for a part."""
+    return [np.full(125_000, n, np.float32) for _ in range(6)]
+
+
+def test_the_number_that_is_told_is_enough(caplog):
+    """And with less, batches do not lie in parts in slots that are too small for any of them."""
+
+    def overflowed(shared_memory: int) -> int:
+        with Loader(in_parts, range(40), num_workers=2, shared_memory=shared_memory) as loader:
+            for n, batch in enumerate(loader):
+                assert all((part == n).all() for part in batch)
+            return loader.stats.overflowed
+
+    assert overflowed(10_000_000) < 30
+    assert overflowed(15_000_000) < 24
+    first, second = (record.message for record in caplog.records)
+    assert "6 batches of 3.19 MB, 4 of them under way, take 20 MB, so set" in first
+    numbers = [re.search(r"so set shared_memory=(\w+) ", told)[1] for told in (first, second)]
+    assert numbers == ["20_000_000"] * 2
+    assert overflowed(int(numbers[0])) == 0
+
+
+def resident(pid: int) -> int:
+    """Bytes of slots that are in memory, as far as a process has them mapped."""
+    blocks = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{pid}/smaps").read_text(), flags=re.M)
+    slots = [block for block in blocks if re.search(r"minloader-\w+( \(deleted\))?\n", block)]
+    return sum(int(re.search(r"\nRss: +(\d+) kB", block)[1]) * 1024 for block in slots)
+
+
+def test_memory_is_given_back_without_another_epoch():
+    with Loader(in_parts, range(20), num_workers=2) as loader:
+        kept = list(loader)
+        pids = [os.getpid(), *(process.pid for process in workers(loader))]
+        assert loader.stats.slot_bytes >= 20 * 3_000_000
+        del kept
+        assert loader.stats.slots == 5
+        had = loader.stats.slot_bytes
+        assert max(map(resident, pids)) <= had < 5 * 4_000_000
+
+
 def test_few_descriptors():
     code = """
 import logging, resource

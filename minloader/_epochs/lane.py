@@ -309,11 +309,9 @@ class Lane(ABC):
             counters.made(track(reply.worker, reply.pid), reply, place)
         if reply.overflowed and not counters.overflowed and slots is not None:
             logger.warning(
-                "no room in shared memory for a batch: it comes through a pipe, which is slower "
-                "(%d slots have %d of %d bytes, and batches under way may take the rest); let go "
-                "of batches sooner, or set shared_memory to more bytes; said once",
-                *slots.used,
-                slots.budget,
+                "no room in shared memory for a batch: it comes through a pipe, which is slower; "
+                "%s; said once",
+                slots.advice,
             )
         counters.overflowed += reply.overflowed
         for n, *failed in reply.failed:

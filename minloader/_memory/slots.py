@@ -16,7 +16,7 @@ A slot is a shared file that belongs to the parent:
 * **settled**: the reply is there; the parent knows the size that the worker made the file.
 * **leased**: the arrays of batches are views of the slot's memory. When the last view has died,
   whatever its kind, the slot is free for the next task. Its pages are there then, which is most
-  of the speed.
+  of the speed. The memory of those beyond what is under way goes back to the system at once.
 * **retired**: the file is closed, so the slot is never lent again; its memory stays until the last
   view has died. This happens where somebody else might still write to or read from the memory (the
   worker kept an array, the process forked), and where descriptors are scarce.
@@ -46,6 +46,9 @@ from minloader._memory.files import (
     when_gone,
 )
 from minloader._memory.limits import free_memory, most_files
+
+SPARE = 16
+"""A slot is to have room for a 16th more than a batch was seen to need."""
 
 
 class Slot(SharedFile):
@@ -80,6 +83,7 @@ class Slots:
         self.in_flight = in_flight
         self.folder = make_folder()
         self.budget = (_free_space(self.folder) // 2 if budget is None else budget) // share
+        self._share = share
         self._most_open = most_files() // 4 // share
         self._pid = os.getpid()
         self._all: set[Slot] = set()
@@ -87,6 +91,7 @@ class Slots:
         self._leased: dict[Slot, SharedMapping] = {}  # a retired slot has lost its mapping
         self._committed = 0  # bytes that the slots have, or may grow to while they are lent
         self._largest = 0  # bytes that the batches of a task were seen to need
+        self._usual = 0  # the same of late
         self._open = 0  # slots that have their file
         self._closed = 0  # files closed so far
         self._ended = False
@@ -94,20 +99,51 @@ class Slots:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Number of slots, and the bytes that they have, as far as the parent knows."""
+        """Number of slots, and the bytes that they have, also those lent that have grown."""
         with self._lock:
-            return len(self._all), sum(slot.size for slot in list(self._all))
+            every = list(self._all)
+            sizes = [slot.size if slot.fd < 0 else os.fstat(slot.fd).st_size for slot in every]
+            return len(every), sum(sizes)
+
+    @property
+    def advice(self) -> str:
+        """What to do where a batch found no room."""
+        # A loop still has its batch while it is given the next, and that one's successor is sent.
+        count = self.in_flight + 2
+        each = self._largest + self._largest // SPARE
+        enough = -(-count * each * self._share // 1_000_000) * 1_000_000
+        limit = self.budget * self._share
+        advice = f"{count} batches of {amount(each)}, {self.in_flight} of them under way, take"
+        if enough > limit:
+            return f"{advice} {amount(enough)}, so set shared_memory={enough:_} (it is {limit:_})"
+        return (
+            f"{advice} {amount(enough)}, and there may be {amount(limit)}: let go of batches "
+            "sooner, or raise shared_memory"
+        )
+
+    @property
+    def _left(self) -> int:
+        return max(0, self.budget - self._committed)
 
     def lend(self) -> Slot | None:
         """Return a slot for a task; None where there can be no more, so that batches are piped."""
         with self._lock:
             if self._ended or libc is None:
                 return None
-            if self._free:
-                slot = self._free.pop()
-            elif self._open >= self._most_open or self._committed >= self.budget:
+            wanted = self._usual + self._usual // SPARE
+            slot = self._free.pop() if self._free else None
+            size = 0 if slot is None else slot.size
+            # Where memory is short, slots that are too small must not take what others need.
+            while self._free and size + self._left < wanted:
+                self._give_back(self._free.pop(0))
+            if size + self._left < wanted:
+                self._usual -= self._usual // 8  # one large batch does not keep slots from others
+                if slot is not None:
+                    self._free.append(slot)
                 return None
-            else:
+            if slot is None:
+                if self._open >= self._most_open or not self._left:
+                    return None
                 try:
                     with interrupts_held():
                         slot = Slot(self.folder)
@@ -117,8 +153,10 @@ class Slots:
                     return None
             # What it may grow to: what a batch was seen to need, or a share of what is left, such
             # that together they stay within the budget whatever each of them does.
-            left = max(0, self.budget - self._committed)
-            growth = max(self._largest * 5 // 4 - slot.size, left // (2 * self.in_flight))
+            left = self._left
+            wanted = self._largest + self._largest // SPARE
+            lent = len(self._all) - len(self._free) - len(self._leased)  # this one among them
+            growth = max(wanted - slot.size, left // max(2, self.in_flight + 3 - lent))
             slot.limit = slot.size + min(growth, left)
             self._committed += slot.limit - slot.size
             return slot
@@ -133,6 +171,7 @@ class Slots:
         """Record the size that the worker made the slot, and the size that it needed."""
         with self._lock:
             self._largest = max(self._largest, needed)
+            self._usual = max(needed, self._usual - self._usual // 8)
             size = max(size or 0, slot.size)
             self._committed -= slot.limit - size
             if size != slot.size:
@@ -180,12 +219,22 @@ class Slots:
             retire: never lend it again: somebody may still write to it. It need not be settled.
         """
         with self._lock:
-            if not (retire or self._ended or slot.fd < 0 or len(self._free) > self.in_flight):
+            if not (retire or self._ended or slot.fd < 0):
                 self._free.append(slot)
+                while len(self._free) > self.in_flight + 1:
+                    self._give_back(self._free.pop(0))
             elif slot in self._all:
                 self._retire(slot)
                 self._all.remove(slot)
                 self._committed -= slot.limit
+
+    def _give_back(self, slot: Slot) -> None:
+        """Give a free slot's memory back to the system.
+
+        At once, though workers have the file mapped until their next task: there may be none.
+        """
+        os.ftruncate(slot.fd, 0)  # nobody looks at it: no batch, no task, no fork
+        self.free(slot, retire=True)
 
     def _retire(self, slot: Slot) -> None:
         if slot.fd >= 0:
