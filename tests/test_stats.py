@@ -23,6 +23,7 @@ import pytest
 from minloader import SKIP, Loader, concurrent
 from minloader._insight.counters import Stats
 from minloader._insight.memory import WorkerCount
+from minloader._insight.page import table
 from minloader._insight.trace import Event
 from minloader._inspect import inspect
 from minloader._worker import lifetimes, processor_time
@@ -147,6 +148,7 @@ def test_what_is_counted_and_how_it_is_shown(make):
         assert f"\n{name} " in table
     assert "busy " in table
     assert max(map(len, table.splitlines()[1:])) <= 100
+    assert repr(stats) == table
 
     figures = stats.as_dict()
     assert all(type(value) in (int, float) for value in figures.values())
@@ -224,6 +226,36 @@ def test_what_is_between_epochs_is_nobodys(way):
         time.sleep(1)
         list(loader)
         assert loader.stats.consumer < 1
+
+
+def test_work_before_the_first_next_is_no_start_of_workers():
+    with Loader(Quick(), num_workers=1) as loader:
+        batches = iter(loader)
+        assert eventually(lambda: inspect(loader).workers[0].is_ready)
+        time.sleep(0.5)  # its own work
+        list(batches)
+        stats = loader.stats
+    assert stats.startup <= stats.wait
+    assert "-" not in stats.verdict
+
+
+def test_the_verdict_and_the_table_use_one_clock():
+    figures = {"batches": 100, "wait": 4.0, "consumer": 1.0, "startup": 3.0, "num_workers": 2}
+    stats = Stats(**figures)
+    assert "the consumer waited 50 % of the time" in stats.verdict
+    rows = {name: (value, remark) for name, value, remark in table(stats)}
+    assert rows["consumer waited"] == ("4 s", "50 %, without the 3 s until workers were ready")
+    assert rows["consumer's own time"] == ("1 s", "50 %")
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_starting_earlier_is_no_advice_for_who_does(started):
+    stats = Stats(batches=1, wait=9.0, startup=9.0, num_workers=1)
+    with Loader(Quick(), num_workers=1) as loader:
+        if started:
+            loader.start()
+        stats._started = loader.stats._started
+    assert ("; loader.start() begins earlier" in stats.verdict) is not started
 
 
 def test_failures_are_counted(make):
@@ -534,6 +566,16 @@ def test_the_advice_depends_on_who_works_where(monkeypatch, figures, cpus, said)
     assert said in Stats(**BUSY_WORKERS | figures).verdict
 
 
+def test_processors_that_the_process_may_not_use(monkeypatch):
+    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    for figures in (spent(1.9, 0.05, 0.05), spent(1.0, 0.9, 0.1), spent(1.2, 0.2, 0.6)):
+        told = Stats(**BUSY_WORKERS | figures).verdict
+        assert "; the machine has 64, of which this process may use 2 (its CPU affinity" in told
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert "the machine has" not in Stats(**BUSY_WORKERS | spent(1.9, 0.05, 0.05)).verdict
+
+
 @pytest.mark.parametrize(
     ("queued", "cpus", "said"),
     [
@@ -765,7 +807,7 @@ def test_the_verdict_is_of_the_time_since_num_workers_was_set():
         loader.num_workers = 0
         list(loader)
         stats = loader.stats
-    assert "the dataset is the limit" in stats.verdict
+    assert stats.verdict.startswith("since num_workers=0 was set, the dataset is the limit")
     assert stats.batches == 8
 
 

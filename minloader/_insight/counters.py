@@ -45,7 +45,7 @@ Failed = tuple[int, int, Any, str]
 the batch in it, index of the sample (None if it is not known), type and message of the error."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Stats:
     """Figures of a loader since it was made, over all its epochs.
 
@@ -90,8 +90,8 @@ class Stats:
         slot_limit: most bytes that they may have together: ``shared_memory``.
         overflowed: number of batches that found no room in shared memory, and came through the
             pipe.
-        retries: number of times that a batch was tried again because its worker had died, or
-            because the executor had lost it.
+        retries: number of times that a batch was tried again because its worker had died or hung,
+            or because the executor had lost it.
         replaced: number of workers replaced because they died, hung or grew too large.
         reread: number of batches of a stream that were read again, and passed over, to continue
             after them; 0 in an undisturbed epoch.
@@ -134,6 +134,7 @@ class Stats:
     # seconds that each worker was busy; and what was counted when num_workers was set last.
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     _began: float = field(default=0.0, repr=False, compare=False)
+    _started: bool = field(default=False, repr=False, compare=False)  # by loader.start()
     _at: float = field(default=0.0, repr=False, compare=False)
     _worked: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
     _base: Stats | None = field(default=None, repr=False, compare=False)
@@ -213,9 +214,12 @@ class Stats:
     def verdict(self) -> str:
         """One sentence: what limits the loop, and the argument to change.
 
-        It is of the time since ``num_workers`` was set last.
+        It is of the time since ``num_workers`` was set last, and says so if it was.
         """
-        return self._judged[1]
+        told = self._judged[1]
+        if self._base is None or self.batches == self._base.batches:
+            return told
+        return f"since num_workers={self.num_workers} was set, {told}"
 
     @property
     def _judged(self) -> tuple[str, str]:
@@ -237,6 +241,8 @@ class Stats:
 
     def __str__(self) -> str:
         return page.text(self.verdict, page.table(self))
+
+    __repr__ = __str__  # for who types loader.stats at the interpreter's prompt
 
     def _repr_html_(self) -> str:
         return page.fragment(self.verdict, page.table(self))
@@ -278,7 +284,7 @@ class Stats:
 
 # Slots, as Stats has: objects of more than 30 attributes lose CPython's inline values, and each
 # access in Batches.__next__ takes twice as long (3.12: 500 ns a batch, against 230).
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Counters(Stats):
     """The stats of a loader while the epochs write them, in the consumer's thread.
 
@@ -327,6 +333,8 @@ class Counters(Stats):
         """Count the wait for a task and the sending of others, which took since ``begin``."""
         seconds = time.perf_counter() - begin
         self.opening += seconds
+        if self.workers and not self.startup:
+            self.startup = self.wait + seconds  # of waiting: the consumer may have worked meanwhile
         self.record("consumer", "wait", begin, seconds, {})
 
     def drew(self, begin: float, count: int) -> None:
@@ -369,8 +377,6 @@ class Counters(Stats):
                 *(worker, amount(count.growth), count.grown_in),
                 amount(count.growth / count.grown_in),
             )
-        if not self.startup:
-            self.startup = now - self._began
         start = reply.began
         # perf_counter counts from another moment on another machine: then the end is assumed to
         # be now. Within a machine it is the same clock for all processes.

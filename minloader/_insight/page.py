@@ -62,7 +62,7 @@ def data(stats: Stats) -> dict[str, Any]:
     """
     start, workers = stats._starting, stats.num_workers
     running = stats.seconds - start
-    bottleneck, verdict = stats._judged
+    bottleneck = stats._judged[0]
     left_out = f"the {duration(start)} until workers were ready left out" if start else ""
     idle = {"idle": running * max(workers, 1) - stats._work}
     made_by = f"{workers}" if workers else "none: in this process"
@@ -76,7 +76,7 @@ def data(stats: Stats) -> dict[str, Any]:
             f"{stats.batches:,} batches in {duration(stats.seconds)}, the first after "
             f"{duration(stats.startup)}"
         ),
-        "verdict": verdict,
+        "verdict": stats.verdict,
         "bottleneck": bottleneck,
         "bars": [dict(zip(("label", "seconds", "remark"), bar, strict=True)) for bar in bars],
         "rows": table(stats),
@@ -87,13 +87,16 @@ def data(stats: Stats) -> dict[str, Any]:
 def table(stats: Stats) -> list[Row]:
     """Return the figures: name, value, remark of each."""
     total, work, each = stats.seconds, stats._work, max(stats.batches, 1)
+    start = stats._starting
+    running = total - start
+    left_out = f", without the {duration(start)} until workers were ready" if start else ""
     rate = stats.batches / total if total else 0.0
     size = f", {amount(stats.bytes)}, {amount(rate * stats.bytes / each)}/s" if stats.bytes else ""
     drawing = f"of the wait; {duration(stats.sampler / each)} a batch"
     rows = [
         ("batches", f"{stats.batches:,}", f"{rate:,.{0 if rate >= 100 else 1}f}/s{size}"),
-        ("consumer's own time", duration(stats.consumer), share(stats.consumer, total)),
-        ("consumer waited", duration(stats.wait), share(stats.wait, total)),
+        ("consumer's own time", duration(stats.consumer), share(stats.consumer, running)),
+        ("consumer waited", duration(stats.wait), share(stats.wait - start, running) + left_out),
         ("until the first batch", duration(stats.startup), "of the wait"),
         ("sampler", duration(stats.sampler), drawing),
     ]
@@ -128,7 +131,7 @@ def table(stats: Stats) -> list[Row]:
         ("through the pipe", f"{stats.overflowed}", "batches that found no room there"),
     ]
     failures = [
-        ("retries", stats.retries, "batches whose worker died"),
+        ("retries", stats.retries, "batches whose worker died or hung"),
         ("replaced", stats.replaced, "workers"),
         ("failed", stats.failed, "batches and samples: stats.errors has the last ones"),
         ("skipped", stats.skipped, "batches that failed"),

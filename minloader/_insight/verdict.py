@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,10 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     workers, start = stats._capacity, stats._starting
     total, wait = stats.seconds - start, stats.wait - start
     if start > 3 * total:
+        earlier = "" if stats._started else "; loader.start() begins earlier"
         return "", (
             f"the first batch took {duration(stats.startup)}, {share(start, stats.seconds)} of "
-            "the time so far: look again after more batches; loader.start() begins earlier"
+            f"the time so far: look again after more batches{earlier}"
         )
     waited = f"waited {share(wait, total)} of the time"
     busy = min(1.0, stats._work / (total * max(workers, 1)))
@@ -108,14 +110,14 @@ def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
         )
     there_are = f"there are {cpus} processors" if cpus > 1 else "there is one processor"
     if stats.computing > BUSY * cpus * total:
-        return f"make it cheaper: {there_are}, which it keeps busy"
+        return f"make it cheaper: {there_are}, which it keeps busy{_others(cpus)}"
     if stats.queued > QUEUED * stats._measured:
         return _held_up(stats)
     if stats.num_workers < cpus:
         helps = "more workers would help (num_workers)"
         return helps if more else "other programs may have the processors"
     waits = "; if it waits for files or the network, more workers help (num_workers)"
-    return f"make it cheaper: {there_are}{waits * (more and not stats._measured)}"
+    return f"make it cheaper: {there_are}{waits * (more and not stats._measured)}{_others(cpus)}"
 
 
 def _keep_busy(stats: Stats, total: float, wait: float) -> str:
@@ -155,7 +157,19 @@ def _held_up(stats: Stats) -> str:
     who = "other workers, " * too_many + "the consumer or other programs"
     fewer = f": num_workers={cpus} would do" * too_many
     queued = share(stats.queued, stats._measured)
-    return f"{queued} of the work was waiting for a processor, which {who} have{fewer}"
+    waited = f"{queued} of the work was waiting for a processor, which {who} have{fewer}"
+    return waited + _others(cpus)
+
+
+def _others(cpus: int) -> str:
+    """Say so where the machine has more processors than this process may use; "" if not."""
+    all_of_them = os.cpu_count() or 1
+    if all_of_them <= cpus:
+        return ""
+    return (
+        f"; the machine has {all_of_them}, of which this process may use {cpus} (its CPU affinity, "
+        "or the limit of its container or job)"
+    )
 
 
 def has_gil() -> bool:
