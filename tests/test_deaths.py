@@ -1279,7 +1279,7 @@ def test_a_worker_that_is_too_large_is_replaced_once(caplog):
         (pool,) = inspect(loader).group.pools
         pid = inspect(loader).workers[0].pid
         for _ in range(5):
-            pool.renew(pid)
+            pool.renew(pid, "it takes more than worker_memory_limit")
         assert len(list(batches)) == 19
         assert loader.stats.replaced == 2
     assert caplog.text.count("takes more than worker_memory_limit") == 1
@@ -1312,7 +1312,11 @@ def test_workers_that_leak_are_replaced(caplog):
         assert len(pids) >= 3
         assert loader.stats.replaced >= 2
         assert loader.stats.retries == 0
-    assert all("takes more than worker_memory_limit" in line for line in caplog.messages)
+    said = (
+        rf"worker \d \(pid \d+\) takes more than worker_memory_limit={limit}: it has [\d.]+ MB for "
+        r"itself \(it began with [\d.]+ MB\) since batch \d+ of epoch 0: all workers are replaced"
+    )
+    assert all(re.match(said, line) for line in caplog.messages), caplog.messages
 
 
 def test_a_limit_below_what_a_start_takes():

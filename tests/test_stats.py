@@ -838,6 +838,29 @@ def test_memory_that_grows_is_told_once(caplog):
     assert stats.as_dict()["growth_worker_0"] == stats.growth["worker 0"]
 
 
+class KeepsOne(Sleepy):
+    """Of one sample it keeps 80 MB, and of all others nothing."""
+
+    def __getitem__(self, index):
+        if index == 13:
+            self.kept = np.ones(80_000_000, np.uint8)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("options", [{}, {"worker_memory_limit": 1 << 40}])
+def test_the_sample_by_which_a_worker_grew_is_told(options):
+    with Loader(KeepsOne(20, 0.03), num_workers=1, **options) as loader:
+        stats = run(loader)
+    (jump,) = stats.jumps
+    assert (jump.worker, jump.epoch, jump.item) == ("worker 0", 0, str(jump.batch))
+    assert jump.batch == 13 if options else jump.batch >= 13  # else it is looked at now and then
+    assert jump.bytes > 75_000_000
+    assert re.search(
+        r"\ngrew at once +8\d MB +worker 0, at 1\d \(batch 1\d of epoch 0\)", str(stats)
+    )
+    assert "jumps" not in stats.as_dict()
+
+
 def test_memory_is_told_of_our_processes_only(make):
     with make(Sleepy(10, 0.01)) as loader:
         stats = run(loader)

@@ -39,6 +39,7 @@ from minloader._epochs.pending import Bell, Pending, replied
 from minloader._epochs.settings import CLOSED, Settings
 from minloader._epochs.state import Note
 from minloader._errors import WorkerDied
+from minloader._insight.memory import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import Death, Pool
@@ -306,7 +307,8 @@ class Lane(ABC):
             self.pool.failed_starts.clear()
             ordinal = self.ordinal(pending.ordinal)
             place = {"batch": ordinal, "count": made, "epoch": pending.source.epoch}
-            counters.made(track(reply.worker, reply.pid), reply, place)
+            item = self.item(pending, made - 1) if made else None
+            counters.made(track(reply.worker, reply.pid), reply, place, item)
         if reply.overflowed and not counters.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
@@ -318,7 +320,9 @@ class Lane(ABC):
             pending.failed.setdefault(n, []).append(failed)
         limit = settings.memory_limit
         if limit is not None and reply.memory > limit:
-            self.pool.renew(reply.pid)
+            last = self.ordinal(pending.ordinal) + made - 1
+            where = f"batch {last} of epoch {pending.source.epoch}"
+            self.pool.renew(reply.pid, too_large(reply, limit, where))
 
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""

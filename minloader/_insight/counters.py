@@ -14,9 +14,9 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from minloader._checks import amount, copied
+from minloader._checks import amount, copied, shown
 from minloader._insight import page
-from minloader._insight.memory import WorkerCount
+from minloader._insight.memory import JUMP, Jump, WorkerCount
 from minloader._insight.trace import Event, Trace, split_task
 from minloader._insight.verdict import judge
 from minloader._worker.messages import Reply
@@ -79,6 +79,9 @@ class Stats:
             is not known.
         memory_at_start: the same before its first batch.
         growth: of these, bytes by which a worker has grown steadily so far; {} if none has.
+        jumps: the last 100 times that a worker was seen to have grown by more than 50 MB at once,
+            as tuples ``(worker, bytes, epoch, batch, item)``: the last batch that it had made then,
+            and what it was made of.
         executor: where batches are made: "process", "thread", "inline" or "foreign".
         num_workers: number of workers now.
         reads: most reads at the same time in each worker, where the dataset is one of
@@ -118,6 +121,7 @@ class Stats:
     memory: dict[str, int] = field(default_factory=dict)
     memory_at_start: dict[str, int] = field(default_factory=dict)
     growth: dict[str, int] = field(default_factory=dict)
+    jumps: tuple[Jump, ...] = ()
     executor: str = "process"
     num_workers: int = 0
     reads: int = 0
@@ -293,6 +297,7 @@ class Counters(Stats):
         opening: part of ``wait`` that was not for unpacking.
         workers: what is counted of each worker, by name.
         last_errors: the errors, in order.
+        last_jumps: the jumps, in order.
         told_growth: whether the log has said that a worker grows.
         base: what was counted when ``num_workers`` was set last.
         records: the last events, those of tasks not split yet.
@@ -303,6 +308,7 @@ class Counters(Stats):
     opening: float = 0.0
     workers: dict[str, WorkerCount] = field(default_factory=lambda: defaultdict(WorkerCount))
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
+    last_jumps: deque[Jump] = field(default_factory=lambda: deque(maxlen=100))
     told_growth: bool = False
     base: Stats | None = None
     records: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
@@ -343,13 +349,14 @@ class Counters(Stats):
         self.sampler += seconds
         self.record("sampler", "draw", begin, seconds, {"count": count})
 
-    def made(self, worker: str, reply: Reply, args: dict[str, Any]) -> None:
+    def made(self, worker: str, reply: Reply, args: dict[str, Any], item: Any) -> None:
         """Count the batches that a worker made.
 
         Args:
             worker: track of the worker on the timeline.
             reply: what it sent.
             args: "batch", the number of the first; "count", how many there are; and "epoch".
+            item: what the last of them was made of.
         """
         now = time.perf_counter()
         transform, collate, packing = reply.timings
@@ -368,7 +375,11 @@ class Counters(Stats):
         count = self.workers[worker]
         count.seconds += reply.seconds
         count.batches += args["count"]
-        if reply.memory and count.note_memory(reply) and not self.told_growth:
+        grows = bool(reply.memory) and count.note_memory(reply)
+        if reply.memory and count.jump > JUMP:
+            last = args["batch"] + args["count"] - 1
+            self.last_jumps.append(Jump(worker, count.jump, args["epoch"], last, shown(item)))
+        if grows and not self.told_growth:
             self.told_growth = True
             logger.warning(
                 "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache is "
@@ -421,6 +432,7 @@ class Counters(Stats):
         stats.transport += stats.unpacking
         stats._records, stats._at = tuple(copied(self.records)), time.perf_counter()
         stats.errors, stats._base = tuple(copied(self.last_errors)), self.base
+        stats.jumps = tuple(copied(self.last_jumps))
         workers = sorted(copied(self.workers.items()))
         stats._worked = {name: each.seconds for name, each in workers}
         stats.memory = {name: each.memory for name, each in workers if each.memory}

@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from minloader._checks import amount
 from minloader._worker.messages import Reply
 
 LEAK = 16 << 20
 """Bytes that a worker may grow by in any case, and as a cache of a few samples does."""
+
+
+JUMP = 50_000_000
+"""Bytes from which on it is told by which batch a worker grew."""
+
+
+class Jump(NamedTuple):
+    """A worker was seen to have grown by more than 50 MB since its memory was looked at before.
+
+    Attributes:
+        worker: its name, as in ``memory``.
+        bytes: by which it grew.
+        epoch: of the last batch that it had made then.
+        batch: the place of that in its epoch.
+        item: what it was made of, as text: the item of the sampler, or shard and place in it.
+    """
+
+    worker: str
+    bytes: int
+    epoch: int
+    batch: int
+    item: str
+
+
+def too_large(reply: Reply, limit: int, place: str) -> str:
+    """Say why a worker is replaced.
+
+    Args:
+        reply: what it sent.
+        limit: bytes that it may have.
+        place: the batch that it made last.
+    """
+    began = f" (it began with {amount(reply.memory_at_start)})" if reply.memory_at_start else ""
+    return (
+        f"worker {reply.worker} (pid {reply.pid}) takes more than worker_memory_limit={limit}: it "
+        f"has {amount(reply.memory)} for itself{began} since {place}"
+    )
 
 
 @dataclass(slots=True)
@@ -21,6 +60,7 @@ class WorkerCount:
         at_start: bytes that it had before its first batch.
         growth: bytes by which it has grown steadily; 0 if it has not.
         grown_in: batches that it made meanwhile.
+        jump: bytes by which it has grown since it was looked at before.
     """
 
     seconds: float = 0.0
@@ -29,6 +69,7 @@ class WorkerCount:
     at_start: int = 0
     growth: int = 0
     grown_in: int = 0
+    jump: int = 0
     _pid: int = 0
     _seen: int = 0  # observations, of this process
     _lows: list[tuple[int, int]] = field(default_factory=list)  # the least memory, and batches then
@@ -42,6 +83,8 @@ class WorkerCount:
         """
         if self._pid != reply.pid:  # another process took its place
             self._pid, self.at_start, self._seen, self._lows = reply.pid, 0, 0, []
+            self.memory = reply.memory_at_start or reply.memory
+        self.jump = reply.memory - self.memory
         self.memory = reply.memory
         self.at_start = self.at_start or reply.memory_at_start
         self._seen += 1

@@ -124,6 +124,10 @@ def table(stats: Stats) -> list[Row]:
         grows = "".join(f"; {name} grows steadily" for name in stats.growth)
         remark = f"of the workers' own, {at_start} when they began{grows}"
         rows.append(("memory", amount(sum(stats.memory.values())), remark))
+    if stats.jumps:
+        jump = max(stats.jumps, key=lambda each: each.bytes)
+        made_of = f"at {jump.item} (batch {jump.batch} of epoch {jump.epoch})"
+        rows.append(("grew at once", amount(jump.bytes), f"{jump.worker}, {made_of}"))
     rows += [
         ("workers", f"{stats.num_workers}", busy and f"busy {busy}"),
         ("tasks under way", f"{stats.in_flight}", chunk),

@@ -124,8 +124,13 @@ class Pool:
         """Whether the error of a future says no more than that workers died, and others live."""
         return False
 
-    def renew(self, pid: int) -> None:
-        """Replace a worker that takes too much memory, when it has done what it was given."""
+    def renew(self, pid: int, why: str) -> None:
+        """Replace a worker that takes too much memory, when it has done what it was given.
+
+        Args:
+            pid: its process.
+            why: said to the user.
+        """
 
     def replace_workers(self) -> None:
         """Let the workers leave when they have done what they were given.

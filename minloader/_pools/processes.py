@@ -511,16 +511,15 @@ class ProcessPool(RemotePool):
                         self._collect_deaths(executor)
                     executor.clean_up()
 
-    def renew(self, pid: int) -> None:
+    def renew(self, pid: int, why: str) -> None:
         with self._lock:
             # Others are leaving already: all that they still send says the same.
             current = [each for each in self._executors[-1:] if not each.leaving]
             workers = [worker for executor in current for worker in executor.workers]
             if pid in [worker.pid for worker in workers]:
                 logger.warning(
-                    "worker (pid %d) takes more than worker_memory_limit: all workers are "
-                    "replaced, as soon as they have done what they were given",
-                    pid,
+                    "%s: all workers are replaced, as soon as they have done what they were given",
+                    why,
                 )
                 self.replaced += len(workers)
                 self.replace_workers()
