@@ -323,5 +323,6 @@ def _start(loader: Loader, run: _Run) -> None:
 def _kill_worker(loader: Loader) -> None:
     """Kill one of the loader's worker processes, whatever it is doing."""
     worker = next(each for each in inspect(loader).workers if each.process.is_alive())
-    logger.info("check_reproducible: kills a worker (pid %d), as a trial", worker.pid)
+    # As loud as what the loader says of the death, which would else look like a fault.
+    logger.warning("check_reproducible kills a worker (pid %d), as a trial", worker.pid)
     worker.process.kill()

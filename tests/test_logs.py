@@ -338,18 +338,28 @@ def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("name", "what"), [("hefty", "what it needs (hefty)"), ("abc", "SharedList")]
+    ("source", "n", "what"),
+    [
+        ("import time; time.sleep(0.5)", 0, r"imports \(hefty\), and \d.*forkserver.*'fork' not"),
+        (
+            "",
+            1_000_000,
+            r"imports \(hefty_list\), and \d.* unpickle it; keep long lists.*SharedList",
+        ),
+    ],
 )
-def test_a_long_start_is_explained(name, what, monkeypatch, tmp_path, caplog):
-    """Once, whatever the number of workers. Here the fork takes over what is long."""
-    (tmp_path / "hefty.py").touch()
+def test_a_long_start_is_explained(source, n, what, monkeypatch, tmp_path, caplog):
+    """Once, whatever the number of workers, by what takes the time. Here it is short."""
+    name = "hefty" if source else "hefty_list"
+    (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(start, "LONG_START", 0.0)
-    with Loader(Imports(name), range(8), num_workers=2, mp_context="fork") as loader:
-        assert list(loader) == list(range(8))
+    dataset = [Imports(name), *map(str, range(n))]
+    with Loader(dataset, [0, 0], num_workers=2, mp_context="fork") as loader:
+        assert len(list(loader)) == 2
     (said,) = [each.getMessage() for each in caplog.records]
-    assert re.match(r"a worker took \d+\.\d s to load the dataset", said)
-    assert what in said
+    assert re.match(r"a worker took \d+\.\d s to load the dataset, as each one does: \d", said)
+    assert re.search(what, said), said
 
 
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):

@@ -29,6 +29,7 @@ from minloader._memory.job_file import JobAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
+from minloader._worker.import_hook import ImportClock
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
@@ -134,9 +135,10 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         collate_in_private_memory()
         inherited = inheritance.load()
         begin, modules = time.perf_counter(), set(sys.modules)
-        job = setup.address.load(inherited=inherited)
+        with ImportClock() as imports:
+            job = setup.address.load(inherited=inherited)
         if not info.id:
-            _tell_long_start(time.perf_counter() - begin, modules)
+            _tell_long_start(time.perf_counter() - begin, imports.seconds, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         wait_until_asked()
         _process_worker = Worker(
@@ -176,27 +178,36 @@ LONG_START = 3.0
 """Seconds that the job may take to be loaded before the log says so."""
 
 
-def _tell_long_start(seconds: float, before: set[str]) -> None:
+def _tell_long_start(seconds: float, importing: float, before: set[str]) -> None:
     """Say in the log what a long start took, and which argument makes it shorter.
 
     Not if the worker waited for a processor, or a disk, for longer than it computed.
 
     Args:
         seconds: what it took to load the job.
+        importing: of these, what imports took.
         before: names of the modules that were there before.
     """
     if seconds < LONG_START or time.process_time() < LONG_START / 2:
         return
-    what, advice = "to load the dataset", "keep what is large in arrays, or in a SharedList"
     packages = Counter(name.partition(".")[0] for name in sys.modules.keys() - before)
     found = [name for name, _ in packages.most_common() if name not in sys.stdlib_module_names]
-    if found:  # the largest first
-        what = f"to load the dataset and to import what it needs ({', '.join(found[:5])})"
+    names = f" ({', '.join(found[:5])})" if found else ""  # the largest first
+    if importing > seconds / 2:
         advice = (
             "mp_context='forkserver' (of minloader.torch.DataLoader: multiprocessing_context) "
-            "imports it once for all workers, and 'fork' not at all"
+            "imports once for all workers, and 'fork' not at all"
         )
-    logger.warning("a worker took %.1f s %s, as each one does; %s", seconds, what, advice)
+    else:
+        advice = (
+            "keep long lists and dicts of Python objects in a minloader.SharedList, and what is "
+            "large in arrays"
+        )
+    logger.warning(
+        "a worker took %.1f s to load the dataset, as each one does: %.1f s for imports%s, and "
+        "%.1f s to unpickle it; %s",
+        *(seconds, importing, names, seconds - importing, advice),
+    )
 
 
 def refuse_avalanche() -> None:
