@@ -42,7 +42,6 @@ import logging
 import os
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -421,8 +420,7 @@ class Loader(Generic[B]):
     def _begin(self, batches: Batches) -> Account:
         """Begin the next epoch, for an iterator. States are of that from now on."""
         self._check_open()
-        begin = time.perf_counter()
-        self._settings.counters.begin_epoch(begin)
+        begin = self._settings.counters.begin_epoch()
         self._group.tidy()
         resume, where = self._resume, self._group.pool
         lanes: list[Any]

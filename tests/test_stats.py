@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,11 +251,10 @@ def test_the_verdict_and_the_table_use_one_clock():
 
 @pytest.mark.parametrize("started", [False, True])
 def test_starting_earlier_is_no_advice_for_who_does(started):
-    stats = Stats(batches=1, wait=9.0, startup=9.0, num_workers=1)
     with Loader(Quick(), num_workers=1) as loader:
         if started:
             loader.start()
-        stats._started = loader.stats._started
+        stats = replace(loader.stats, batches=1, wait=9.0, startup=9.0)
     assert ("; loader.start() begins earlier" in stats.verdict) is not started
 
 

@@ -325,10 +325,12 @@ class Counters(Stats):
         self.wait += now - begin
         self.left = now if working else 0.0
 
-    def begin_epoch(self, begin: float) -> None:
-        """Note when the first epoch begins: replies may come before it has begun."""
+    def begin_epoch(self) -> float:
+        """Note when the first epoch begins: replies may come before it has begun. Return now."""
+        now = time.perf_counter()
         if not self.startup:
-            self._began = begin
+            self._began = now
+        return now
 
     def began_epoch(self, begin: float) -> None:
         """Count the start of an epoch, which took since ``begin``."""
