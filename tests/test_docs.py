@@ -297,6 +297,20 @@ def test_the_pages_are_short():
     assert sum(len(page.read_text().splitlines()) for page in DOCS) <= MOST_LINES
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    """Each is a median that stands there, rounded."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    medians = [float(each) for each in re.findall(r"\| (\d+(?:\.\d+)?) \(", page)]
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"^\| \| minloader(.*\n)(\|.*\n)+", readme, re.MULTILINE)
+    assert table
+    figures = re.findall(r"(?<=\| )[\d,.]+(?= \|)", table[0])
+    assert len(figures) > 10
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert figure in {f"{median:,.{digits}f}" for median in medians}, figure
+
+
 def test_the_glossary_is_short():
     text = (ROOT / "docs" / "architecture.md").read_text()
     entries = re.findall(r"^\| (?!word|-)", text[text.index("## Glossary") :], re.MULTILINE)
