@@ -610,8 +610,9 @@ def test_memory_is_given_back_without_another_epoch():
         assert loader.stats.slot_bytes >= 20 * 3_000_000
         del kept
         assert loader.stats.slots == 5
-        had = loader.stats.slot_bytes
-        assert max(map(resident, pids)) <= had < 5 * 4_000_000
+        told = loader.stats.slot_bytes
+        assert told < 5 * 4_000_000
+        assert max(map(resident, pids)) < told + 100_000  # heartbeats are mapped, too
 
 
 def test_few_descriptors():

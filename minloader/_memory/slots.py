@@ -131,19 +131,18 @@ class Slots:
             if self._ended or libc is None:
                 return None
             wanted = self._usual + self._usual // SPARE
-            slot = self._free.pop() if self._free else None
-            size = 0 if slot is None else slot.size
+            size = self._free[-1].size if self._free else 0
             # Where memory is short, slots that are too small must not take what others need.
-            while self._free and size + self._left < wanted:
+            while len(self._free) > 1 and size + self._left < wanted:
                 self._give_back(self._free.pop(0))
             if size + self._left < wanted:
                 self._usual -= self._usual // 8  # one large batch does not keep slots from others
-                if slot is not None:
-                    self._free.append(slot)
                 return None
-            if slot is None:
-                if self._open >= self._most_open or not self._left:
-                    return None
+            if self._free:
+                slot = self._free.pop()
+            elif self._open >= self._most_open or not self._left:
+                return None
+            else:
                 try:
                     with interrupts_held():
                         slot = Slot(self.folder)
@@ -233,7 +232,8 @@ class Slots:
 
         At once, though workers have the file mapped until their next task: there may be none.
         """
-        os.ftruncate(slot.fd, 0)  # nobody looks at it: no batch, no task, no fork
+        if slot.fd >= 0:  # else a finalizer, just now, has ended all slots
+            os.ftruncate(slot.fd, 0)  # nobody looks at it: no batch, no task, no fork
         self.free(slot, retire=True)
 
     def _retire(self, slot: Slot) -> None:
