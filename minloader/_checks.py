@@ -437,6 +437,25 @@ def check_memory_limit(limit: Any, executor: Any) -> None:
         )
 
 
+def check_seed_generators(value: Any, executor: Any, dataset: Any) -> bool:
+    """Return whether generators are seeded; refuse to where several batches draw from one."""
+    if not check_bool("seed_generators", value):
+        return False
+    from concurrent.futures import ThreadPoolExecutor  # workers import this room
+
+    shared = ""
+    if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
+        shared = "threads share the generators of one dataset"
+    elif reads_at_once(dataset):
+        shared = "reads of concurrent() share the generators of their dataset"
+    if shared:
+        raise ValueError(
+            f"seed_generators=True cannot be here, since {shared}; draw from "
+            "get_worker_info().rng, and drop seed_generators, or use processes without concurrent()"
+        )
+    return True
+
+
 def check_shared_memory(shared_memory: Any) -> int | None:
     """Return the most bytes of shared memory; None for a share of what is free."""
     if isinstance(shared_memory, bool):
@@ -444,8 +463,10 @@ def check_shared_memory(shared_memory: Any) -> int | None:
     return check_int("shared_memory", shared_memory, 0)
 
 
-def check_on_error(on_error: Any) -> None:
-    """Refuse what is neither a known word nor a function."""
+def check_on_error(on_error: Any, max_errors: Any = None) -> None:
+    """Refuse what is neither a known word nor a function, and what is no number of errors."""
+    if max_errors is not None:
+        check_int("max_errors", max_errors, 0)
     known = on_error in ("raise", "skip", "skip_sample")
     if not known and (isinstance(on_error, type) or not callable(on_error)):
         raise ValueError(

@@ -126,6 +126,8 @@ class Loader(Generic[B]):
             each fresh copy of the dataset, with that of the shard.
         seed: non-negative int that all randomness derives from, together with epoch and
             ordinal of a batch. None: draw one, kept in ``loader.seed``.
+        seed_generators: whether random generators that the dataset, ``transform`` and
+            ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
         in_order: yield batches in the sampler's order; False: as they get ready.
         timeout: seconds that a batch may run, from when a worker begins with it. Then its worker
             is killed with all it started, and the batch is tried again; past ``retries`` it
@@ -182,6 +184,7 @@ class Loader(Generic[B]):
         mp_context: BaseContext | str | None = None,
         worker_init_fn: Callable[[WorkerInfo], Any] | None = None,
         seed: int | None = 0,
+        seed_generators: bool = False,
         in_order: bool = True,
         timeout: float | None = None,
         retries: int = 1,
@@ -201,9 +204,7 @@ class Loader(Generic[B]):
         retries = check_int("retries", retries, 0)
         checks.check_memory_limit(worker_memory_limit, executor)
         budget = checks.check_shared_memory(shared_memory)
-        checks.check_on_error(on_error)
-        if max_errors is not None:
-            check_int("max_errors", max_errors, 0)
+        checks.check_on_error(on_error, max_errors)
         checks.check_callable("transform", transform)
         checks.check_callable("collate_fn", collate_fn)
         checks.check_callable("worker_init_fn", worker_init_fn)
@@ -234,6 +235,7 @@ class Loader(Generic[B]):
             on_sample=asked_per_sample(on_error),
             is_stream=self._shards is not None,
             rank=rank_of(self.sampler) if self._shards is None else rank_of_stream(dataset),
+            seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
         )
         self._epoch = 0
         self._runs = itertools.count()

@@ -19,6 +19,7 @@ from minloader._insight import page
 from minloader._insight.memory import JUMP, Jump, WorkerCount
 from minloader._insight.trace import Event, Trace, split_task
 from minloader._insight.verdict import judge
+from minloader._worker.generators import told
 from minloader._worker.messages import Reply
 
 EVENTS_KEPT = 3000
@@ -299,6 +300,8 @@ class Counters(Stats):
         last_errors: the errors, in order.
         last_jumps: the jumps, in order.
         told_growth: whether the log has said that a worker grows.
+        own_generators: names of generators of the dataset's own that several batches have drawn
+            from; the log has said so of the first.
         base: what was counted when ``num_workers`` was set last.
         records: the last events, those of tasks not split yet.
         trace: file that events are written to as well, or None.
@@ -310,6 +313,7 @@ class Counters(Stats):
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
     last_jumps: deque[Jump] = field(default_factory=lambda: deque(maxlen=100))
     told_growth: bool = False
+    own_generators: dict[str, None] = field(default_factory=dict)
     base: Stats | None = None
     records: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     trace: Trace | None = None
@@ -390,6 +394,10 @@ class Counters(Stats):
                 *(worker, amount(count.growth), count.grown_in),
                 amount(count.growth / count.grown_in),
             )
+        if reply.drawn:
+            if not self.own_generators:
+                logger.warning("%s; said once", told(reply.drawn))
+            self.own_generators |= dict.fromkeys(reply.drawn)
         start = reply.began
         # perf_counter counts from another moment on another machine: then the end is assumed to
         # be now. Within a machine it is the same clock for all processes.

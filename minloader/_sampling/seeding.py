@@ -15,7 +15,9 @@ from minloader._checks import shown
 if TYPE_CHECKING:
     import numpy as np
 
-Domain = Literal["order", "part", "batch", "sample", "worker", "shuffled", "epoch", "hash"]
+Domain = Literal[
+    "order", "part", "batch", "sample", "worker", "shuffled", "epoch", "hash", "generator"
+]
 
 
 class Piece(NamedTuple):

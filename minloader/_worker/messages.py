@@ -35,6 +35,7 @@ class Job:
             place, or SKIP. None: the batch fails.
         is_stream: whether the dataset is read by shards, each in a copy of its own.
         rank: that of the sampler: other ranks draw other numbers.
+        seed_generators: whether the generators that these have of their own are seeded, too.
     """
 
     dataset: Any
@@ -47,6 +48,7 @@ class Job:
     on_sample: Callable[[BatchError], Any] | None = None
     is_stream: bool = False
     rank: int = 0
+    seed_generators: bool = False
 
 
 class Reached(NamedTuple):
@@ -175,6 +177,7 @@ class Reply(NamedTuple):
             in a tuple (packed if the reply is; () if it is not known), and the error in words.
         lacks_job: where in Dask's cluster a worker is that has no job to make batches from, "" if
             it is another's; None if it has one.
+        drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
     """
 
     worker: int
@@ -197,6 +200,7 @@ class Reply(NamedTuple):
     lasts: list[int | None] = []  # noqa: RUF012  # never changed
     failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
     lacks_job: str | None = None
+    drawn: tuple[str, ...] = ()
 
 
 def summary(error: BaseException) -> str:
@@ -233,6 +237,10 @@ class Failure(NamedTuple):
         return cls(pack_error(error), summary(error), printed(error), stage, fatal)
 
 
+UNSENT: Final = {"dataset": None, "_sample": NO_SAMPLE, "_generators": None}
+"""What a copy of a :class:`WorkerInfo` in another process has in the place of large values."""
+
+
 @dataclass
 class WorkerInfo:
     """Where code of a worker runs.
@@ -264,6 +272,8 @@ class WorkerInfo:
     _sample_rng: np.random.Generator | None = field(default=None, repr=False, compare=False)
     _stage: tuple[str, ...] = field(default=(), repr=False, compare=False)
     _reads: int = field(default=0, repr=False, compare=False)  # at the same time, in this batch
+    # Of the dataset's own, by name; None before they were looked for.
+    _generators: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -306,7 +316,7 @@ class WorkerInfo:
         return self._sample_rng
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"dataset": None, "_sample": NO_SAMPLE}  # a batch may hold the info
+        return self.__dict__ | UNSENT  # a batch may hold the info
 
     _seeds_globals = False  # whether the global generators are seeded where this holds
 

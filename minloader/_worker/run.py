@@ -40,6 +40,7 @@ from minloader._memory.pickling import BatchPacker, PackedBatch, pack, size_in_b
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.generators import OwnGenerators
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import (
     END,
@@ -109,6 +110,12 @@ class Worker:
         self._job = job
         self._packer = packer
         self._seed, self._borrow = seed, borrow
+        if job.seed_generators and seed is None:
+            raise ValueError(
+                "seed_generators=True cannot be where threads make the batches, since they share "
+                "the generators; draw from get_worker_info().rng, or use executor='process'"
+            )
+        self._own = OwnGenerators(job, borrows=borrow is not None)
         self.meter: Meter | None = None
         self.memory_at_start = 0
         self._beat = beat
@@ -205,7 +212,10 @@ class Worker:
             memory = private_memory()
         reread, self._reread = self._reread, 0
         known = size, writer.size, writer.retired, overflowed, memory, self.memory_at_start
-        return Reply(*done, *known, state, processor, reread, maker.skipped, lasts, failed)
+        drawn, self._own.drawn = self._own.drawn, ()
+        return Reply(
+            *(*done, *known, state, processor, reread, maker.skipped, lasts, failed), drawn=drawn
+        )
 
     def _make(
         self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None
@@ -253,6 +263,7 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
+        own = None if self.info._generators == {} else self._own.turn(self.info, place)
         give_back = None if self._borrow is None else self._borrow()
         try:
             try:
@@ -261,12 +272,18 @@ class Worker:
                     self._tell(self.info)
                 if self._seed is not None:
                     self._seed(place)
+                if own is not None:
+                    own.begin()
                 return function(*args)
             finally:
+                if own is not None:
+                    own.end()
                 current_info.set(before)
                 if give_back is not None:
                     give_back()
         except BaseException:  # Ctrl-C may have come while that was done
+            if own is not None:
+                own.end()
             current_info.set(before)
             if give_back is not None:
                 give_back()

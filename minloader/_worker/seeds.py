@@ -100,6 +100,12 @@ def global_states() -> dict[str, Any]:
     return states
 
 
+def global_generators() -> list[Any]:
+    """Return the global generators that are there, as objects."""
+    numpy = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    return [_generator, numpy, getattr(sys.modules.get("torch"), "default_generator", None)]
+
+
 def seed_arrival(module: ModuleType) -> None:
     place = _place  # once: any thread may import, and the batch may end meanwhile
     if place is not None:

@@ -31,15 +31,15 @@ class Collated:
     """A ``collate_fn`` of torch's kind.
 
     Attributes:
-        function: called with whatever ``__getitems__`` returned, or with the list of samples.
+        collate_fn: called with whatever ``__getitems__`` returned, or with the list of samples.
         takes_anything: tells who fetches the samples so.
     """
 
-    function: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Any]
     takes_anything = True
 
     def __call__(self, fetched: Any) -> Any:
-        return self.function(fetched)
+        return self.collate_fn(fetched)
 
 
 @dataclass(repr=False, eq=False)
@@ -62,12 +62,12 @@ class ExtendedCollate:
 class Both:
     """Call two functions, one after the other, unless the first leaves the sample out."""
 
-    first: Callable[[Any], Any]
-    second: Callable[[Any], Any]
+    transform: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Any]
 
     def __call__(self, sample: Any) -> Any:
-        sample = self.first(sample)
-        return SKIP if sample is SKIP else self.second(sample)
+        sample = self.transform(sample)
+        return SKIP if sample is SKIP else self.collate_fn(sample)
 
 
 @dataclass(repr=False, eq=False)

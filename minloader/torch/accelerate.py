@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODULE = "accelerate.data_loader"
 
-OWN_ARGUMENTS = ("transform", "on_error", "retries", "worker_memory_limit")
+OWN_ARGUMENTS = ("transform", "on_error", "retries", "worker_memory_limit", "seed_generators")
 """Arguments that torch's loader has not, and Accelerate does not read."""
 
 _read: list[DataLoader[Any]] = []  # the loader whose arguments Accelerate has read last

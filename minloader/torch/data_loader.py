@@ -66,7 +66,7 @@ _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
     *("multiprocessing_context", "transform", "on_error", "retries", "worker_memory_limit"),
-    *("_order", "_seed"),
+    *("seed_generators", "_order", "_seed"),
 )
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
@@ -119,6 +119,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
         retries: how often a batch is tried again whose worker process died while making it.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced.
+        seed_generators: whether random generators that the dataset, ``transform`` and
+            ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
 
     Raises:
         ValueError: an argument has an impossible value, or excludes another.
@@ -150,6 +152,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         on_error: OnError = "raise",
         retries: int = 1,
         worker_memory_limit: int | None = None,
+        seed_generators: bool = False,
     ) -> None:
         if isinstance(dataset, _PIPES):
             raise NotImplementedError(
@@ -178,6 +181,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.on_error: OnError = on_error
         self.retries: int = check_int("retries", retries, 0)
         self.worker_memory_limit: int | None = worker_memory_limit
+        self.seed_generators: bool = checks.check_bool("seed_generators", seed_generators)
         self._forget()
         self.in_order: bool = in_order
         super().__init__(
@@ -432,6 +436,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "on_error": self.on_error,
             "retries": self.retries,
             "worker_memory_limit": self.worker_memory_limit,
+            "seed_generators": self.seed_generators,
         }
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:

@@ -1,0 +1,409 @@
+"""Random generators that the dataset, ``transform`` or ``collate_fn`` has of its own.
+
+Each worker has copies of them, which draw alike at first, and go on from batch to batch, so that
+what a batch draws depends on its worker and on the batches that this has made before. Each worker
+looks for them once, in its first batch (a stream is looked through in each copy of it):
+
+* After the first batch it compares their states before and after each. One that is drawn from in
+  several batches is told to the parent, by its name. Not one of a stream itself: each shard is read
+  from its beginning, in a copy of its own.
+* With ``seed_generators=True`` each is seeded before each batch, as the global ones are
+  (``seeds.py``), and by its name, so that no two of them draw alike. In the calling process they
+  are the user's, and put back afterwards. Those that the first batch has made join them after it.
+
+Where there are none, nothing is done for the batches that follow. Nothing is imported for this:
+where numpy or torch is not, there is no generator of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from random import Random
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minloader._sampling.seeding import derive
+from minloader._worker import torch_conventions
+from minloader._worker.seeds import Place, global_generators
+
+if TYPE_CHECKING:
+    from minloader._worker.messages import Job, WorkerInfo
+
+logger = logging.getLogger("minloader")
+
+LIMIT = 5_000
+"""Objects that are looked at, the nearest first; so many take some ten milliseconds."""
+
+WIDTH = 40
+"""Elements of a list or dict that are looked at: a dataset may have a list of all its files."""
+
+NEAR = 2
+"""Steps from the dataset within which what a function finds among the globals of its module is
+looked into. Farther away, in libraries, only generators are taken from there."""
+
+LOOKS = 100
+"""Batches of a worker after which one that was drawn from once at most is no longer compared."""
+
+SHOWN = 5
+"""Names of generators that a message has."""
+
+_HEAP_TYPE = 1 << 9  # flag of a class that Python code has made
+
+
+# --- the kinds of generators
+
+
+class Kind(NamedTuple):
+    """What can be done with a generator.
+
+    Attributes:
+        state: returns its state.
+        put_back: gives it a state again.
+        seed: seeds it with 128 bits.
+    """
+
+    state: Callable[[Any], Any]
+    put_back: Callable[[Any, Any], None]
+    seed: Callable[[Any, int], None]
+
+
+def _numpy_state(generator: Any) -> Any:
+    return generator.bit_generator.state
+
+
+def _put_numpy_back(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _seed_numpy(generator: Any, value: int) -> None:
+    generator.bit_generator.state = type(generator.bit_generator)(value).state
+
+
+def _legacy_state(generator: Any) -> Any:
+    return generator.get_state(legacy=False)
+
+
+def _seed_legacy(generator: Any, value: int) -> None:
+    # Not by seed(), which only knows MT19937.
+    state = type(generator._bit_generator)(value).state
+    generator.set_state(state | {"has_gauss": 0, "gauss": 0.0})
+
+
+def _seed_torch(generator: Any, value: int) -> None:
+    generator.manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+_PYTHON = Kind(
+    lambda generator: generator.getstate(),
+    lambda generator, state: generator.setstate(state),
+    lambda generator, value: generator.seed(value),
+)
+_NUMPY = Kind(_numpy_state, _put_numpy_back, _seed_numpy)
+_LEGACY = Kind(_legacy_state, lambda generator, state: generator.set_state(state), _seed_legacy)
+_TORCH = Kind(
+    lambda generator: generator.get_state(),
+    lambda generator, state: generator.set_state(state),
+    _seed_torch,
+)
+
+
+def _kinds() -> list[tuple[type, Kind]]:
+    """Return the classes of generators that there are in this process."""
+    numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    known = [
+        (Random, _PYTHON),
+        (getattr(numpy, "Generator", None), _NUMPY),
+        (getattr(numpy, "RandomState", None), _LEGACY),
+        (getattr(torch, "Generator", None), _TORCH),
+    ]
+    return [(kind, how) for kind, how in known if kind is not None]
+
+
+def _comparable(state: Any) -> Any:
+    """Return a state in a form that ``==`` compares."""
+    if isinstance(state, dict):
+        return [_comparable(part) for part in state.values()]
+    if hasattr(state, "tobytes"):  # an array
+        return state.tobytes()
+    return state.numpy().tobytes() if hasattr(state, "numpy") else state
+
+
+class Own(NamedTuple):
+    """A generator that was found, and what can be done with it."""
+
+    generator: Any
+    kind: Kind
+
+
+# --- where they are looked for
+
+
+def find(roots: dict[str, Any]) -> dict[str, Own]:
+    """Return the generators that are reached from some objects, by their paths.
+
+    No code of the objects is run: they are looked at as they lie in memory.
+
+    Args:
+        roots: the objects, by names, which the paths begin with.
+    """
+    kinds, found = _kinds(), dict[str, Own]()
+    seen = {id(each): each for each in global_generators()}
+    waiting = deque((path, value, 0) for path, value in roots.items())
+    while waiting and len(seen) < LIMIT:
+        path, value, steps = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept: another object could have its id
+        how = _kind_of(value, kinds)
+        if how is not None:
+            try:
+                how.state(value)
+            except Exception as error:  # random.SystemRandom has none
+                logger.debug("%s has no state: %r", path, error)
+                continue
+            while path in found:
+                path += "'"
+            found[path] = Own(value, how)
+            continue
+        try:
+            parts = list(_parts(path, value, kinds, seen, is_near=steps <= NEAR))
+        except Exception as error:  # another thread changes it, say
+            logger.debug("%s was not looked into: %r", path, error)
+            continue
+        waiting += [(to, part, steps + 1) for to, part in parts if not _is_leaf(part)]
+    return found
+
+
+def _kind_of(value: Any, kinds: list[tuple[type, Kind]]) -> Kind | None:
+    # By its type: isinstance() would ask a proxy for its class.
+    return next((how for kind, how in kinds if issubclass(type(value), kind)), None)
+
+
+_LEAVES = frozenset({int, float, complex, str, bytes, bytearray, bool, type(None), range, CodeType})
+
+
+_LEAF_KINDS = (type, ModuleType, logging.Logger)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether nothing is to be looked for in an object: most are texts and numbers."""
+    return type(value) in _LEAVES or issubclass(type(value), _LEAF_KINDS)
+
+
+def _parts(
+    path: str, value: Any, kinds: Any, seen: dict[int, Any], *, is_near: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to, with the path of each."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        for n, (key, part) in enumerate(islice(dict.items(value), WIDTH)):
+            yield f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[key {n}]", part
+    for sequence in (list, tuple, deque):
+        if issubclass(kind, sequence):
+            elements: Any = sequence.__iter__(value)
+            for n, part in enumerate(islice(elements, WIDTH)):
+                yield f"{path}[{n}]", part
+    if issubclass(kind, FunctionType):
+        yield from _parts_of_function(path, value, kinds, is_near=is_near)
+    elif issubclass(kind, MethodType | BuiltinMethodType):
+        yield from ((path, value.__self__), (path, getattr(value, "__func__", None)))
+    elif issubclass(kind, partial):
+        yield from ((path, value.func), (path, value.args), (path, value.keywords))
+    # Of a wrapper of ours: it calls them what the user does.
+    is_ours = kind.__module__ == torch_conventions.__name__
+    own = dict(_attributes(value))
+    for name, part in own.items():
+        yield name if is_ours else f"{path}.{name}", part
+    for cls in kind.__mro__:
+        for name, part in list(vars(cls).items()) if cls.__flags__ & _HEAP_TYPE else ():
+            function = part.fget if type(part) is property else getattr(part, "__func__", part)
+            if type(function) is FunctionType:
+                if id(function) not in seen:
+                    seen[id(function)] = function
+                    yield from _parts_of_function(path, function, kinds, is_near=is_near)
+            elif name not in own and type(part) is not MemberDescriptorType and name[:2] != "__":
+                own[name] = part  # hides what a base class calls so
+                yield f"{path}.{name}", part
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object has as attributes, by its dict or in slots."""
+    kind = type(value)
+    if kind.__dictoffset__:
+        yield from list(object.__getattribute__(value, "__dict__").items())
+    for cls in kind.__mro__:
+        for name, slot in vars(cls).items() if "__slots__" in vars(cls) else ():
+            if type(slot) is MemberDescriptorType:
+                try:
+                    yield name, slot.__get__(value)
+                except AttributeError:
+                    continue  # it is not set
+
+
+def _parts_of_function(
+    path: str, function: Any, kinds: Any, *, is_near: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    known = dict(zip(last, defaults, strict=True)) | (function.__kwdefaults__ or {})
+    yield from ((f"{path}:{name}", part) for name, part in known.items())
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{path}:{name}", cell.cell_contents
+        except ValueError:
+            continue  # it is not set
+    names = function.__globals__
+    for name in _names(code):
+        part = names.get(name)
+        # Not on into other functions: they would lead through whole libraries.
+        is_thing = is_near and not issubclass(type(part), FunctionType | BuiltinMethodType)
+        if is_thing or _kind_of(part, kinds) is not None:
+            yield f"{names.get('__name__')}.{name}", part
+
+
+def _names(code: CodeType) -> Iterable[str]:
+    """Return the names that code may look up among the globals, also in functions within it."""
+    inner = (_names(each) for each in code.co_consts if type(each) is CodeType)
+    return dict.fromkeys((*code.co_names, *(name for names in inner for name in names)))
+
+
+# --- what is done with them
+
+
+class OwnGenerators:
+    """The generators of what one worker makes batches from.
+
+    Args:
+        job: what it makes them from.
+        borrows: whether they are the user's, and put back after each batch.
+
+    Attributes:
+        drawn: names of those that were found to be drawn from in several batches, since it was
+            emptied.
+    """
+
+    def __init__(self, job: Job, *, borrows: bool) -> None:
+        self.job, self.borrows = job, borrows
+        self.drawn: tuple[str, ...] = ()
+        self._batches = 0
+        self._counts = Counter[str]()  # in how many batches each was drawn from
+
+    def turn(self, info: WorkerInfo, place: Place) -> Turn | None:
+        """Return what is to be done with them for a batch; None if nothing is.
+
+        Call it only if ``info._generators`` is not an empty dict: then there are none.
+        """
+        if place[1] < 0:  # worker_init_fn, which may be what makes them
+            return None
+        found = info._generators
+        if found is None:
+            found = self.find(info) if self.job.seed_generators else {}
+        states = {}
+        if self.borrows or not self.job.seed_generators:
+            states = {name: own.kind.state(own.generator) for name, own in found.items()}
+        return Turn(self, info, place, found, states, is_first=info._generators is None)
+
+    def find(self, info: WorkerInfo) -> dict[str, Own]:
+        """Look for them; of a stream that is read, in its copy of the dataset."""
+        job = self.job
+        roots = {"dataset": info.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
+        if job.is_stream and not job.seed_generators:
+            del roots["dataset"]  # each reading of a shard begins with those as they were sent
+        return find(roots)
+
+    def count(self, info: WorkerInfo, changed: list[str]) -> None:
+        """Note which of them a batch has drawn from."""
+        assert info._generators is not None
+        self._batches += 1
+        self._counts.update(changed)
+        several = [name for name in changed if self._counts[name] == 2]
+        self.drawn += tuple(several)
+        kept = info._generators if self._batches < LOOKS else {}
+        info._generators = {name: own for name, own in kept.items() if name not in several}
+
+
+@dataclass(eq=False)
+class Turn:
+    """What is done with the generators for one batch.
+
+    Attributes:
+        owner: those of the worker.
+        info: that of the batch.
+        place: of the batch.
+        found: the generators that were there before it.
+        states: of them, then; empty if nobody asks for these.
+        is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
+    """
+
+    owner: OwnGenerators
+    info: WorkerInfo
+    place: Place
+    found: dict[str, Own]
+    states: dict[str, Any]
+    is_first: bool
+
+    def begin(self) -> None:
+        """Seed them, if that is asked for."""
+        for name, own in self.found.items() if self.owner.job.seed_generators else ():
+            own.kind.seed(own.generator, derive("generator", name, *self.place))
+
+    def end(self) -> None:
+        """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""
+        if self.owner.job.seed_generators:
+            for name, state in self.states.items():
+                self.found[name].kind.put_back(self.found[name].generator, state)
+            if self.is_first:
+                self._look_again()
+        elif self.is_first:
+            self.info._generators = self.owner.find(self.info)
+        else:
+            changed = [name for name in self.states if self._has_changed(name)]
+            self.states = {}
+            self.owner.count(self.info, changed)
+
+    def _has_changed(self, name: str) -> bool:
+        own = self.found[name]
+        return bool(_comparable(own.kind.state(own.generator)) != _comparable(self.states[name]))
+
+    def _look_again(self) -> None:
+        """Look for those that the first batch has made."""
+        found = self.owner.find(self.info)
+        made = [name for name in found if name not in self.found]
+        if made and self.info.id <= 0:
+            logger.warning(
+                "%s made in a batch, and seed_generators could not seed that: its worker's first; "
+                "make it in __init__, or in worker_init_fn",
+                shown(made),
+            )
+        self.info._generators = self.found | found
+
+
+def shown(names: Collection[str]) -> str:
+    """Return the names of generators as the beginning of a sentence: "dataset.rng is"."""
+    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    *first, last = [*islice(names, SHOWN), *more]
+    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+
+
+def told(names: Collection[str]) -> str:
+    """Return what to say of generators that are drawn from in several batches."""
+    return (
+        f"{shown(names)} drawn from in several batches: a generator of the dataset's own goes on "
+        "from batch to batch in each worker, so that what a batch draws depends on the worker that "
+        "makes it; seed_generators=True has it seeded for each batch, or draw from "
+        "get_worker_info().rng (or seed it for each sample: that cannot be told from here)"
+    )

@@ -1,0 +1,579 @@
+"""Generators that a dataset has of its own: told, seeded for each batch, put back."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from conftest import printed_by, require, variants
+from interrupts import interrupted
+
+from minloader import Loader, concurrent, get_worker_info
+from minloader._worker.generators import LIMIT, WIDTH, find
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+
+def torch_generator() -> Any:
+    return require("torch").Generator().manual_seed(5)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: np.random.default_rng(5),
+    "numpy, MT19937": lambda: np.random.Generator(np.random.MT19937(5)),
+    "numpy, legacy": lambda: np.random.RandomState(5),
+    "numpy, legacy, of PCG64": lambda: np.random.RandomState(np.random.PCG64(5)),
+    "random": lambda: random.Random(5),
+    "torch": torch_generator,
+}
+
+
+def draw(generator: Any) -> float:
+    if type(generator).__module__.startswith("torch"):
+        return float(sys.modules["torch"].rand(1, generator=generator))
+    # Two draws of a normal distribution: the second may have been kept from the first.
+    return float(getattr(generator, "standard_normal", lambda: generator.gauss(0, 1))())
+
+
+class Holder:
+    """A dataset, or a transform, that draws from what it holds."""
+
+    def __init__(self, held: Any = None, found: Callable[[Any], Any] | None = None) -> None:
+        self.held = held
+        self.found = found
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        return draw(self.held if self.found is None else self.found(self))
+
+    def __call__(self, sample: Any) -> Any:
+        return self[0]
+
+
+class Slotted:
+    __slots__ = ("generator", "nothing")
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+
+class OfClass(Holder):
+    """As those of MONAI: they share one, unless they are given their own."""
+
+    R: ClassVar[Any] = np.random.RandomState()
+
+    def __getitem__(self, index: int) -> float:
+        return draw(self.R)
+
+
+class Composed(Holder):
+    """As those of MONAI and albumentations: each transform has its own."""
+
+    def __init__(self, *held: Any) -> None:
+        self.transforms = list(held)
+        self.py_random, self.random_generator = random.Random(1), np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> float:
+        return sum(transform(index) for transform in self.transforms)
+
+
+def with_default(sample: Any, generator: Any = np.random.default_rng(5)) -> float:  # noqa: B008
+    return draw(generator)
+
+
+def closed_over() -> Callable[[Any], float]:
+    generator = np.random.default_rng(5)
+    return lambda sample: draw(generator)
+
+
+GLOBAL: Any = np.random.default_rng(5)
+SETTINGS = {"augment": Holder(np.random.default_rng(5))}
+
+
+def by_global(sample: Any) -> float:
+    return max(draw(each) for each in [GLOBAL])
+
+
+def by_global_holder(sample: Any) -> float:
+    return float(SETTINGS["augment"](sample))
+
+
+class Inherits(Holder):
+    pass
+
+
+class Wrapper:
+    """Does not want to be asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("asked for its class")
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def first(holder: Any) -> Any:
+    return holder.held[0]
+
+
+PLACES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "dataset": (lambda: {"dataset": Holder(rng())}, "dataset.held"),
+    "list": (lambda: {"dataset": Holder([rng()], first)}, "dataset.held[0]"),
+    "tuple": (lambda: {"dataset": Holder((rng(),), first)}, "dataset.held[0]"),
+    "dict": (lambda: {"dataset": Holder({0: rng()}, first)}, "dataset.held[0]"),
+    "slots": (
+        lambda: {"dataset": Holder(Slotted(rng()), lambda self: self.held.generator)},
+        "dataset.held.generator",
+    ),
+    "class": (lambda: {"dataset": OfClass()}, "dataset.R"),
+    "method": (
+        lambda: {"dataset": Holder(rng().standard_normal, lambda self: self.held.__self__)},
+        "dataset.held",
+    ),
+    "inside": (
+        lambda: {"dataset": Holder(Holder(rng()), lambda self: self.held.held)},
+        "dataset.held.held",
+    ),
+    "transform": (lambda: {"transform": Holder(rng())}, "transform.held"),
+    "composed": (
+        lambda: {"transform": Composed(Holder(1.0, lambda self: random), Holder(rng()))},
+        "transform.transforms[1].held",
+    ),
+    "default": (lambda: {"transform": with_default}, "transform:generator"),
+    "closure": (lambda: {"transform": closed_over()}, "transform:generator"),
+    "partial": (lambda: {"transform": functools.partial(with_default, generator=rng())},
+        "transform['generator']",
+    ),
+    "global": (lambda: {"transform": by_global}, f"{__name__}.GLOBAL"),
+    "global's": (lambda: {"transform": by_global_holder}, f"{__name__}.SETTINGS['augment'].held"),
+    "collate_fn": (lambda: {"collate_fn": Holder(rng())}, "collate_fn.held"),
+}  # fmt: skip
+
+
+def loader_of(options: dict[str, Any], **others: Any) -> Loader[Any]:
+    if "collate_fn" in options:
+        others["batch_size"] = 2
+    return Loader(**({"dataset": range(24)} | options | others))
+
+
+def state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return repr(generator.get_state(legacy=False))
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state().tolist()
+
+
+# --- seeded
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_kind_is_seeded_for_each_batch_and_put_back(kind):
+    generator = MAKERS[kind]()
+    draw(generator)  # a legacy one keeps the second number of a pair
+    before = state_of(generator)
+    drawn = []
+    for num_workers in (0, 2, 0):
+        options = {"num_workers": num_workers, "seed_generators": True}
+        with Loader(Holder(generator), range(12), **options) as loader:
+            drawn.append(list(loader))
+        assert state_of(generator) == before
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 12
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_found_wherever_it_is(place):
+    make, _ = PLACES[place]
+    drawn = []
+    for num_workers in (0, 2):
+        with loader_of(make(), num_workers=num_workers, seed_generators=True) as loader:
+            drawn.append(list(loader))
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0]}) == len(drawn[0])
+
+
+def of_torch(dataset: Any, **options: Any) -> Any:
+    torch = require("torch")
+    torch.manual_seed(0)
+    from minloader.torch import DataLoader
+
+    return DataLoader(dataset, **({"batch_size": 2} | options))
+
+
+def plain(batches: Any) -> list[Any]:
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
+@variants("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_however_workers_start(method):
+    drawn = []
+    for num_workers in (0, 2):
+        method_or_none = method if num_workers else None
+        options = {"num_workers": num_workers, "seed_generators": True}
+        ours = Loader(Holder(rng()), batch_size=2, mp_context=method, **options)
+        options["multiprocessing_context"] = method_or_none
+        with ours, of_torch(Holder(rng()), **options) as theirs:
+            drawn.append([plain(ours), plain(theirs)])
+    assert drawn[0] == drawn[1]
+
+
+def seed_worker(worker_id: int) -> None:
+    info: Any = sys.modules["torch"].utils.data.get_worker_info()
+    info.dataset.held = np.random.default_rng(info.seed)
+
+
+def test_one_that_worker_init_fn_has_made_is_seeded():
+    import torch
+
+    class Empty(Holder, torch.utils.data.Dataset[float]):
+        pass
+
+    options = {"num_workers": 2, "worker_init_fn": seed_worker, "seed_generators": True}
+    drawn = []
+    for _ in range(2):
+        with of_torch(Empty(), **options) as loader:
+            drawn.append(plain(loader))
+    assert drawn[0] == drawn[1]
+    assert len({tuple(batch) for batch in drawn[0]}) == 12
+
+
+def test_they_draw_other_numbers_than_each_other_and_than_other_ranks_epochs_and_seeds():
+    class All(Holder):
+        def __getitem__(self, index: int) -> Any:
+            return [draw(self.held[0]), draw(self.held[1])]
+
+    def drawn(rank: int, epoch: int, seed: int) -> list[Any]:
+        sampler = Ranked(rank)
+        options = {"num_workers": 0, "seed": seed, "seed_generators": True}
+        with Loader(All([rng(), rng()]), sampler, **options) as loader:
+            loader.set_epoch(epoch)
+            return [number for batch in loader for number in batch]
+
+    cases = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    numbers = [number for case in cases for number in drawn(*case)]
+    assert len(set(numbers)) == len(numbers) == 4 * 2 * 6
+
+
+class Ranked:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world_size = rank, 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_a_resumed_run_draws_the_same():
+    options = {"num_workers": 1, "seed_generators": True}
+    with Loader(Holder(rng()), range(8), **options) as loader:
+        batches = iter(loader)
+        begin = [next(batches) for _ in range(3)]
+        state = loader.state_dict()
+        rest = list(batches)
+    with Loader(Holder(rng()), range(8), **options | {"num_workers": 0}) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == rest
+        assert list(Loader(Holder(rng()), range(8), **options | {"num_workers": 0})) == begin + rest
+
+
+class Stream:
+    """Draws as it is read, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(6):
+            yield self.rng.random()
+
+
+@pytest.mark.parametrize("executor", ["process", "inline"])
+def test_those_of_a_stream_are_seeded_where_it_is_read(executor):
+    options = {"batch_size": 2, "num_workers": 2, "seed_generators": True}
+    options["num_workers"] = 2 if executor == "process" else 0
+    runs = []
+    for _ in range(2):
+        with Loader(Stream(), **options) as loader:
+            runs.append([plain(loader), plain(loader)])
+    assert runs[0] == runs[1]
+    numbers = [number for epoch in runs[0] for batch in epoch for number in batch]
+    assert len(set(numbers)) == len(numbers) == 12 * max(1, int(options["num_workers"]))
+    with Loader(Stream(), **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with Loader(Stream(), **options) as loader:
+        loader.load_state_dict(state)
+        assert plain(loader) == runs[0][0][1:]
+
+
+class Lazy(Holder):
+    def __getitem__(self, index: int) -> float:
+        if self.held is None:
+            self.held = np.random.default_rng()
+        return draw(self.held)
+
+
+def test_one_that_is_made_in_a_batch_is_seeded_from_the_next_on_and_told(caplog):
+    drawn = []
+    for num_workers in (0, 1):
+        options = {"num_workers": num_workers, "seed_generators": True}
+        with Loader(Lazy(), range(6), **options) as loader:
+            drawn.append(list(loader))
+    assert drawn[0][1:] == drawn[1][1:]
+    assert drawn[0][0] != drawn[1][0]
+    assert len(caplog.messages) == 2
+    assert all(line.startswith("dataset.held is made in a batch") for line in caplog.messages)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+def test_they_are_put_back_when_a_batch_fails(failure):
+    class Failing(Holder):
+        def __getitem__(self, index: int) -> float:
+            number = super().__getitem__(index)
+            if index == 1:
+                raise failure
+            return number
+
+    dataset = Failing(rng())
+    with Loader(dataset, range(3), num_workers=0, seed_generators=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(failure):
+            next(batches)
+        assert state_of(dataset.held) == state_of(rng())
+
+
+@variants("stride", [5, 1])
+def test_an_interrupt_anywhere_puts_them_back(stride):
+    dataset = Holder([rng(), random.Random(5)], lambda self: draw_all(self.held))
+    before, step, reached = [state_of(each) for each in dataset.held], 0, True
+    while reached:
+        with Loader(dataset, range(3), num_workers=0, seed_generators=True) as loader:
+            batches = iter(loader)
+            reached = interrupted(functools.partial(next, batches), step).reached
+        assert [state_of(each) for each in dataset.held] == before, step
+        step += stride
+    assert step > 100
+
+
+def test_a_batch_that_reads_a_loader_of_the_same_dataset_gets_its_generator_back():
+    dataset = Holder(rng())
+    inner = Loader(dataset, range(3), num_workers=0, seed_generators=True)
+
+    class Outer:
+        held = dataset
+
+        def __getitem__(self, index: int) -> Any:
+            return [draw(self.held.held), *list(inner), draw(self.held.held)]
+
+    class Alone(Outer):
+        def __getitem__(self, index: int) -> Any:
+            return [draw(self.held.held), draw(self.held.held)]
+
+    drawn = []
+    for kind in (Outer, Alone):
+        with Loader(kind(), range(2), num_workers=0, seed_generators=True) as loader:
+            drawn.append([[batch[0], batch[-1]] for batch in loader])
+    inner.close()
+    assert drawn[0] == drawn[1]
+    assert state_of(dataset.held) == state_of(rng())
+
+
+# --- told
+
+
+def told(caplog: Any) -> list[str]:
+    return [line for line in caplog.messages if "drawn from in several batches" in line]
+
+
+@variants("num_workers", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_that_is_drawn_from_in_several_batches_is_told_by_its_name(place, num_workers, caplog):
+    make, name = PLACES[place]
+    with loader_of(make(), num_workers=num_workers) as loader:
+        assert list(loader.epochs(2))
+    (line,) = told(caplog)
+    assert line.startswith(f"{name} is drawn from in several batches")
+    assert "seed_generators=True" in line
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_kind_is_told(kind, caplog):
+    with Loader(Holder([MAKERS[kind](), MAKERS[kind]()], first), num_workers=1) as loader:
+        list(loader)
+    (line,) = told(caplog)
+    assert line.startswith("dataset.held[0] is drawn from")
+
+
+def test_it_is_told_once_for_all_workers_and_epochs(caplog):
+    dataset = Holder([rng() for _ in range(7)], lambda self: draw_all(self.held))
+    with Loader(dataset, num_workers=2) as loader:
+        list(loader.epochs(3))
+    assert len(told(caplog)) == 1
+    assert "dataset.held[4] and 2 more are drawn" in caplog.text
+
+
+def draw_all(generators: list[Any]) -> Any:
+    for each in generators:
+        draw(each)
+    return generators[0]
+
+
+def test_threads_and_executors_are_told(caplog):
+    with Loader(Holder(rng()), executor="thread", num_workers=2) as loader:
+        list(loader)
+    with ProcessPoolExecutor(1, get_context("forkserver")) as executor:
+        with Loader(Holder(rng()), executor=executor) as loader:
+            list(loader)
+        with Loader(Holder(rng()), executor=executor, seed_generators=True) as loader:
+            seeded = list(loader)
+    assert len(told(caplog)) == 2
+    with Loader(Holder(rng()), num_workers=0, seed_generators=True) as loader:
+        assert list(loader) == seeded
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(num_workers, caplog):
+    torch = require("torch")
+
+    class Numbers(torch.utils.data.IterableDataset):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(12))
+
+    draws = Holder(rng())
+    for options, name in [
+        ({"dataset": Holder(rng())}, "dataset.held"),
+        ({"dataset": range(24), "transform": draws}, "transform.held"),
+        ({"dataset": range(24), "collate_fn": draws}, "collate_fn.held"),
+        ({"dataset": range(9), "batch_size": None, "transform": abs, "collate_fn": draws},
+         "collate_fn.held"),
+        ({"dataset": Numbers(), "transform": draws}, "transform.held"),
+    ]:  # fmt: skip
+        caplog.clear()
+        with of_torch(**options, num_workers=min(num_workers, 1)) as loader:
+            list(loader)
+        (line,) = told(caplog)
+        assert line.startswith(f"{name} is drawn from")
+
+
+QUIET: dict[str, Callable[[], Any]] = {
+    "not drawn from": lambda: Holder([rng(), 1], lambda self: random),
+    "drawn from once": lambda: Once(rng()),
+    "that of the batch": lambda: Holder(None, lambda self: get_worker_info().rng),
+    "the global ones": lambda: Holder(
+        [random.gauss, np.random.standard_normal], lambda self: self.held[1].__self__
+    ),
+    "without a state": lambda: Holder(None, lambda self: random.SystemRandom()),
+    "a stream's own": Stream,
+}
+
+
+class Once(Holder):
+    """Draws an order when it is first asked for a sample."""
+
+    order: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.order is None:
+            self.order = self.held.permutation(24)
+        return self.order[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", QUIET)
+def test_nothing_is_told_of_what_does_no_harm(case, num_workers, caplog):
+    with Loader(QUIET[case](), num_workers=num_workers) as loader:
+        list(loader)
+    assert caplog.messages == []
+
+
+def test_nothing_is_imported_to_look_for_them():
+    program = """
+        import sys
+        from minloader import Loader
+
+        def imported(item):
+            return [name for name in ("numpy", "torch") if name in sys.modules]
+
+        with Loader(imported, range(3), num_workers=1, seed_generators=True) as loader:
+            print(*loader)
+        """
+    assert printed_by(program) == "[] [] []\n"
+
+
+# --- how they are looked for
+
+
+def test_the_look_has_bounds_and_survives_what_changes():
+    deep: Any = rng()
+    for _ in range(50):
+        deep = [deep]
+    cyclic: list[Any] = [deep]
+    cyclic.append(cyclic)
+    assert len(find({"dataset": cyclic})) == 1
+    assert find({"dataset": [0] * WIDTH + [rng()]}) == {}
+    wide = [[[[n] for n in range(4)] for _ in range(WIDTH)] for _ in range(WIDTH)]
+    assert find({"dataset": [wide, [rng()]]}) != {}  # the nearest come first
+    assert WIDTH**2 * 4 > LIMIT
+    assert find({"dataset": [wide, [[[[rng()]]]]]}) == {}
+    assert find({"dataset": [Holder(random), random.SystemRandom()]}) == {}
+    assert [*find({"dataset": Wrapper(Wrapper(rng()))})] == ["dataset.inner.inner"]
+    shared = rng()
+    assert [*find({"dataset": [shared, shared], "transform": shared})] == ["transform"]
+
+
+def test_those_of_classes_are_found_behind_one_that_hides_them():
+    hides = OfClass()
+    vars(hides)["R"] = np.random.RandomState(0)
+    found = find({"dataset": Holder([hides, OfClass()])})
+    assert [*found] == ["dataset.held[0].R", "dataset.held[1].R"]
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"executor": "thread"}, "threads share"),
+        ({"dataset": concurrent(range(3))}, r"reads of concurrent\(\) share"),
+        ({"seed_generators": "no"}, "must be True or False"),
+    ],
+)
+def test_what_cannot_be_seeded_is_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Loader(**({"dataset": range(3), "seed_generators": True} | options))
+
+
+def test_threads_of_a_foreign_executor_are_refused(monkeypatch):
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(ValueError, match="threads share"):
+            Loader(range(3), executor=executor, seed_generators=True)
+        # One of which it is not known that its workers are threads here, as Dask's may be.
+        monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", ProcessPoolExecutor)
+        with (
+            Loader(range(3), executor=executor, seed_generators=True) as loader,
+            pytest.raises(ValueError, match="threads make the batches"),
+        ):
+            next(iter(loader))
