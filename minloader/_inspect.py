@@ -74,6 +74,11 @@ class Inspection:
         return self._loader._told.is_used_up
 
     @property
+    def own_generators(self) -> list[str]:
+        """Names of generators of the dataset's own that several batches have drawn from."""
+        return list(self.settings.counters.own_generators)
+
+    @property
     def is_torchs(self) -> bool:
         """Whether a :class:`minloader.torch.DataLoader` made it.
 

@@ -30,6 +30,7 @@ from minloader._errors import MinloaderError
 from minloader._insight.leaves import Leaf, Leaves, leaves
 from minloader._inspect import inspect
 from minloader._loader import Loader
+from minloader._worker.generators import told
 
 logger = logging.getLogger("minloader")
 
@@ -73,14 +74,18 @@ class Report:
     Attributes:
         batches: number of batches compared in each epoch.
         runs: names of the runs, the reference first.
+        generators: names of generators of the dataset's own, such as ``dataset.rng``, that were
+            drawn from in several batches and are not seeded for each.
     """
 
     batches: list[int]
     runs: list[str]
+    generators: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         counts = " + ".join(map(str, self.batches))
-        return f"reproducible: {counts} batches are the same with " + "; ".join(self.runs)
+        text = f"reproducible: {counts} batches are the same with " + "; ".join(self.runs)
+        return f"{text}\nBut {told(self.generators)}" if self.generators else text
 
 
 def check_reproducible(
@@ -118,7 +123,8 @@ def check_reproducible(
 
     Raises:
         IrreproducibleError: a batch differs; the message names the run, epoch, batch and leaf,
-            and shows both values. Also if only one of two runs raises.
+            and shows both values; and generators of the dataset's own that it draws from. Also if
+            only one of two runs raises.
         Exception: the loader raised it in the first run, as it would when used.
         TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
             has no batches.
@@ -207,6 +213,7 @@ class _Audit:
         self._name = ""  # of the reference
         self._reference: dict[tuple[int, int], Leaves] = {}  # as _take gives it, in that order
         self._states: dict[int, bytes] = {}  # by ordinal in epoch 0, from the last run that saves
+        self._generators: dict[str, None] = {}  # of the dataset's own, by name
 
     def run(self, workers: set[int]) -> Report:
         """Do all runs, those first that have the fewest reasons to differ."""
@@ -226,7 +233,7 @@ class _Audit:
         for run in self._other_runs(counts, executor, lengths[0]):
             self._compare(run)
             names.append(run.name)
-        return Report(lengths, names)
+        return Report(lengths, names, list(self._generators))
 
     def _other_runs(self, counts: list[int], executor: Any, count: int) -> Iterator[_Run]:
         """Yield the runs to compare with the reference, of which epoch 0 has ``count`` batches."""
@@ -269,6 +276,7 @@ class _Audit:
                 if epoch == 0 and ordinal == run.kill:
                     _kill_worker(loader)
                 found = next(batches, END)
+                self._generators |= dict.fromkeys(inspect(loader).own_generators)
                 yield (epoch, ordinal), found
                 if found == END:
                     break
@@ -293,11 +301,12 @@ class _Audit:
                 paths = expected | found  # those of the reference first
                 path = next(path for path in paths if expected.get(path) != found.get(path))
                 former, width = self._name, max(len(self._name), len(run.name))
+                own = f"\n{told(self._generators)}" if self._generators else ""
                 raise IrreproducibleError(
                     f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
                     f"{former}; the first difference is in {path}:\n"
                     f"  {former:{width}}  {expected.get(path, ABSENT).text}\n"
-                    f"  {run.name:{width}}  {found.get(path, ABSENT).text}",
+                    f"  {run.name:{width}}  {found.get(path, ABSENT).text}{own}",
                     *(run.name, epoch, ordinal, path),
                 ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
@@ -17,6 +18,7 @@ from interrupts import interrupted
 
 from minloader import Loader, concurrent, get_worker_info
 from minloader._worker.generators import LIMIT, WIDTH, find
+from minloader.testing import IrreproducibleError, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -520,6 +522,26 @@ def test_nothing_is_imported_to_look_for_them():
             print(*loader)
         """
     assert printed_by(program) == "[] [] []\n"
+
+
+def test_the_audit_names_them():
+    def make(dataset: Any = None, **options: Any) -> Any:
+        made = dataset or Holder(rng())
+        return lambda: Loader(copy.deepcopy(made), num_workers=1, **options)
+
+    options: Any = {"workers": (0, 1), "batches": 8}
+    with pytest.raises(IrreproducibleError, match=r"\ndataset\.held is drawn from in several"):
+        check_reproducible(make(), **options)
+    assert check_reproducible(make(seed_generators=True), **options).generators == []
+
+    class Reseeded(Holder):
+        def __getitem__(self, index: int) -> float:
+            self.held.seed(index)
+            return super().__getitem__(index)
+
+    report = check_reproducible(make(Reseeded(random.Random())), **options)
+    assert report.generators == ["dataset.held"]
+    assert "But dataset.held is drawn from" in str(report)
 
 
 # --- how they are looked for
