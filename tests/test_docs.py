@@ -289,14 +289,6 @@ def test_each_promise_has_tests():
     assert set(rows) == set(promises)
 
 
-MOST_LINES = 3_010
-"""Of all pages in docs/ together. What is said twice has no place; nor has what nobody needs."""
-
-
-def test_the_pages_are_short():
-    assert sum(len(page.read_text().splitlines()) for page in DOCS) <= MOST_LINES
-
-
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
     """Each is a median that stands there, rounded."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()

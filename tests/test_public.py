@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,68 +36,6 @@ MOST_ROOT_MODULES = 10
 
 def test_few_modules_lie_at_the_root():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
-
-
-MOST_LINES = 450
-"""Lines of code in a module: neither blank, nor of a docstring, nor a comment."""
-
-
-def lines_of_code(path: Path) -> int:
-    text = path.read_text()
-    documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return sum(
-        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
-        for number, line in enumerate(text.splitlines(), 1)
-    )
-
-
-def test_no_module_is_long():
-    long = {
-        path: count for path in PACKAGE.rglob("*.py") if (count := lines_of_code(path)) > MOST_LINES
-    }
-    assert long == {}
-
-
-MOST_PRIVATE_NAMES = 11
-"""Private names of the package that the tests may use. Everything else goes through what users
-can see, or through ``minloader._inspect``."""
-
-NOT_OURS = [
-    *("_current_frames", "_exit", "_forkserver", "_forkserver_pid", "_getframe", "_pid", "_recv"),
-    *("_replace", "_repr_html_", "_resource_tracker", "_send", "_stop"),
-]
-"""Names of the standard library and of IPython that are private, or are spelled so."""
-
-
-def private_names(path: Path) -> Iterator[str]:
-    """Yield the private names of other objects and modules that a test module uses.
-
-    Those are attributes, imported names, and strings given to ``setattr`` and its like. A private
-    module is allowed where its own name for the thing is public.
-    """
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Attribute):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                names = [node.attr]
-        elif isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
-            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
-        for name in names:
-            if re.match("_[^_]", name) and name not in NOT_OURS:
-                yield f"{path.name}:{node.lineno}: {name}"
-
-
-def test_tests_use_few_private_names():
-    paths = set(Path(__file__).parent.rglob("*.py"))
-    paths -= {Path(__file__).with_name("test_cpython.py")}  # its subject is what CPython hides
-    found = [name for path in sorted(paths) for name in private_names(path)]
-    assert len(found) <= MOST_PRIVATE_NAMES, "\n".join(found)
 
 
 def test_only_numpy_and_cloudpickle_are_needed():
