@@ -689,7 +689,7 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        self._settings.counters._started = True
+        self._settings.counters._began_early = True
         self._group.start()
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class Stats:
     # seconds that each worker was busy; and what was counted when num_workers was set last.
     _records: tuple[Event, ...] = field(default=(), repr=False, compare=False)
     _began: float = field(default=0.0, repr=False, compare=False)
-    _started: bool = field(default=False, repr=False, compare=False)  # by loader.start()
+    _began_early: bool = field(default=False, repr=False, compare=False)  # by loader.start()
     _at: float = field(default=0.0, repr=False, compare=False)
     _worked: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
     _base: Stats | None = field(default=None, repr=False, compare=False)

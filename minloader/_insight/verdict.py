@@ -49,7 +49,7 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     workers, start = stats._capacity, stats._starting
     total, wait = stats.seconds - start, stats.wait - start
     if start > 3 * total:
-        earlier = "" if stats._started else "; loader.start() begins earlier"
+        earlier = "" if stats._began_early else "; loader.start() begins earlier"
         return "", (
             f"the first batch took {duration(stats.startup)}, {share(start, stats.seconds)} of "
             f"the time so far: look again after more batches{earlier}"
