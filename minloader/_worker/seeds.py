@@ -102,7 +102,8 @@ def global_states() -> dict[str, Any]:
 
 def global_generators() -> list[Any]:
     """Return the global generators that are there, as objects."""
-    numpy = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    of_numpy = getattr(sys.modules.get("numpy.random"), "get_state", None)  # a method of it
+    numpy = getattr(of_numpy, "__self__", None)
     return [_generator, numpy, getattr(sys.modules.get("torch"), "default_generator", None)]
 
 
