@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -360,6 +361,23 @@ def test_a_long_start_is_explained(source, n, what, monkeypatch, tmp_path, caplo
     (said,) = [each.getMessage() for each in caplog.records]
     assert re.match(r"a worker took \d+\.\d s to load the dataset, as each one does: \d", said)
     assert re.search(what, said), said
+
+
+def test_imports_from_an_archive_are_left_alone(tmp_path):
+    """One loader loads all modules of an archive: what is changed for one stays for the next."""
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        for n in range(3):
+            archive.writestr(f"archived_{n}.py", "")
+    program = """
+import sys
+from importlib import import_module
+from minloader._worker.import_hook import ImportClock
+sys.path.insert(0, "archive.zip")
+with ImportClock() as clock:
+    modules = [import_module(f"archived_{n}") for n in range(3)]
+print(clock.seconds, ["exec_module" in vars(each.__loader__) for each in modules])
+"""
+    assert printed_by(program, cwd=tmp_path) == "0.0 [False, False, False]\n"
 
 
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):

@@ -10,7 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import (
+    ExtensionFileLoader,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from types import ModuleType
 from typing import Any
 
@@ -83,7 +89,8 @@ class ImportClock:
     """A finder in ``sys.meta_path`` that finds nothing by itself, and measures, while it is there.
 
     Attributes:
-        seconds: that modules took to be found and executed, with those that they import.
+        seconds: that modules took to be found and executed, with those that they import. Those
+            that lie in files of their own are measured.
     """
 
     def __init__(self) -> None:
@@ -106,8 +113,11 @@ class ImportClock:
         others = [each for each in sys.meta_path if each is not self]
         found = (each.find_spec(fullname, path, target) for each in others)
         spec = next((each for each in found if each is not None), None)
-        if spec is None or spec.loader is None or isinstance(spec.loader, type):
-            return spec  # those that are built in have a class for a loader, and take no time
+        # Others may be loaders of many modules, as that of a zip archive is, and no object of ours
+        # to change. What is built in has a class for a loader, and takes no time.
+        of_one_module = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
+        if spec is None or not isinstance(spec.loader, of_one_module):
+            return spec
         execute = spec.loader.exec_module
 
         def execute_and_count(module: ModuleType) -> None:
