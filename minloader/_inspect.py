@@ -108,7 +108,7 @@ class Inspection:
         """Start workers in another way, before there are any."""
         num_workers, self._loader.num_workers = self._loader.num_workers, 0
         self.group.close()
-        self.group.context, self.group._job_file = get_context(method), None
+        self.group.context, self.group._sent = get_context(method), None
         self._loader.num_workers = num_workers
 
     # --- the pools and their workers

@@ -159,24 +159,6 @@ class Imported(Numbers):
         return self.name in sys.modules
 
 
-class Imports:
-    """Imports a module when a worker loads it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return _import, (self.name,)
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def _import(name: str) -> Imports:
-    importlib.import_module(name)
-    return Imports(name)
-
-
 class Whereabouts(Numbers):
     """What torch's get_worker_info says, torch being imported by the first who asks."""
 

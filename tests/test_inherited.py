@@ -188,19 +188,21 @@ def run(program: str, warning: str = "") -> str:
     return done.stdout
 
 
-def test_the_usual_counter_of_epochs():
-    """The workers stay: a counter that changes is no change of the dataset."""
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_usual_counter_of_epochs(persistent):
+    """Workers that stay see it, too."""
     require("torch")
     from minloader.torch import DataLoader
 
     epoch = get_context("spawn").Value("i")
-    with DataLoader(Counted(epoch), num_workers=1) as loader:
+    options = {"num_workers": 1, "persistent_workers": persistent}
+    with DataLoader(Counted(epoch), **options) as loader:
         seen = []
         for epoch.value in range(3):
             ((number, pid),) = loader
             seen.append((int(number), int(pid)))
     assert [number for number, _ in seen] == [0, 1, 2]
-    assert len({pid for _, pid in seen}) == 1
+    assert len({pid for _, pid in seen}) == (1 if persistent else 3)
 
 
 class Counted:

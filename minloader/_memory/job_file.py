@@ -7,11 +7,12 @@ file holds, in this order:
 
 Processes map the file copy-on-write: they share its pages until one of them writes to its own, and
 what is large is not copied. The table says where in the file the buffers lie.
+
+Forked processes need no file: they have the object from their parent (:class:`ForkedJob`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import mmap
 import os
@@ -21,10 +22,9 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared
+from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
 from minloader._memory.tensors import (
@@ -232,6 +232,10 @@ class JobAddress:
         """Whether the job file is still there."""
         return is_there(self.path, self.mark)
 
+    def remove(self) -> None:
+        """Remove the name of the file, if it has one, in place of an owner that was killed."""
+        unlink(self.path)
+
     def load(self, *, inherited: Sequence[Any] = ()) -> Any:
         """Map the job file and unpickle the object.
 
@@ -306,6 +310,38 @@ class JobFile(SharedFile):
         return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class ForkedJob:
+    """An object that forked processes have from their parent, as it is when they are forked.
+
+    Nothing is pickled and nothing copied. It stands in for a :class:`JobFile` and for its address.
+
+    Attributes:
+        obj: the object itself.
+        size: bytes that it takes besides: none.
+        inherited: what must be handed on besides: nothing.
+    """
+
+    obj: Any
+    size: ClassVar[int] = 0
+    inherited: ClassVar[list[Any]] = []
+
+    @property
+    def address(self) -> ForkedJob:
+        """Itself: a fork has its arguments from its parent, too."""
+        return self
+
+    def load(self, *, inherited: Sequence[Any] = ()) -> Any:
+        """Return the object, in a process that was forked."""
+        return self.obj
+
+    def remove(self) -> None:
+        """Do nothing: there is no file."""
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+
 def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
     """Write streams, buffers and table; return where the table begins."""
     pickler.dump(obj)
@@ -320,50 +356,3 @@ def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
     index = file.tell()
     pickle.dump(spans, file, protocol=5)
     return index
-
-
-class _Fingerprinter(_JobPickler):
-    """A pickler that writes, of a large array or tensor, only where it is."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, "fork")  # nothing is checked
-        self.kept: list[Any] = []  # such that no other thing can be in its place
-
-    def reduce_array(self, array: Any) -> Any:
-        if array.nbytes < LARGE or array.dtype.hasobject:
-            return NotImplemented
-        return self._locate(array, _address(array), array.shape, array.strides, array.dtype.str)
-
-    def reduce_tensor(self, tensor: Any) -> Any:
-        # Torch counts the changes in place; those of shared memory are seen anyway.
-        version = None if tensor.is_inference() or tensor.is_shared() else tensor._version
-        shape = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-        return self._locate(tensor, tensor.data_ptr(), *shape, version)
-
-    def reduce_storage(self, storage: Any) -> Any:
-        # Changes of it are not counted: it is read.
-        return str, (hashlib.blake2b(bytes_of(storage)).hexdigest(),)
-
-    def _locate(self, obj: Any, *place: Any) -> Any:
-        self.kept.append(obj)
-        return str, (repr(place),)
-
-
-def fingerprint(obj: Any) -> tuple[bytes, list[Any]]:
-    """Return what changes when an object does, but for the contents of large arrays that stay
-    where they are. It takes as long as to pickle all else.
-
-    Returns:
-        The fingerprint, and what must be kept alive for as long as it is to be compared.
-
-    Raises:
-        Exception: whatever pickling raised.
-    """
-    import numpy as np
-
-    digest = hashlib.blake2b(digest_size=16)
-    pickler = _Fingerprinter(SimpleNamespace(write=digest.update))  # a file that is not kept
-    pickler.dump(obj)
-    places = [(_address(np.frombuffer(each, np.uint8)), each.nbytes) for each in pickler.buffers]
-    digest.update(repr((places, list(pickler.inherited))).encode())
-    return digest.digest(), [pickler.kept, pickler.buffers, pickler.inherited]

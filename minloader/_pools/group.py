@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from minloader._checks import copied
 from minloader._memory.culprit import find_culprit
 from minloader._memory.inherited import must_be_inherited
-from minloader._memory.job_file import JobFile
+from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, close_pools
@@ -49,7 +49,7 @@ class PoolGroup:
     """The workers of a loader. It knows nothing of the loader, which ends it when it goes.
 
     Attributes:
-        job: what the workers work on; sent to them once.
+        job: what the workers work on; sent to them once, or had by fork.
         executor: where they are.
         context: how processes are started.
         num_workers: how many; 0 for this process itself.
@@ -74,7 +74,7 @@ class PoolGroup:
 
     def __post_init__(self) -> None:
         self._owner = os.getpid()
-        self._job_file: JobFile | None = None
+        self._sent: JobFile | ForkedJob | None = None  # the job, as workers get it
         self._job_sender: JobSender | None = None
         self._pools: list[Pool] = []  # those that take tasks
         self._former: list[Pool] = []  # those that may still have some, or belong to a fork
@@ -115,6 +115,23 @@ class PoolGroup:
         except BaseException:
             self.num_workers = former
             raise
+
+    def begin_anew(self) -> None:
+        """Have the next tasks go to new workers, which get the job as it is now.
+
+        Forked ones get it as it is when they are forked. Only while no task is under way.
+
+        Raises:
+            TypeError: it can no longer be sent; the workers are the former ones then.
+        """
+        former = self._sent
+        self._sent = self._send_job(on_this_machine=True)
+        for pool in self.pools:
+            assert isinstance(pool, ProcessPool)
+            pool.job = self._sent
+            pool.replace_workers()
+        if former is not None:
+            former.close()
 
     def reseed(self, seed: int) -> None:
         """Change the seed; workers that were told the former one leave."""
@@ -169,8 +186,8 @@ class PoolGroup:
         close_pools(self._former + self._pools)
         if self._job_sender is not None:
             self._job_sender.close()
-        if self._job_file is not None:
-            self._job_file.close()
+        if self._sent is not None:
+            self._sent.close()
 
     # --- making pools
 
@@ -201,38 +218,44 @@ class PoolGroup:
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
         on_this_machine = not is_foreign or is_local(executor)
-        if not is_here:
-            self._write_job_file(on_this_machine)
+        if not is_here and self._sent is None:
+            self._sent = self._send_job(on_this_machine)
         slots = None
         if self.budget != 0 and not is_here and on_this_machine:
             slots = Slots(self.budget, self.depth // self._count, share=self._count)
         if is_foreign:
-            job = self.job, self._job_file, self._job_sender
+            assert not isinstance(self._sent, ForkedJob)
+            job = self.job, self._sent, self._job_sender
             return ForeignPool(settings, slots, executor, self._owner, *job)
-        assert self._job_file is not None
-        return ProcessPool(settings, slots, self._job_file, self.context, self.timeout)
+        assert self._sent is not None
+        return ProcessPool(settings, slots, self._sent, self.context, self.timeout)
 
-    def _write_job_file(self, on_this_machine: bool) -> None:
-        """Serialize the job, unless it is; look whether workers of this machine have room."""
-        if self._job_file is not None:
-            return
+    def _send_job(self, on_this_machine: bool) -> JobFile | ForkedJob:
+        """Serialize the job, unless workers are forked; look whether they have room here."""
         start_method = self.context.get_start_method() if self.executor == "process" else None
-        self._job_file = _serialize(self.job, start_method)
+        if start_method == "fork":
+            return ForkedJob(self.job)
+        sent = _serialize(self.job, start_method)
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
-            start_fork_server(self.context, self._job_file.modules, self.seed)
+            start_fork_server(self.context, sent.modules, self.seed)
         if not on_this_machine:
-            self._job_sender = JobSender(self.executor, self._job_file)
-            return
+            self._job_sender = JobSender(self.executor, sent)
+        elif self._sent is None:  # it is said once
+            self._look_for_room(sent.size)
+        return sent
+
+    def _look_for_room(self, size: int) -> None:
+        """Warn if workers of this machine may not have room, beside a job of so many bytes."""
         limit = memory_limit()
-        needed = self._job_file.size + self.num_workers * (self.job.memory_limit or WORKER_BYTES)
+        needed = size + self.num_workers * (self.job.memory_limit or WORKER_BYTES)
         if needed > limit:
             logger.warning(
                 "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the "
                 "control group of this process allows %d: the kernel may kill workers; use fewer, "
                 "or a dataset that reads from files",
-                *(self._job_file.size, self.num_workers, needed, limit),
+                *(size, self.num_workers, needed, limit),
             )
 
 

@@ -56,7 +56,7 @@ from minloader._checks import copied
 from minloader._errors import WorkerDied
 from minloader._memory.files import interrupts_held
 from minloader._memory.inherited import Inheritance
-from minloader._memory.job_file import JobFile
+from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
@@ -64,7 +64,7 @@ from minloader._pools.environment import check_executable, hash_seed, wrong_exec
 from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import Heartbeat, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
-from minloader._worker.lifetimes import kill_group, kill_marked, kill_trees
+from minloader._worker.lifetimes import handled_signals, kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
 from minloader._worker.messages import Reply, Task
 from minloader._worker.start import (
@@ -103,6 +103,7 @@ class WorkerProcess:
     Args:
         process: the process.
         seed: of the loader, from which that of hashes follows.
+        forks: whether it is started by a fork of this one.
 
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
@@ -110,9 +111,10 @@ class WorkerProcess:
         began: when it was started, by ``time.monotonic``; 0 if that failed.
     """
 
-    def __init__(self, process: BaseProcess, seed: int) -> None:
+    def __init__(self, process: BaseProcess, seed: int, *, forks: bool) -> None:
         self._process = process
         self._seed = seed
+        self._forks = forks
         self.began = 0.0
         self.ended_by_us = False
         self.stack: str | None = None
@@ -123,11 +125,12 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, without the main module.
 
-        Ctrl-C is held off the child until it can ignore it: the child inherits the blocked SIGINT,
-        and unblocks it when it has its handler.
+        Ctrl-C is held off the child until it can ignore it, and off a fork all that the parent has
+        handlers for: the child inherits the blocked signals, and unblocks them.
         """
         masks = hasattr(signal, "pthread_sigmask")
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if masks else ()
+        held = [signal.SIGINT, *(handled_signals() if self._forks else ())]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, held) if masks else ()
         try:
             with hash_seed(self._seed):
                 start_worker(self._process)
@@ -195,7 +198,8 @@ class _WorkerContext:
         context: Any = self._context  # that it has a Process is true of every real one
         # Not daemonic where this process is: it may start processes, and it follows this one.
         process = context.Process(target=worker_main, args=args, daemon=False)
-        self._started.append(WorkerProcess(process, self._setup.settings.seed))
+        forks = context.get_start_method() == "fork"
+        self._started.append(WorkerProcess(process, self._setup.settings.seed, forks=forks))
         return self._started[-1]
 
 
@@ -403,12 +407,12 @@ class ProcessPool(RemotePool):
     """Makes batches in worker processes, started when there is work for them.
 
     Args:
-        job_file: the job, serialized once for all workers there will ever be.
+        job: what the workers work on, serialized once for all of them, or to be had by fork.
         context: how to start them.
         timeout: seconds that a batch may take.
     """
 
-    job_file: JobFile
+    job: JobFile | ForkedJob
     context: BaseContext
     timeout: float | None
     replaces: ClassVar[bool] = True
@@ -447,7 +451,7 @@ class ProcessPool(RemotePool):
         heartbeats, logs = Heartbeats(self.num_workers), LogReader()
         try:
             setup = WorkerSetup(
-                address=self.job_file.address,
+                address=self.job.address,
                 folder=self.slots.folder if self.slots is not None else None,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
@@ -456,7 +460,7 @@ class ProcessPool(RemotePool):
                 log_settings=LogSettings.of_this_process(),
                 libraries=LibrarySettings.of_this_thread(),
             )
-            context = _WorkerContext(self.context, setup, self.job_file.inherited)
+            context = _WorkerContext(self.context, setup, self.job.inherited)
             return _Executor(setup, heartbeats, logs, context)
         except BaseException as error:  # no descriptors, no semaphores
             heartbeats.close()

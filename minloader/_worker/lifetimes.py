@@ -39,6 +39,10 @@ def lead_group() -> None:
     """
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+    handled = handled_signals()
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)  # in a fork they are the script's
+    signal.set_wakeup_fd(-1)
     # A handler rather than SIG_IGN, which programs started by the worker would inherit.
     signal.signal(signal.SIGINT, _ignore)
     # These are to be inherited. A group in the background that sets or reads the terminal is
@@ -47,7 +51,12 @@ def lead_group() -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the parent
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *handled])  # parent's doing
+
+
+def handled_signals() -> list[int]:
+    """Return the signals for which this process has a handler in Python."""
+    return [each for each in signal.valid_signals() if callable(signal.getsignal(each))]
 
 
 def _ignore(signum: int, frame: Any) -> None:

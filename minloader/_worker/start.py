@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.inherited import Inheritance
-from minloader._memory.job_file import JobAddress
+from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
 from minloader._worker.heartbeat import READY, open_heartbeat
@@ -34,7 +34,15 @@ from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.main_module import pass_main_on
-from minloader._worker.messages import Failure, PoolSettings, Reply, Task, WorkerInfo, current_info
+from minloader._worker.messages import (
+    Failure,
+    Job,
+    PoolSettings,
+    Reply,
+    Task,
+    WorkerInfo,
+    current_info,
+)
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals, wait_until_asked
@@ -86,7 +94,7 @@ class WorkerSetup(NamedTuple):
         libraries: what the parent has set in libraries.
     """
 
-    address: JobAddress
+    address: JobAddress | ForkedJob
     folder: str | None
     heartbeats: str
     token: str
@@ -97,7 +105,7 @@ class WorkerSetup(NamedTuple):
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
-        unlink(self.address.path)
+        self.address.remove()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         unlink(self.heartbeats)
@@ -148,7 +156,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             seed=seed_globals,
             beat=beat,
             place=place,
-            reload=lambda: setup.address.load(inherited=inherited).dataset,
+            reload=_reloader(setup.address, job, inherited),
             tell=tell_torch,
         )
         _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
@@ -172,6 +180,57 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         failed_start = Reply(info.id, pid, True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Callable[[], Any]:
+    """Return what gives further copies of the dataset, for a stream that is read in several places.
+
+    A forked worker has one copy, which reading may change. Where it may need more, it pickles the
+    dataset before that. Where each epoch has new workers, one is enough, but for resumed runs that
+    have more shards than workers.
+    """
+    if isinstance(address, JobAddress):
+        return lambda: address.load(inherited=inherited).dataset
+    copies = _Copies(job.dataset)
+    if job.is_stream and not getattr(job.dataset, "read_once", False):
+        copies.write()
+    return copies.load
+
+
+class _Copies:
+    """Copies of the dataset of a forked worker, made in the worker.
+
+    What processes share by ``multiprocessing``, or in shared memory, is the same in all of them.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._file: JobFile | None = None
+        self._error: Exception | None = None
+
+    def write(self) -> None:
+        """Pickle the dataset as it is now. An error is kept: it may be that nobody needs a copy."""
+        try:
+            self._file = JobFile(self._dataset, "fork")
+        except Exception as error:
+            self._error = error
+
+    def load(self) -> Any:
+        """Return another copy.
+
+        Raises:
+            TypeError: it cannot be pickled.
+        """
+        if self._file is None and self._error is None:
+            self.write()
+        if self._file is None:
+            raise TypeError(
+                "a forked worker has one copy of the dataset, and needs another one to read it in "
+                f"another place, but it cannot be pickled: {self._error}; read each epoch to its "
+                "end, with as many workers as when the state was taken, or leave out in "
+                "__getstate__ what cannot be pickled"
+            ) from self._error
+        return self._file.address.load(inherited=self._file.inherited)
 
 
 LONG_START = 3.0

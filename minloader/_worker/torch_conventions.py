@@ -77,9 +77,11 @@ class WorkerInit:
     Attributes:
         function: called with the number of the worker; of a stream, for each fresh copy of the
             dataset, with that of the shard.
+        tells: whether the log is to say that seeds have no effect: by the loader's first workers.
     """
 
     function: Callable[[int], Any]
+    tells: bool = True
 
     def __call__(self, info: WorkerInfo) -> None:
         global _has_warned
@@ -87,7 +89,7 @@ class WorkerInit:
         self.function(info.id)
         after = global_states()
         drawn = [name for name in before if after[name] != before[name]]
-        if drawn and info.id == 0 and not _has_warned:
+        if drawn and info.id == 0 and self.tells and not _has_warned:
             _has_warned = True
             logger.warning(
                 "worker_init_fn has seeded %s, or drawn from it: that has no effect, since the "

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
 from numbers import Real
-from time import thread_time
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,7 +34,6 @@ from minloader._epochs.pending import Handover
 from minloader._epochs.state import Note, check_version
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
-from minloader._memory.job_file import fingerprint
 from minloader._prefetch import prefetch
 from minloader._sampling.base import ranks_of, with_inner
 from minloader._sampling.source import used_up
@@ -51,9 +49,6 @@ VERSION = 1
 """Version of the states."""
 
 T = TypeVar("T")
-
-LONG_LOOK = 0.3
-"""Seconds of a processor from which on the log says what it takes to look at the dataset."""
 
 # What not every version of torch has from 2.2 on, or may have later; torch's loader may get more
 # type parameters.
@@ -83,10 +78,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     What differs from torch's loader: ``random``, ``numpy.random`` and torch are seeded for each
     batch, from the loader's seed, the number of the epoch and the number of the batch, so that the
     batches are the same for every number of workers. The loader's seed is drawn when the first
-    epoch begins. Workers stay between epochs, and are replaced when they die. With
-    ``persistent_workers=False`` they are started anew for an epoch only if the dataset,
-    ``collate_fn`` or ``worker_init_fn`` has changed. (A change inside a large array is not
-    noticed.)
+    epoch begins. Workers are replaced when they die. With ``persistent_workers=False`` each epoch
+    starts workers of its own, as with torch; those of an epoch stay until the next one begins.
 
     Args:
         dataset: map-style (it has ``__getitem__``), or a ``torch.utils.data.IterableDataset``. The
@@ -112,7 +105,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         generator: the generator that the order and the loader's seed are drawn from. None: torch's
             global one.
         prefetch_factor: number of batches under way for each worker. None: 2.
-        persistent_workers: whether workers keep the dataset as it was when they were started.
+        persistent_workers: whether workers stay between epochs, with the dataset as it was when
+            they were started. False: each epoch's workers get it as it is when the epoch begins.
         pin_memory_device: type of the accelerator in use, or "".
         in_order: False: batches come as they get ready.
         transform: minloader's own, as are those that follow: called in the worker with each sample.
@@ -198,7 +192,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._order: Order | None = None
         self._loader: Loader | None = None
         self._made_with: list[Any] = []  # settings of the loader
-        self._fingerprint: tuple[bytes, list[Any]] = (b"", [])
+        self._init: conventions.WorkerInit | None = None  # what its workers begin with
         self._seed: int | None = None
         self._begun = False
         # Of the last two epochs that were drawn, by their numbers in the loader. It may not have
@@ -207,7 +201,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._resume: dict[str, Any] | None = None
         self._behind: Note | None = None  # the state as of the consumer of a prefetch
         self._loads = 0  # how many states were loaded
-        self._has_told = False  # that the dataset takes long to look at
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -387,35 +380,27 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         return [each for each in known if each is not torch.default_generator]
 
     def _ready(self) -> Loader:
-        """Return the loader: a new one if an attribute, or what the workers have, has changed."""
+        """Return the loader, for an epoch to begin: a new one if an attribute has changed.
+
+        Without ``persistent_workers`` it has new workers, which get the dataset as it is now. Those
+        of an epoch that is under way belong to that: then it is a new loader, too.
+        """
         self._sync_order()
-        former, settings = self._loader, [getattr(self, name) for name in _SETTINGS]
-        same = settings == self._made_with
-        if former is not None and same and self._take_fingerprint()[0] == self._fingerprint[0]:
-            return former
+        former = self._loader
+        settings = [getattr(self, name) for name in _SETTINGS]
+        if former is not None and settings == self._made_with:
+            if self.persistent_workers or not self.num_workers:
+                return former
+            if not former._group.in_flight:
+                if self._init is not None:
+                    self._init.tells = False
+                former._group.begin_anew()
+                return former
         self._loader = self._make()
-        self._made_with, self._fingerprint = settings, self._take_fingerprint()
+        self._made_with = settings
         if former is not None:
             self._loader.set_epoch(former.epoch)
         return self._loader
-
-    def _take_fingerprint(self) -> tuple[bytes, list[Any]]:
-        """Identify what the workers have: a digest, and the objects that must live to compare it.
-
-        The digest is empty where a change does not matter.
-        """
-        if self.persistent_workers or not self.num_workers:
-            return b"", []
-        functions, begin = (self.collate_fn, self.transform, self.worker_init_fn), thread_time()
-        found = fingerprint((self.dataset, *functions))
-        if thread_time() - begin > LONG_LOOK and self._loader and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "it takes %.1f s to see whether the dataset has changed, before each epoch; "
-                "persistent_workers=True saves that (said once)",
-                thread_time() - begin,
-            )
-        return found
 
     def _make(self) -> Loader:
         workers = self.num_workers
@@ -445,7 +430,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         else:
             options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
         if workers and self.worker_init_fn is not None:
-            options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
+            self._init = options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
         if not stream:
             return Loader(self.dataset, self._order, **options)
         if self.batch_size is not None:
