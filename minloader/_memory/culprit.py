@@ -10,15 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from minloader._memory.by_value import MAIN
-from minloader._memory.inherited import check, must_be_inherited
-from minloader._memory.pickling import Pickler
+from minloader._memory.job_file import JobPickler
 
 MOST_PARTS = 100_000
 """How many parts are looked at for the one at fault, a second's work. A dataset may be of millions,
 or make new ones each time."""
 
 
-class _Probe(Pickler):
+class _Probe(JobPickler):
     """A pickler of which nothing is kept but the last object that it began with."""
 
     last: Any = None
@@ -26,15 +25,11 @@ class _Probe(Pickler):
     def __init__(self, start_method: str | None) -> None:
         # Neither the stream nor large buffers are kept: trying 400 MB must not take 400 MB.
         nowhere = SimpleNamespace(write=len)
-        super().__init__(nowhere, down=True, buffer_callback=lambda buffer: None)
-        self._start_method = start_method
+        super().__init__(nowhere, start_method, keep=lambda buffers, buffer: None)
 
     def persistent_id(self, obj: Any) -> int | None:
         self.last = obj
-        if not must_be_inherited(obj):
-            return None
-        check(obj, self._start_method)
-        return 0
+        return super().persistent_id(obj)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:

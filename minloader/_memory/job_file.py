@@ -27,6 +27,14 @@ from typing import Any, ClassVar
 from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
 from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
+from minloader._memory.shared_arrays import (
+    Mappings,
+    address_of,
+    check_mapped,
+    identity,
+    open_memmap,
+    reduce_shared,
+)
 from minloader._memory.tensors import (
     bytes_of,
     is_plain_tensor,
@@ -37,12 +45,21 @@ from minloader._memory.tensors import (
 )
 
 
-class _JobPickler(Pickler):
+def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    view = buffer.raw()
+    if view.nbytes < LARGE:
+        return True  # stay in the stream
+    buffers.append(view)
+    return False
+
+
+class JobPickler(Pickler):
     """A pickler that keeps what is large out of the stream, and what must be inherited.
 
     Args:
         file: the stream.
         start_method: of the processes that will load it; None if this one does not start them.
+        keep: keeps a large buffer in the list; returns whether it is to be in the stream.
 
     Attributes:
         buffers: large buffers, in the order in which the stream asks for them.
@@ -50,16 +67,17 @@ class _JobPickler(Pickler):
         modules: names of those that have the classes and functions which the stream refers to.
     """
 
-    def __init__(self, file: Any, start_method: str | None) -> None:
+    def __init__(self, file: Any, start_method: str | None, keep: Any = _keep_large) -> None:
         self.buffers: list[memoryview] = []
         # A method would be a reference cycle: the pickler, and with it the buffers, would live
         # until the garbage collector finds it.
-        super().__init__(file, down=True, buffer_callback=partial(_keep_large, self.buffers))
+        super().__init__(file, down=True, buffer_callback=partial(keep, self.buffers))
         self.inherited: dict[int, tuple[int, Any]] = {}
         self._ordinary: set[type] = set()  # types of what stays in the stream
         self._start_method = start_method
         self.modules: set[str] = set()
         self._storages: dict[tuple[int, int], Any] = {}
+        self._mappings = Mappings()
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
@@ -96,6 +114,13 @@ class _JobPickler(Pickler):
         """Reduce an array, where numpy's own way would read a whole file or copy the data."""
         import numpy as np
 
+        is_mapped = type(array).__name__ == "memmap" and array.filename is not None
+        is_mapped = is_mapped and array.mode in ("r", "r+", "w+")
+        has_gaps = not array.flags.forc and order_in_memory(array) is None
+        if has_gaps or not is_mapped:
+            shared = reduce_shared(array, self._mappings)
+            if shared is not None:
+                return shared
         if not array.flags.forc:
             # Only contiguous arrays leave the stream by themselves.
             if array.dtype.hasobject:
@@ -113,14 +138,18 @@ class _JobPickler(Pickler):
             block = np.array(array, order="C")  # a plain array: of a memmap, the copy is none
             block.flags.writeable = array.flags.writeable
             return block.__reduce_ex__(5)
-        if type(array).__name__ == "memmap" and array.filename and array.mode in ("r", "r+", "w+"):
+        if is_mapped:
+            check_mapped(array, array.filename, self._mappings)
             # A slice keeps the offset of what it is a slice of: find its own from the addresses.
-            first = _address(np.frombuffer(array._mmap, np.uint8))
+            first = address_of(np.frombuffer(array._mmap, np.uint8))
             start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
             order = "C" if array.flags.c_contiguous else "F"
             mode = "r" if array.mode == "r" else "r+"
-            offset = start + _address(array) - first
-            return type(array), (array.filename, array.dtype, mode, offset, array.shape, order)
+            offset = start + address_of(array) - first
+            # Workers of an executor may be on another machine, whose file it is then.
+            known = None if self._start_method is None else identity(array.filename)
+            place = array.dtype, mode, offset, array.shape, order
+            return open_memmap, (type(array), array.filename, known, *place)
         return NotImplemented
 
     def reduce_tensor(self, tensor: Any) -> Any:
@@ -146,14 +175,6 @@ class _JobPickler(Pickler):
         if key not in self._storages:
             self._storages[key] = storage if is_shared(storage) else bytes_of(storage)
         return self._storages[key]
-
-
-def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
-    view = buffer.raw()
-    if view.nbytes < LARGE:
-        return True  # stay in the stream
-    buffers.append(view)
-    return False
 
 
 def _reduce_frame(frame: Any) -> Any:
@@ -196,11 +217,6 @@ def _view_again(
     array = np.ndarray(shape, dtype, memory, offset, strides)
     array.flags.writeable = writeable and array.flags.writeable
     return array
-
-
-def _address(array: Any) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 class _JobUnpickler(pickle.Unpickler):
@@ -291,7 +307,7 @@ class JobFile(SharedFile):
         super().__init__()
         try:
             with open(self.fd, "wb", closefd=False) as file:
-                pickler = _JobPickler(file, start_method)
+                pickler = JobPickler(file, start_method)
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
             self.size = os.fstat(self.fd).st_size
@@ -342,7 +358,7 @@ class ForkedJob:
         """Do nothing: there is no file."""
 
 
-def _write(obj: Any, pickler: _JobPickler, file: io.BufferedWriter) -> int:
+def _write(obj: Any, pickler: JobPickler, file: io.BufferedWriter) -> int:
     """Write streams, buffers and table; return where the table begins."""
     pickler.dump(obj)
     # A second load() of the same stream: what the object needs of __main__, by name.

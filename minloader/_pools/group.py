@@ -288,6 +288,13 @@ def _advice(part: Any, cause: str, start_method: str | None) -> str:
             f"make it with multiprocessing.get_context({start_method!r}), or start the workers "
             "by 'fork' too"
         )
+    if "memory that processes share" in cause:
+        return (
+            "give the dataset what it is a view of (a multiprocessing Array, a SharedMemory, a "
+            "shared tensor), or a copy of the array; or start the workers by 'fork'"
+        )
+    if "since it was mapped" in cause:
+        return "open it anew, or start the workers by 'fork'"
     if "CField" in cause:
         return "define its ctypes class in a module, which workers import"
     return (

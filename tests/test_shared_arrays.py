@@ -1,0 +1,199 @@
+"""Arrays over memory that processes share stay shared, or are refused; never copied in silence."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, get_context
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import require, variants
+
+from minloader import Loader
+
+METHODS = ["fork", "spawn", "forkserver"]
+METHOD = variants("method", METHODS, quick=2)
+
+
+@pytest.fixture(autouse=True)
+def server() -> Iterator[None]:
+    yield
+    forkserver._forkserver._stop()
+
+
+class Memory:
+    """Makes arrays over shared memory of all kinds.
+
+    Args:
+        method: how workers are started.
+        folder: for files.
+    """
+
+    def __init__(self, method: str, folder: Path) -> None:
+        self.context: Any = get_context(method)
+        self.path = folder / "numbers"
+        self.named: SharedMemory | None = None
+
+    def array(self) -> Any:
+        return np.ctypeslib.as_array(self.context.Array(ctypes.c_double, 100).get_obj())
+
+    def raw_array(self) -> Any:
+        return np.frombuffer(self.context.RawArray("d", 100))
+
+    def value(self) -> Any:
+        return np.frombuffer(self.context.RawArray("d", 1))
+
+    def named_memory(self) -> Any:
+        self.named = SharedMemory(create=True, size=800)
+        return np.ndarray((100,), np.float64, buffer=self.named.buf)
+
+    def memmap(self) -> Any:
+        np.zeros(100).tofile(self.path)
+        return np.memmap(self.path, np.float64, "r+")
+
+    def view_of_a_memmap(self) -> Any:
+        return np.asarray(self.memmap())
+
+    def tensor(self) -> Any:
+        torch = require("torch")
+        return torch.zeros(100, dtype=torch.float64).share_memory_().numpy()
+
+    def without_a_name(self) -> Any:
+        return np.frombuffer(mmap.mmap(-1, 800))
+
+    def close(self) -> None:
+        if self.named is not None:
+            self.named.close()
+            self.named.unlink()
+
+
+MAKERS: list[Callable[[Memory], Any]] = [
+    *(Memory.array, Memory.raw_array, Memory.value, Memory.named_memory, Memory.memmap),
+    *(Memory.view_of_a_memmap, Memory.tensor),
+]
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "all": lambda array: array,
+    "a part": lambda array: array[len(array) // 2 :],
+    "every third": lambda array: array[::3],
+    "backwards": lambda array: array[::-1],
+    "strided": lambda array: np.lib.stride_tricks.as_strided(array, (1,), (8,)),
+}
+
+
+class Writes:
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> float:
+        self.array[0] += 1
+        return float(self.array[0])
+
+
+class Overwrites(Writes):
+    def __getitem__(self, index: Any) -> float:
+        before = float(self.array[index][0])
+        self.array[index][0] = 7
+        return before
+
+
+@METHOD
+@pytest.mark.parametrize("make", MAKERS)
+def test_they_stay_shared(make, method, tmp_path):
+    memory = Memory(method, tmp_path)
+    array = make(memory)
+    views = {name: view(array) for name, view in VIEWS.items()}
+    with Loader(Overwrites(views), list(VIEWS), num_workers=1, mp_context=method) as loader:
+        for each in views.values():
+            each[0] = 6
+        assert set(loader) <= {6, 7}  # some begin alike
+    assert {name: each[0] for name, each in views.items()} == dict.fromkeys(VIEWS, 7)
+    views.clear()
+    del array, each
+    memory.close()
+
+
+@METHOD
+def test_what_has_no_name_is_refused(method, tmp_path):
+    array = Memory(method, tmp_path).without_a_name()
+    if method == "fork":
+        with Loader(Writes(array), [0], num_workers=1, mp_context=method) as loader:
+            assert list(loader) == [1]
+            assert array[0] == 1
+        return
+    with pytest.raises(TypeError) as told:
+        Loader({"it": [array]}, ["it"], num_workers=1, mp_context=method)
+    assert "dataset['it'][0] is a ndarray (an array over memory that proc" in str(told.value)
+    assert "or a copy of the array; or start the workers by 'fork'" in str(told.value)
+
+
+@METHOD
+def test_memory_of_one_process_is_its_own(method):
+    """A view of it is copied, and what one worker writes is not seen here."""
+    with Loader(lambda index: np.zeros(9_000), [0], num_workers=1) as loader:
+        (batch,) = loader
+    own = [np.zeros(9_000)[3:], np.frombuffer(bytearray(80_000)), batch, batch[5:]]
+    with Loader(list(map(Writes, own)), range(4), num_workers=1, mp_context=method) as loader:
+        assert len(list(loader)) == 4
+    for array in own:
+        assert array[0] == 0
+
+
+# --- files that are replaced
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    np.zeros(10_000, np.int64).tofile(other)
+    os.replace(other, path)
+
+
+@METHOD
+@pytest.mark.parametrize("mode", ["r", "r+"])
+@pytest.mark.parametrize("how", ["replaced", "removed", "moved"])
+def test_a_file_that_is_another_one(how, mode, method, tmp_path):
+    path = tmp_path / "tokens"
+    np.arange(10_000).tofile(path)
+    tokens = np.memmap(path, np.int64, mode)
+    if how == "replaced":
+        replace(path)
+    elif how == "removed":
+        path.unlink()
+    else:
+        path.rename(tmp_path / "moved")
+        np.zeros(10_000, np.int64).tofile(path)
+    options: dict[str, Any] = {"num_workers": 1, "mp_context": method}
+    if method == "fork":
+        with Loader(lambda index: int(tokens[index]), [1, 2], **options) as loader:
+            assert list(loader) == [1, 2]
+        return
+    with pytest.raises(TypeError, match=r"tokens.*replaced or removed since.*; open it anew, or"):
+        Loader(lambda index: int(tokens[index]), [1, 2], **options)
+
+
+@METHOD
+def test_a_file_that_is_replaced_before_a_worker_opens_it(method, tmp_path):
+    path = tmp_path / "tokens"
+    np.arange(10_000).tofile(path)
+    tokens = np.memmap(path, np.int64, "r")
+    with Loader(tokens, [1, 2], num_workers=1, mp_context=method) as loader:
+        replace(path)
+        if method == "fork":
+            assert list(loader) == [1, 2]
+        else:
+            with pytest.raises(FileNotFoundError, match="was replaced or removed since"):
+                list(loader)
+
+
+def test_a_file_by_another_path(tmp_path):
+    path, link = tmp_path / "tokens", tmp_path / "link"
+    np.arange(10_000).tofile(path)
+    link.symlink_to(path)
+    tokens = np.memmap(link, np.int64, "r")
+    with Loader(tokens, [1, 2], num_workers=1) as loader:
+        assert list(loader) == [1, 2]
