@@ -228,7 +228,8 @@ class _Copies:
                 "a forked worker has one copy of the dataset, and needs another one to read it in "
                 f"another place, but it cannot be pickled: {self._error}; read each epoch to its "
                 "end, with as many workers as when the state was taken, or leave out in "
-                "__getstate__ what cannot be pickled"
+                "__getstate__ what cannot be pickled (of minloader.torch.DataLoader, "
+                "persistent_workers=False starts new workers for each epoch)"
             ) from self._error
         return self._file.address.load(inherited=self._file.inherited)
 
