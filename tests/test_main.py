@@ -737,19 +737,25 @@ def item(way):
             squares = pool.map(square, numbers)
     assert {type(each) for each in squares} == {Square}
     return [each.number for each in squares]
-with Loader(item, sys.argv[2:], num_workers=1, mp_context=sys.argv[1], timeout=60) as loader:
-    print(list(loader))
+def main():
+    method, *ways = sys.argv[1:]
+    with Loader(item, ways, num_workers=1, mp_context=method, timeout=60) as loader:
+        print(list(loader))
 """
 
 
-@variants("method", ["spawn", "forkserver"])
+@variants("method", ["spawn", "forkserver", "fork"])
 def test_a_pool_in_a_worker_knows_functions_of_the_main_module(method, tmp_path):
+    """What a forked worker spawns imports the main module: that needs the guard then."""
     script = tmp_path / "script.py"
-    script.write_text(POOLS)
+    guard = 'if __name__ == "__main__": ' if method == "fork" else ""
+    script.write_text(f"{POOLS}\n{guard}main()")
     pools = ["fork", "spawn", "executor spawn", "process", "forkserver"]
     told = printed_by(script, method, *pools, options=["-W", "ignore"]).splitlines()
     expected = [[109] if each == "process" else [100, 101, 104] for each in pools]
-    assert told == ["main runs", str(expected)]
+    assert told[-1] == str(expected)
+    assert set(told[:-1]) == {"main runs"}
+    assert len(told) == 2 or method == "fork"
 
 
 def test_a_script_in_a_debugger(tmp_path):

@@ -1,12 +1,14 @@
 """What the processes that a worker starts are told of the main module.
 
-The main module is never imported in a worker, nor in what that starts. A ``multiprocessing.Pool``
+The main module is never imported in a worker, nor in what that spawns. A ``multiprocessing.Pool``
 refers to functions and classes of it by name all the same, in its own processes::
 
     parent: __main__ ── job ──> worker: __main__ has the functions and classes that came with it
                                    |── fork ───> has them, too
                                    `── spawn ──> runs a file in place of the main module's, which
                                                  defines them
+
+A forked worker has the main module itself. What it spawns imports that, as multiprocessing does.
 """
 
 from __future__ import annotations
