@@ -34,6 +34,7 @@ from minloader._memory.shared_arrays import (
     identity,
     open_memmap,
     reduce_shared,
+    view_of,
 )
 from minloader._memory.tensors import (
     bytes_of,
@@ -128,9 +129,8 @@ class JobPickler(Pickler):
             if type(array) is np.ndarray and array.nbytes >= LARGE:
                 memory, offset = _span(array)
                 if memory.nbytes < array.nbytes:  # it overlaps itself: sliding windows, broadcasts
-                    writeable = array.flags.writeable
-                    view = array.dtype, array.shape, array.strides, offset, writeable
-                    return _view_again, (memory, *view)
+                    view = array.dtype, array.shape, array.strides, array.flags.writeable
+                    return view_of, (memory, offset, *view)
             if (axes := order_in_memory(array)) is not None:
                 return transpose_back, (array.transpose(axes), axes)
             if array.nbytes < LARGE:
@@ -202,21 +202,6 @@ def _span(array: Any) -> tuple[Any, int]:
     lowest = tuple(slice(-1, None) if step < 0 else slice(1) for step in steps)
     first = array[lowest].reshape(1).view(np.uint8)
     return np.lib.stride_tricks.as_strided(first, (size,), (1,)), before
-
-
-def _view_again(
-    memory: Any,
-    dtype: Any,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    writeable: bool,
-) -> Any:
-    import numpy as np
-
-    array = np.ndarray(shape, dtype, memory, offset, strides)
-    array.flags.writeable = writeable and array.flags.writeable
-    return array
 
 
 class _JobUnpickler(pickle.Unpickler):

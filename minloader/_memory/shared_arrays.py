@@ -119,11 +119,11 @@ def reduce_shared(array: Any, mappings: Mappings) -> Any:
     owner, address = _owner_of(array), address_of(array)
     view = array.dtype, array.shape, array.strides, array.flags.writeable
     if must_be_inherited(owner):
-        return _view, (owner, address - ctypes.addressof(owner), *view)
+        return view_of, (owner, address - ctypes.addressof(owner), *view)
     is_tensor = type(owner).__module__ == "torch"
     if is_tensor and is_shared(owner.untyped_storage()):
         storage = owner.untyped_storage()
-        return _view, (storage, address - storage.data_ptr(), *view)
+        return view_of, (storage, address - storage.data_ptr(), *view)
     mapping = mappings.at(address)
     if mapping is None or not mapping.is_shared or _is_device(mapping.path):
         return None
@@ -140,13 +140,15 @@ def _is_device(path: str) -> bool:
     return path.startswith("/dev/") and not path.startswith(("/dev/shm/", "/dev/zero"))
 
 
-def _view(owner: Any, offset: int, dtype: Any, shape: Any, strides: Any, is_writable: bool) -> Any:
-    """Return an array over memory that was inherited."""
+def view_of(
+    owner: Any, offset: int, dtype: Any, shape: Any, strides: Any, is_writable: bool
+) -> Any:
+    """Return an array over the memory that an object has."""
     import numpy as np
 
     memory = bytes_of(owner) if type(owner).__module__ == "torch.storage" else owner
     array: Any = np.ndarray(shape, dtype, buffer=memory, offset=offset, strides=strides)
-    array.flags.writeable = is_writable
+    array.flags.writeable = is_writable and array.flags.writeable
     return array
 
 
@@ -157,7 +159,7 @@ def _map_again(
     with open(path, "r+b") as file:
         check_identity(path, known)
         memory = mmap.mmap(file.fileno(), 0)
-    return _view(memory, offset, dtype, shape, strides, is_writable)
+    return view_of(memory, offset, dtype, shape, strides, is_writable)
 
 
 # --- files that are opened once more
