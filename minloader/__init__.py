@@ -5,8 +5,8 @@ processes, in order, the same ones for every number of workers.
 """
 
 # Every worker process imports this package, so it must stay cheap. A public name is imported from
-# its room when it is first asked for (PEP 562): a worker, which needs no Loader, starts some 60 ms
-# sooner. For the same reason numpy is imported inside the functions that need it.
+# its module when it is first asked for (PEP 562): a worker, which needs no Loader, starts some
+# 60 ms sooner. For the same reason numpy is imported inside the functions that need it.
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_MODULES = {
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
     "_insight.counters": "Stats",
     "_loader": "Loader",
@@ -96,9 +96,9 @@ _ROOMS = {
 if not TYPE_CHECKING:  # for whom every name would exist
 
     def __getattr__(name: str) -> Any:
-        for room, names in _ROOMS.items():
+        for module_name, names in _MODULES.items():
             if name in names.split():
-                module = importlib.import_module(f"minloader.{room}")
+                module = importlib.import_module(f"minloader.{module_name}")
                 value = globals()[name] = getattr(module, name)
                 return value
         raise AttributeError(f"module 'minloader' has no attribute {name!r}")

@@ -441,7 +441,7 @@ def check_seed_generators(value: Any, executor: Any, dataset: Any) -> bool:
     """Return whether generators are seeded; refuse to where several batches draw from one."""
     if not check_bool("seed_generators", value):
         return False
-    from concurrent.futures import ThreadPoolExecutor  # workers import this room
+    from concurrent.futures import ThreadPoolExecutor  # workers import this module
 
     shared = ""
     if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
@@ -513,9 +513,12 @@ def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseCo
     return get_context(check_choice("mp_context", method, get_all_start_methods()))
 
 
-def tell_rereading(shards: list[Mapping[str, Any]]) -> None:
-    """Say in the log that shards of a stream without a state are read again to where they were."""
-    again = [each["batches"] for each in shards if each["state"] is None and not each["ended"]]
+def tell_rereading(again: list[int]) -> None:
+    """Say in the log that shards of a stream without a state are read again to where they were.
+
+    Args:
+        again: how many batches of each are passed over.
+    """
     if any(again):
         logger.warning(
             "the stream is read again from its beginning, past %d batches in %d shards, before the "

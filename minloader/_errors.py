@@ -12,7 +12,7 @@ from concurrent import futures
 from typing import Any, Final
 
 PACKAGE = os.path.dirname(__file__)
-OURS = {PACKAGE, *(os.path.join(PACKAGE, wing) for wing in ("_epochs", "_worker"))}
+OURS = {PACKAGE, *(os.path.join(PACKAGE, name) for name in ("_epochs", "_worker"))}
 OURS |= {os.path.dirname(futures.__file__)}
 """Folders whose code leads to the user's: that of a future which has failed, too."""
 

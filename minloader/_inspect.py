@@ -1,14 +1,16 @@
 """A view into a loader, for the doctor, the audit and the tests.
 
-No other room reads private attributes of another wing in order to look at a loader. When the
+No other module reads private attributes of another package in order to look at a loader. When the
 internals change, this is the one file to adapt.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+from minloader._epochs.options import Options
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.processes import ProcessPool
@@ -54,8 +56,7 @@ class Inspection:
     workers were replaced, the slots and their bytes. Each property reads what is so at that moment.
 
     Attributes:
-        settings: what the epochs read for each batch. ``in_order`` and ``retries`` may be set
-            between epochs.
+        counters: what is counted.
         group: the pools, with all that they are made from.
         executor: the loader's argument: "process", "thread" or the user's executor.
         shards: number of shards of a stream; None where the dataset is no stream.
@@ -63,20 +64,29 @@ class Inspection:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.settings = loader._settings
-        self.group = loader._group
-        self.executor = loader._group.executor
-        self.shards = loader._shards
+        self.counters = loader._shared.counters
+        self.group = loader._shared.group
+        self.executor = self.group.executor
+        self.shards = loader._epochs.shards
+
+    @property
+    def options(self) -> Options:
+        """The checked arguments that the epochs go by."""
+        return self._loader._shared.options
+
+    def change(self, **options: Any) -> None:
+        """Have other checked arguments, for the epochs from now on."""
+        self._loader._shared.options = replace(self.options, **options)
 
     @property
     def sampler_used_up(self) -> bool:
         """Whether the sampler is an iterator that has served its one epoch."""
-        return self._loader._told.is_used_up
+        return self._loader._epochs.source.is_used_up
 
     @property
     def own_generators(self) -> list[str]:
         """Names of generators of the dataset's own that several batches have drawn from."""
-        return list(self.settings.counters.own_generators)
+        return list(self.counters.own_generators)
 
     @property
     def is_torchs(self) -> bool:

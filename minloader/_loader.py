@@ -2,30 +2,37 @@
 
 ::
 
-    |============= parent =============|              |======== worker (1 of N) ========|
-     sampler -- item --> Task(ordinal, epoch, items, slot)
-                           | submit                        for each item:
-                           v                               seeds of its ordinal
-       pending  [ f7 ][ f8 ][ f9 ] ----> call queue ---->  dataset[item], transform,
-                  | popleft, wait                          collate_fn, born in the slot
-                  v                                          | pack, into the slot
-       Reply(batches or failures) <---- result queue <-------+
-                  | unpack: views of the slot
-                  v
+    |================ parent ================|          |========= worker (1 of N) =========|
+     sampler -- items --> Task (first, items, known)
+                            | Shipment, with a slot       for each item:
+                            v                             seeds of its ordinal
+       tasks [ t7 ][ t8 ][ t9 ] ------> call queue ---->  dataset[item], transform,
+                | oldest first                            collate_fn, made in the slot
+                v                                           | pack, into the slot
+       Reply (batches or failures) <--- result queue <------+
+                | unpack: views of the slot
+                v
        batch --> the consumer; when its last view dies the slot is free again
+
+What the consumer was given is a *position* (``_epochs/position.py``). All else is a cache, which
+may be thrown away at any instruction and made again from that.
 
 Who does what:
 
-* The *sampler* is read in the consumer's thread, as batches are taken, so that
-  ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one item, or a
-  chunk of several while batches are so quick that handing them over takes longer than making them.
-* The *iterator* (``_epochs/iterator.py``, what ``iter(loader)`` returns) takes batches from its
-  *lanes* and hands them over. Several may be under way at once: they share nothing but the workers.
-* A *lane* (``_epochs/lane.py``) owns the deque of pending tasks, which is the account of what was
-  drawn and not handed over: a state follows from it. It refills, sends again what was lost, and
-  turns replies into batches or errors. A sampler has one lane (``_epochs/sampled.py``), a stream
-  one for each of its shards, with a pool for each worker, so that a shard stays where it is being
-  read (``_epochs/streams.py``, ``_worker/stream_reader.py``).
+* The *sampler* is read by a *feed* (``_epochs/feed.py``) in the consumer's thread, as batches are
+  taken, so that ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one
+  item, or a chunk of several while batches are so quick that handing them over takes longer than
+  making them.
+* A *lane* (``_epochs/lane.py``) has the feed, and the deque of tasks of which something was not
+  handed over. It sends tasks, sends again what was lost, and receives replies. A sampler has one
+  lane, a stream one for each of its shards (``_epochs/shard_feed.py``,
+  ``_worker/stream_reader.py``), with a pool for each worker, so that a shard stays where it is
+  being read.
+* An *epoch* (``_epochs/epoch.py``) has the lanes, and knows the position. It outlives its iterator.
+* The *iterator* (``_epochs/iterator.py``, what ``iter(loader)`` returns) takes batches from the
+  lanes and hands them over. Several may be under way at once: they share nothing but the workers.
+* The *epochs* (``_epochs/epochs.py``) of a loader begin each of these from a position: the end of
+  the one before, or what a state says.
 * The *slots* (``_memory/slots.py``) are shared memory that travels with the tasks, so that the
   parent never copies a batch.
 * The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
@@ -36,8 +43,6 @@ Who does what:
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
 import os
 import random
@@ -45,34 +50,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, Self
 
 from minloader import _checks as checks
 from minloader._checks import B, check_int, shown
+from minloader._epochs.epochs import Course, Epochs
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Account, Batches
-from minloader._epochs.pending import Bell, SamplerState
-from minloader._epochs.sampled import SamplerLane, Source, Told, source_after
-from minloader._epochs.settings import CLOSED, Settings
-from minloader._epochs.state import (
-    Note,
-    begun_anew,
-    check_sampler,
-    check_state,
-    has_begun,
-    in_one_shape,
-    sampler_place,
-    sampler_state,
-    skipped,
-    stream_state,
-)
-from minloader._epochs.streams import FIRST, ShardPass, StreamLane, packed
+from minloader._epochs.feed import Feed
+from minloader._epochs.iterator import Batches
+from minloader._epochs.options import Options, Shared
 from minloader._insight.counters import Counters, Stats
 from minloader._insight.trace import Trace
-from minloader._memory.files import interrupts_held
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of, rank_of_stream
 from minloader._sampling.batch import BatchSampler
@@ -80,9 +70,6 @@ from minloader._worker.batch_maker import asked_per_sample
 from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
-
-PATIENCE = 0.5
-"""Seconds that the consumer waits before it looks whether a worker is stuck."""
 
 
 class Loader(Generic[B]):
@@ -148,14 +135,15 @@ class Loader(Generic[B]):
         max_errors: how many batches and samples may fail in the life of the loader. The next one
             that fails ends the loop with a :class:`BatchError` in its place, which shows the first
             ones, whatever ``on_error`` is. None: any number.
+        chunks: whether tiny batches may travel several to a task, whatever the sampler is. They do
+            where it cannot look at the loop: lists, ranges, samplers of minloader and of torch. Any
+            other is never read further ahead than ``prefetch_factor * num_workers`` batches, so
+            that it may follow the loop.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
             between batches (all workers are, together). None: no limit.
         trace: file to write a timeline to while the loader lives, see :meth:`trace`.
-
-    Attributes:
-        seed: the seed in use.
 
     Raises:
         TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
@@ -164,6 +152,7 @@ class Loader(Generic[B]):
     """
 
     _arguments: tuple[dict[str, Any], dict[str, Any]]  # those given, and the defaults
+    _without_processes = "use executor='thread'"  # what errors advise
 
     __reduce__ = checks.refuse_copies
 
@@ -190,6 +179,7 @@ class Loader(Generic[B]):
         retries: int = 1,
         on_error: OnError = "raise",
         max_errors: int | None = None,
+        chunks: bool = False,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -198,7 +188,7 @@ class Loader(Generic[B]):
         check_int("prefetch_factor", prefetch_factor, 1)
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
-        self.seed = check_int("seed", seed, 0)
+        seed = check_int("seed", seed, 0)
         in_order = checks.check_bool("in_order", in_order)
         timeout = checks.check_timeout(timeout, executor)
         retries = check_int("retries", retries, 0)
@@ -209,60 +199,69 @@ class Loader(Generic[B]):
         checks.check_callable("collate_fn", collate_fn)
         checks.check_callable("worker_init_fn", worker_init_fn)
 
+        chunks = checks.check_bool("chunks", chunks)
+
         self.dataset = dataset
-        self._shards: int | None = None
-        self._batch_size = None
+        shards: int | None = None
         if checks.is_stream(dataset, sampler):
             checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
-            self._shards = max(1, num_workers)
-            self._batch_size = batch_size
+            shards = max(1, num_workers)
             self.sampler: Iterable[Any] = ()
         else:
             checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
-            made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, self.seed)
+            made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, seed)
             self.sampler = made
-        self._own_sampler = self.sampler is not sampler
-        self._told = Told(self.sampler)
+        self._has_own_sampler = self.sampler is not sampler and isinstance(self.sampler, Sampler)
         collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
             from minloader._sampling.collate import collate  # which needs numpy
 
             collates = collate
+        is_stream = shards is not None
         job = Job(
-            *(dataset, transform, collates, worker_init_fn, worker_memory_limit),
-            batch_size=self._batch_size,
+            dataset=dataset,
+            transform=transform,
+            collate_fn=collates,
+            worker_init_fn=worker_init_fn,
+            memory_limit=worker_memory_limit,
+            batch_size=batch_size if is_stream else None,
             keep_last=last_batch == "keep",
             on_sample=asked_per_sample(on_error),
-            is_stream=self._shards is not None,
-            rank=rank_of(self.sampler) if self._shards is None else rank_of_stream(dataset),
+            is_stream=is_stream,
+            rank=rank_of_stream(dataset) if is_stream else rank_of(self.sampler),
             seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
+            without_processes=self._without_processes,
         )
-        self._epoch = 0
-        self._runs = itertools.count()
-        self._account: Account | None = None  # of the iterator begun last
-        self._resume: dict[str, Any] | None = None  # state that the next epoch begins from
-        streams = self._shards is not None
-        checks.check_executor(executor, streams=streams)
-        context = checks.check_context(mp_context, executor)
-        self._group = PoolGroup(
-            *(job, executor, context, num_workers, prefetch_factor, self.seed, budget, timeout),
-            streams=streams,
+        checks.check_executor(executor, streams=is_stream)
+        group = PoolGroup(
+            job=job,
+            executor=executor,
+            context=checks.check_context(mp_context, executor),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            seed=seed,
+            budget=budget,
+            timeout=timeout,
+            streams=is_stream,
         )
-        self._settings = Settings(
-            depth=self._group.depth,
+        options = Options(
             in_order=in_order,
             retries=retries,
-            patience=PATIENCE if timeout is None else min(PATIENCE, timeout / 2),
+            timeout=timeout,
             memory_limit=worker_memory_limit,
             on_error=on_error,
             max_errors=max_errors,
-            reads=checks.reads_at_once(dataset),
-            counters=Counters(),
+            concurrency=checks.reads_at_once(dataset),
+            chunks=chunks,
+            batch_size=batch_size if is_stream else None,
         )
-        self._end = weakref.finalize(self, _finish, self._group, self._settings.counters)
+        self._shared = Shared(options, group)
+        self._epochs = Epochs(self._shared, self.sampler, dataset, shards)
+        # The iterators have it, too: the workers live as long as any of these.
+        self._end = weakref.finalize(self._shared, _finish, group, self._shared.counters)
         if trace is not None:
             try:
-                self._settings.counters.trace = Trace(trace)
+                self._shared.counters.trace = Trace(trace)
             except BaseException:
                 self.close()
                 raise
@@ -277,10 +276,15 @@ class Loader(Generic[B]):
     def __repr__(self) -> str:
         given = self._arguments[0] | {"num_workers": self.num_workers}
         values = [f"{name}={shown(value)}" for name, value in given.items()]
-        return f"<{'closed ' * self._settings.closed}Loader({', '.join(values)})>"
+        return f"<{'closed ' * self._shared.is_closed}Loader({', '.join(values)})>"
 
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self._shared.group.seed
 
     @property
     def num_workers(self) -> int:
@@ -292,30 +296,30 @@ class Loader(Generic[B]):
                 cannot be sent to any.
             RuntimeError: the loader is closed.
         """
-        return self._group.num_workers
+        return self._shared.group.num_workers
 
     @num_workers.setter
     def num_workers(self, num_workers: int) -> None:
         self._check_open()
         num_workers = check_int("num_workers", num_workers, 0)
-        if num_workers != self._group.num_workers:
-            self._group.tidy()
-            self._settings.counters.begin_anew(self.stats)
-            self._group.resize(num_workers)
-            self._settings.depth = self._group.depth
-            if self._shards is not None:
-                checks.tell_idle_workers(num_workers, self._shards)
+        group = self._shared.group
+        if num_workers != group.num_workers:
+            group.tidy()
+            self._shared.counters.begin_anew(self.stats)
+            group.resize(num_workers)
+            if self._epochs.shards is not None:
+                checks.tell_idle_workers(num_workers, self._epochs.shards)
 
     @property
     def stats(self) -> Stats:
         """A copy of what was counted so far; see :class:`Stats`."""
-        group = self._group
+        group = self._shared.group
         slots = [pool.slots for pool in group.pools if pool.slots is not None]
         used = [each.used for each in slots]
-        return self._settings.counters.snapshot(
+        return self._shared.counters.snapshot(
             executor=group.kind,
             num_workers=group.num_workers,
-            reads=self._settings.reads,
+            reads=self._shared.options.concurrency,
             in_flight=group.in_flight,
             slots=sum(count for count, _ in used),
             slot_bytes=sum(size for _, size in used),
@@ -340,7 +344,7 @@ class Loader(Generic[B]):
             RuntimeError: a trace is being written already, or the loader is closed.
         """
         self._check_open()
-        counters = self._settings.counters
+        counters = self._shared.counters
         if counters.trace is not None:
             raise RuntimeError(
                 f"a trace is being written to {counters.trace.path} already; end that first"
@@ -357,18 +361,19 @@ class Loader(Generic[B]):
         Raises:
             TypeError: the sampler has no length, or there is none.
         """
-        if self._shards is not None:
+        if self._epochs.shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        account, resume = self._account, self._resume
+        epochs = self._epochs
         try:
-            if resume is not None or account is None or not account.is_under_way:
-                return self._source(resume).length_ahead()
-            length = account.source.length
-            if length is None and self._told.plans_late:
-                length = account.source.run.length()
-            if length is None:
-                raise TypeError("it was not known when the epoch was begun")
-            return int(length)
+            if epochs.resume is None and epochs.under_way and epochs.under_way[0].is_under_way:
+                feed = epochs.under_way[0].lanes[0].feed
+                length = epochs.under_way[0].length
+                if length is None and epochs.source.plans_late and isinstance(feed, Feed):
+                    length = int(feed.run.length())
+                if length is None:
+                    raise TypeError("it was not known when the epoch was begun")
+                return length
+            return epochs.length_ahead()
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
@@ -385,12 +390,13 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        batches = Batches(self, self._settings, 1, numbered=False)
+        course = Course(self._epochs, 1)
+        batches: Batches[B] = Batches(self._shared, course.begin, self.state_dict)
         try:
-            self._begin(batches)
+            batches.begin()
             return batches
         except BaseException:
-            self._begin_again(batches.account)
+            self._epochs.begin_again(batches)
             raise
 
     def epochs(self, n: int | None = None, *, until: int | None = None) -> Iterator[tuple[int, B]]:
@@ -417,99 +423,17 @@ class Loader(Generic[B]):
         for name, value in ("n", n), ("until", until):
             if value is not None:
                 check_int(name, value, 0)
-        return Batches(self, self._settings, n, until, numbered=True)
-
-    def _begin(self, batches: Batches) -> Account:
-        """Begin the next epoch, for an iterator. States are of that from now on."""
-        self._check_open()
-        begin = self._settings.counters.begin_epoch()
-        self._group.tidy()
-        resume, where = self._resume, self._group.pool
-        lanes: list[Any]
-        if self._shards is None:
-            lanes = [SamplerLane(self._settings, where, batches.bell, self._source(resume))]
-        else:
-            lanes = self._shard_lanes(batches.bell, resume)
-        account = batches.begin(lanes, fruitful=resume is not None and has_begun(resume))
-        self._group.users.add(batches)
-        # One step, which nothing can interrupt. Not before: a state that was refused is not
-        # forgotten. Not after: nothing is drawn for an iterator that the loader does not know.
-        own, epoch = vars(self), self._epoch + 1
-        batches.account = account
-        with account.lock:  # no other thread notes a state while the first batches are drawn
-            own.update(_account=account, _resume=None, _epoch=epoch)
-            batches.fill()
-        self._settings.counters.began_epoch(begin)
-        return account
-
-    def _begin_again(self, account: Account | None) -> None:
-        """Have the next epoch be one whose iterator an interrupt has kept from the user."""
-        if account is not None and account is self._account:
-            state = self._note_of(account, self.epoch)()
-            known = check_state(state, None, stream=self._shards is not None)
-            if self._shards is None and not has_begun(known):
-                known["check"] = None  # another order may be drawn: nobody has seen this one
-            vars(self).update(_epoch=known["epoch"], _resume=known, _account=None)
-
-    def _source(self, resume: dict[str, Any] | None) -> Source:
-        """Return what the sampler's items are drawn from in the next epoch."""
-        if resume is None:
-            if self._account is not None:
-                return source_after(self._account, self.epoch)
-            return Source(self._told, 0, self.epoch, self._beginning(), put_back=False)
-        known = resume["sampler"] and SamplerState(**resume["sampler"])
-        return Source(self._told, 0, resume["epoch"], known, put_back=True, place=resume)
-
-    def _beginning(self) -> SamplerState | None:
-        """Return where the sampler is before its first epoch; None where that is not known."""
-        state = _state_before(self.sampler)
-        return None if state is None else SamplerState(0, state)
-
-    def _shard_lanes(self, bell: Bell, resume: dict[str, Any] | None) -> list[StreamLane]:
-        """Return a lane for each shard of the stream, for the next epoch."""
-        assert self._shards is not None
-        run, group, former = self._new_run(), self._group, self._account
-        if resume is not None:
-            places = resume["stream"]["shards"]
-            if not checks.is_stateful(self.dataset):
-                checks.tell_rereading(places)
-            firsts = [ShardPass.of(self.epoch, run, place) for place in places]
-        elif former is not None and former.behind is not None:  # its lanes are ahead of it
-            places = check_state(former.behind(), None, stream=True)["stream"]["shards"]
-            firsts = [ShardPass.anew(self.epoch, run, place) for place in places]
-        elif former is not None:
-            # Not whether the shards are over: that is known earlier or later, as workers go.
-            left = not former.is_over
-            firsts = [lane.next_pass(self.epoch, run, left=left) for lane in former.lanes]
-        else:
-            firsts = [ShardPass(0, self.epoch, run, FIRST) for _ in range(self._shards)]
-        oldest = partial(_oldest_run, group, run)
-        return [
-            StreamLane(self._settings, partial(group.pool, n), bell, n, self._shards, oldest, first)
-            for n, first in enumerate(firsts)
-        ]
-
-    def _new_run(self) -> int:
-        """Return the number of another pass over the stream, and let go of pools that are done."""
-        self._group.tidy()
-        return next(self._runs)
-
-    def _entered(self, account: Account) -> None:
-        """Note which epoch an iterator is in, if it is the one begun last."""
-        if account is self._account:
-            self._epoch = account.source.epoch + 1
-
-    def _left_behind(self, account: Account) -> None:
-        """Have the next epoch be the one after that of a consumer whom another has served."""
-        if account is self._account and account.behind is not None and account.next_epoch is None:
-            state = check_state(account.behind(), None, stream=self._shards is not None)
-            self._epoch = state["epoch"] + has_begun(state)
+        course = Course(self._epochs, n, until)
+        is_endless = n is None and until is None
+        return Batches(
+            self._shared, course.begin, self.state_dict, is_of_several=True, is_endless=is_endless
+        )
 
     @property
     def epoch(self) -> int:
         """Number that the next ``iter(loader)`` will have. To set it is to call
         :meth:`set_epoch`."""
-        return self._epoch
+        return self._epochs.number
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -518,20 +442,13 @@ class Loader(Generic[B]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which decides its order and its seeds.
 
-        Within :meth:`epochs` it is for the next epoch of that loop. After :meth:`load_state_dict`,
-        a number other than the state's begins that epoch anew.
+        After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
 
         Raises:
-            RuntimeError: :func:`minloader.prefetch` takes batches of :meth:`epochs` ahead.
+            TypeError, ValueError: it is no number of an epoch.
+            RuntimeError: :meth:`epochs` goes through the epochs now, and numbers them itself.
         """
-        epoch = check_int("epoch", epoch, 0)
-        own, account, resume = vars(self), self._account, self._resume
-        if resume is not None and resume["epoch"] != epoch:
-            sampler = self.sampler if account is None else None
-            resume = begun_anew(resume, epoch, sampler) if isinstance(sampler, Sampler) else None
-        if account is not None:
-            account.set_next_epoch(epoch)
-        own.update(_epoch=epoch, _resume=resume)
+        self._epochs.set_number(check_int("epoch", epoch, 0))
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
@@ -554,23 +471,12 @@ class Loader(Generic[B]):
         """
         n = check_int("n", n, 0)
         self._check_open()
-        if self._shards is not None:
+        if self._epochs.shards is not None:
             raise TypeError(
                 "skip is for loaders with a sampler, but the dataset is a stream, which can only "
                 "be read on; take the batches from the iterator, and drop them"
             )
-        account, resume = self._account, self._resume
-        if account is not None:
-            with account.lock:
-                if resume is None:
-                    account.check_not_ahead("skip")
-                if resume is None and account.is_under_way:
-                    account.lanes[0].skip(n)
-                    return
-        if resume is None:
-            state = self._note(self.epoch, self._note_between(account))()
-            resume = check_state(state, None, stream=False)
-        self._resume = skipped(resume, n)
+        self._epochs.skip(n)
 
     # --- state
 
@@ -584,49 +490,7 @@ class Loader(Generic[B]):
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return self._note_state()()
-
-    def _note_state(self) -> Note:
-        """Note the state as of what the consumer was given."""
-        while True:
-            account = self._account
-            with nullcontext() if account is None else account.lock:
-                known = vars(self).copy()  # one step: another thread may begin the next epoch
-                if known["_account"] is account:
-                    return self._note_now(account, known["_resume"], known["_epoch"])
-
-    def _note_now(self, account: Account | None, resume: Any, epoch: int) -> Note:
-        if resume is not None:
-            return lambda: in_one_shape(copy.deepcopy(resume))
-        return (account and account.behind) or self._note_of(account, epoch)
-
-    def _note_of(self, account: Account | None, epoch: int) -> Note:
-        """Note the state as of what an iterator has handed over, to whomever.
-
-        Args:
-            account: of the iterator; None: there was none.
-            epoch: the loader's, which is the next one where the iterator has ended.
-        """
-        if account is None or account.is_over:
-            return self._note(epoch, self._note_between(account))
-        source = account.source
-        return self._note(source.epoch, [lane.note() for lane in account.lanes], source)
-
-    def _note_between(self, account: Account | None) -> list[Note]:
-        if self._shards is None:
-            state = self._beginning() if account is None else source_after(account, 0).state
-            return [partial(sampler_place, [], 0, False, state, None)]
-        if account is None:
-            state = _state_before(self.dataset)
-            known = None if state is None else {"dataset": state}
-            return [ShardPass(0, 0, 0, FIRST, packed(known)).note()] * self._shards
-        return [lane.next_pass(0, 0, left=False).note() for lane in account.lanes]
-
-    def _note(self, epoch: int, notes: list[Note], source: Any = None) -> Note:
-        if self._shards is not None:
-            return partial(stream_state, self.seed, epoch, notes, self._batch_size)
-        length = self._told.length_between() if source is None else source.length
-        return partial(sampler_state, self.seed, epoch, notes[0], length)
+        return self._epochs.state_dict(self.seed)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: str | Iterable[str] = ()) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.
@@ -648,39 +512,28 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        seed = None if self._any_seed else self.seed
-        known = check_state(state, seed, stream=self._shards is not None)
-        own, epoch = vars(self), known["epoch"]
-        if self._shards is not None:
-            theirs = known["stream"]["batch_size"]
-            if theirs != self._batch_size:
+        epochs = self._epochs
+        position, seed = epochs.read_state(state, None if self._any_seed else self.seed)
+        if position.is_stream:
+            ((stream),) = state["stream"]
+            theirs = stream["batch_size"]
+            ours = self._shared.options.batch_size
+            if theirs != ours:
                 raise ValueError(
-                    f"batch_size is {self._batch_size}, but the state is of a stream with "
+                    f"batch_size is {ours}, but the state is of a stream with "
                     f"batch_size={theirs}; make the loader with that"
                 )
-            self._shards = len(known["stream"]["shards"])
-            checks.tell_idle_workers(self.num_workers, self._shards)
+            checks.tell_idle_workers(self.num_workers, len(position.lanes))
         else:
-            is_under_way = self._account is not None and self._account.is_under_way
-            if not is_under_way:
-                self._told.set_epoch(epoch)
-            # To tell it would disturb the epoch under way: the length is compared when it is told.
-            length = self._told.length_between() if is_under_way else self._told.length()
-            own_seed = self._own_sampler
-            check_sampler(known, self.sampler, length, takes_seed=own_seed, allow=allow)
+            position = epochs.fitting(position, seed, takes_seed=self._has_own_sampler, allow=allow)
         # Only now: the epoch under way goes on after a state that was refused.
-        with interrupts_held():  # or one of these would have a seed of its own
-            self._group.reseed(known["seed"])
-            if self._own_sampler and isinstance(self.sampler, Sampler):
-                self.sampler.seed = known["seed"]
-            self._settings.loaded += 1
-            own.update(seed=known["seed"], _epoch=epoch, _resume=known, _account=None)
+        own = self.sampler if self._has_own_sampler else None
+        epochs.load(position, seed, own)  # type: ignore[arg-type]
 
     # --- workers
 
     def _check_open(self) -> None:
-        if self._settings.closed:
-            raise RuntimeError(CLOSED)
+        self._shared.check_open()
 
     def start(self) -> None:
         """Start all workers now, without waiting for them, so that the first batch comes sooner.
@@ -689,8 +542,8 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        self._settings.counters._began_early = True
-        self._group.start()
+        self._shared.counters._began_early = True
+        self._shared.group.start()
 
     def close(self) -> None:
         """End the workers and all they started, at once, and let the dataset's copy go.
@@ -698,7 +551,7 @@ class Loader(Generic[B]):
         Runs by itself when the loader is garbage-collected and when the interpreter exits. An
         iterator still in use raises RuntimeError from then on.
         """
-        self._settings.closed = True
+        self._shared.is_closed = True
         self._end()
 
     def __enter__(self) -> Self:
@@ -706,26 +559,6 @@ class Loader(Generic[B]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _state_before(source: Any) -> Any:
-    """Return the state of a sampler, or stream, before it was ever read; None if it has none."""
-    if isinstance(source, Sampler) and source._run is not None and not source._run.ended:
-        source._forget()  # somebody has looked: the next epoch begins anew all the same
-    try:
-        return copy.deepcopy(source.state_dict()) if checks.is_stateful(source) else None
-    except Exception as error:  # many have none before their first item
-        if isinstance(source, Sampler):
-            raise
-        logger.debug("%s has no state before it is read: %r", shown(source), error)
-        return None
-
-
-def _oldest_run(group: PoolGroup, run: int) -> int:
-    """Return the oldest pass over a stream that somebody still makes; at most ``run``."""
-    accounts = [batches.account for batches in checks.copied(group.users)]
-    runs: list[int] = [each.lanes[0].sources[0].run for each in accounts if each is not None]
-    return min([run, *runs])
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

@@ -254,7 +254,7 @@ class _Audit:
 
     def _make(self) -> Loader:
         loader = self._make_loader()
-        inspect(loader).settings.in_order = True
+        inspect(loader).change(in_order=True)
         return loader
 
     def _take(self, loader: Loader, run: _Run) -> Iterator[tuple[tuple[int, int], Leaves]]:
@@ -316,7 +316,10 @@ def _start(loader: Loader, run: _Run) -> None:
     loader.num_workers = run.workers
     loader.start()
     if run.kill >= 0:
-        inspect(loader).settings.retries += 1  # the batch of the killed worker must not fail
+        view = inspect(loader)
+        view.change(
+            retries=view.options.retries + 1
+        )  # the batch of the killed worker must not fail
     # Each worker may make some of the batches only if all are there when the first is asked for.
     deadline = time.monotonic() + PATIENCE
     while (

@@ -446,7 +446,11 @@ def test_workers_of_torchs_loader_stay_while_it_fills(tmp_path):
 
     dataset = Noted(tmp_path / "calls")
     loader = DataLoader(
-        cached(dataset, bytes=MEGABYTE), batch_size=4, num_workers=2, transform=tell_process
+        cached(dataset, bytes=MEGABYTE),
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        transform=tell_process,
     )
     epochs = [list(loader) for _ in range(2)]
     loader.close()

@@ -46,10 +46,9 @@ def chunks(make, monkeypatch):
     ``chunks.sent`` are the first ordinals and the sizes of their tasks.
     """
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
 
     def factory(*args: Any, **options: Any) -> Loader:
-        loader = make(*args, **options)
+        loader = make(*args, chunks=True, **options)  # no sampler here looks at the loop
         record(loader, factory.sent)
         return loader
 
@@ -74,7 +73,7 @@ def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
 def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
     """An epoch that has found out already that batches are quick."""
     epoch = iter(loader)
-    for lane in epoch.account.lanes:
+    for lane in epoch.epochs[0].lanes:
         lane._chunk = size
     return epoch
 

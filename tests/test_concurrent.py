@@ -139,7 +139,7 @@ def test_errors_are_those_of_their_samples(options, caplog):
 def test_samples_of_several_batches_are_read_at_once(kind, options, monkeypatch):
     """Of a task, and of the one after it, whose samples only together are as many as must meet."""
     # Else a sampler that is held up for long does not fill a task.
-    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
     dataset = concurrent(kind(together=8), limit=8)
     with Loader(dataset, batch_size=1, **options) as loader:
         assert [int(batch[0][0]) for batch in loader] == [n for n in range(24) if n != 5]

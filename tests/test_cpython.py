@@ -38,9 +38,9 @@ from minloader._pools import cpython
 from minloader._pools import processes as spawned
 
 FOLDER = Path(minloader.__file__).parent
-ROOM = FOLDER / "_pools" / "cpython.py"
+MODULE = FOLDER / "_pools" / "cpython.py"
 
-# --- one room ------------------------------------------------------------------------------------
+# --- one module ----------------------------------------------------------------------------------
 
 PRIVATE_TO = ("concurrent", "multiprocessing", "threading")
 
@@ -71,7 +71,7 @@ def names_of_cpython() -> set[str]:
 
 def touches(tree: ast.AST, names: set[str]) -> Iterator[str]:
     """Uses of some names, but for those of ``self``, of ``os``, of numpy's arrays, and for methods
-    that the room defines itself.
+    that the module defines itself.
     """
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     names = names - {node.name for node in ast.walk(tree) if isinstance(node, functions)}
@@ -88,7 +88,7 @@ def touches(tree: ast.AST, names: set[str]) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def test_no_other_room_touches_private_parts():
+def test_no_other_module_touches_private_parts():
     names = names_of_cpython()
     assert {"_processes", "_pending_work_items", "_popen", "_register_atexit"} <= names
     found = {
@@ -116,7 +116,7 @@ def test_no_derived_class_uses_private_parts_of_its_base():
     seen = set()
     for each, bases in derived_classes():
         seen.add(each.__qualname__)
-        if Path(inspect.getfile(each)) == ROOM:
+        if Path(inspect.getfile(each)) == MODULE:
             continue
         own = private_names(ast.parse(textwrap.dedent(inspect.getsource(each))))
         theirs = [private_names(ast.parse(inspect.getsource(base))) for base in bases]
@@ -484,7 +484,7 @@ def test_7_closing_ends_a_worker_that_does_not_leave():
     """It is idle, and stands still; the manager thread waits for it when the loader is closed."""
     with Loader(abs, range(4), num_workers=2) as loader:
         loader.start()
-        (executor,) = loader._group.pools[0]._executors
+        (executor,) = loader._shared.group.pools[0]._executors
         stopped, other = executor.workers
         os.kill(stopped.pid, signal.SIGSTOP)
         executor.leave(drop=False)
@@ -639,7 +639,7 @@ import multiprocessing, os, threading
 from minloader import Loader
 with Loader(abs, range(2), num_workers=1) as loader:
     loader.start()
-    (executor,) = loader._group.pools[0]._executors
+    (executor,) = loader._shared.group.pools[0]._executors
     locked, done = threading.Event(), threading.Event()
     def look():
         with executor.workers[0]._popen.looking:
@@ -692,7 +692,7 @@ def test_workers_are_listed_in_order():
     with Loader(Squares(20), num_workers=3) as loader:
         loader.start()
         assert len(list(loader)) == 20
-        (executor,) = loader._group.pools[0]._executors
+        (executor,) = loader._shared.group.pools[0]._executors
         assert [type(each) for each in executor.workers] == [spawned.WorkerProcess] * 3
         pids = {worker.pid for worker in executor.workers}
         assert pids == set(executor._processes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import decimal
 import gc
 import json
 import os
@@ -298,7 +299,7 @@ def test_the_source_is_let_go_in_the_consumers_thread():
 
 
 def test_closing_wakes_the_consumer(monkeypatch):
-    monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
+    monkeypatch.setattr("minloader._epochs.stage.GRACE", 0.01)
     gate = Gated()
     batches = prefetch(range(3), gate)
     found: list[Any] = []
@@ -621,3 +622,9 @@ def test_the_loader_may_be_asked_meanwhile():
             assert loader.state_dict()["batches"] == k + 1
             assert loader.stats.batches >= k + 1
             assert len(loader) == 3000
+
+
+def test_the_function_has_the_context_of_the_caller():
+    with decimal.localcontext(prec=5), np.errstate(divide="raise"):
+        batches = prefetch(range(1, 4), lambda n: (decimal.Decimal(1) / 3, np.geterr()["divide"]))
+    assert list(batches) == [(decimal.Decimal("0.33333"), "raise")] * 3

@@ -264,12 +264,12 @@ def test_the_readme_is_one_page_with_the_commands_that_the_whole_run_reads():
         assert lines[marker + 3] == "```"
 
 
-def test_the_rooms_are_all_there():
+def test_the_modules_are_all_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = re.findall(r"^\| `([\w/]+\.(?:py|html))` \|", text, re.MULTILINE)
+    named = re.findall(r"^\| `([\w/]+\.(?:py|html))` \|", text, re.MULTILINE)
     files = [path for end in ("py", "html") for path in PACKAGE.rglob(f"*.{end}")]
     there = {str(path.relative_to(PACKAGE)) for path in files if path.name != "__init__.py"}
-    assert sorted(rooms) == sorted(there)
+    assert sorted(named) == sorted(there)
 
 
 def test_the_map_of_the_tests_is_whole():

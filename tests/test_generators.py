@@ -246,7 +246,7 @@ def seed_worker(worker_id: int) -> None:
 
 
 def test_one_that_worker_init_fn_has_made_is_seeded():
-    import torch
+    torch = require("torch")
 
     class Empty(Holder, torch.utils.data.Dataset[float]):
         pass

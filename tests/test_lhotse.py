@@ -34,6 +34,8 @@ from lhotse.dataset import (  # noqa: E402
 from lhotse.dataset.cut_transforms import PerturbVolume  # noqa: E402
 from lhotse.dataset.input_strategies import AudioSamples  # noqa: E402
 
+from minloader.torch import DataLoader  # noqa: E402
+
 RATE = 8_000
 
 
@@ -344,3 +346,35 @@ def test_a_sampler_that_cannot_restore_itself_is_never_believed(manifest: Path, 
         loader.load_state_dict(pickle.loads(state))
         rest = ids(loader)
     assert rest in (None, this[4:])
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_each_state_of_torchs_loader(kind, manifest):
+    """In a loop that tells lhotse's sampler its epochs, also after the resume."""
+
+    def make() -> Any:
+        sampler = make_sampler(manifest, kind)
+        return DataLoader(Echo(), batch_size=None, sampler=sampler, collate_fn=ids_of)
+
+    epochs: list[list[Any]] = []
+    states = []
+    loader = make()
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([])
+        states.append((epoch, 0, loader.state_dict()))
+        for batch in loader:
+            epochs[epoch].append(batch)
+            states.append((epoch, len(epochs[epoch]), loader.state_dict()))
+        states.append((epoch + 1, 0, loader.state_dict()))
+    assert epochs == [ids(plain(make_sampler(manifest, kind), epoch)) for epoch in range(3)]
+    for epoch, taken, state in states[::3]:
+        other = make()
+        other.load_state_dict(pickle.loads(pickle.dumps(state)))
+        for number in range(epoch, 3):
+            other.sampler.set_epoch(number)
+            assert list(other) == epochs[number][taken if number == epoch else 0 :]
+
+
+def ids_of(cuts: Any) -> list[str]:
+    return [cut.id for cut in cuts]

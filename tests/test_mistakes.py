@@ -379,20 +379,6 @@ def test_until_counts_the_epochs_before(anywhere):
         assert list(loader.epochs(until=3)) == list(loader.epochs(until=2)) == []
 
 
-def test_until_holds_for_epochs_that_were_set_within(anywhere):
-    loader, seen, states = anywhere(Echo(), range(2)), list[int](), list[Any]()
-    for epoch, _ in loader.epochs(until=3):
-        seen.append(epoch)
-        if len(seen) == 1:
-            loader.set_epoch(2)
-        states.append(loader.state_dict())
-    assert seen == [0, 0, 2, 2]
-    for given, state in enumerate(states[2:], 3):  # of the epoch that was set
-        resumed = anywhere(Echo(), range(2))
-        resumed.load_state_dict(state)
-        assert [epoch for epoch, _ in resumed.epochs(until=3)] == seen[given:]
-
-
 def test_epochs_takes_one_number():
     with Loader(Echo(), range(5), num_workers=0) as loader:
         with pytest.raises(ValueError, match=r"epochs takes n=2 more, or all until=3; drop one"):

@@ -103,12 +103,14 @@ test_so_it_is_for_many_more = pytest.mark.slow(thorough(PLANS(check_plan)))
     lengths=st.lists(st.integers(0, 30), max_size=60),
     rows=st.integers(2, 4),
     shuffle=st.booleans(),
-    window=st.none() | st.integers(5, 30),
     world_size=st.sampled_from([1, 2, 4]),
 )
-def test_ranks_have_as_many_rows_in_each_step(lengths, rows, shuffle, window, world_size):
-    """A batch of several rows is several batches of one row, and those are equally many."""
-    kind = partial(PackedBatchSampler, lengths, 30, window=window, shuffle=shuffle)
+def test_ranks_have_as_many_rows_in_each_step(lengths, rows, shuffle, world_size):
+    """A batch of several rows is several batches of one row, and those are equally many.
+
+    Not so with windows: what makes no whole step goes into the next one.
+    """
+    kind = partial(PackedBatchSampler, lengths, 30, shuffle=shuffle)
     single = list(zip(*every_rank(kind, world_size), strict=True))
     several = list(zip(*every_rank(partial(kind, rows=rows), world_size), strict=True))
     assert flat(flat(several)) == flat(flat(single))

@@ -1,4 +1,4 @@
-"""The public surface and the shape of the house."""
+"""The public surface and the shape of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import minloader
 
 PACKAGE = Path(minloader.__file__).parent
 
-# Which wing may import which: each only those before it, and itself.
+# Which package may import which: each only those before it, and itself.
 ORDER = [
     *("_errors", "_checks", "_memory", "_sampling", "_worker", "_insight", "_pools", "_epochs"),
     *("_loader", "_inspect", "_prefetch", "torch", "jax", "testing", "doctor"),
@@ -22,13 +22,15 @@ ORDER = [
 ADAPTORS = ("jax", "torch")  # what is for a library, and imports it
 
 
-def test_wings_import_one_way():
-    rooms = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ORDER]
-    assert {room.relative_to(PACKAGE).parts[0].removesuffix(".py") for room in rooms} == set(ORDER)
-    for room in rooms:
-        wing = room.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        found = re.findall(r"from minloader\.(\w+)", room.read_text())
-        assert set(found) <= set(ORDER[: ORDER.index(wing) + 1]), room
+def test_packages_import_one_way():
+    paths = PACKAGE.rglob("*.py")
+    modules = [path for path in paths if path.parent != PACKAGE or path.stem in ORDER]
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules}
+    assert names == set(ORDER)
+    for module in modules:
+        package = module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        found = re.findall(r"from minloader\.(\w+)", module.read_text())
+        assert set(found) <= set(ORDER[: ORDER.index(package) + 1]), module
 
 
 MOST_ROOT_MODULES = 10

@@ -24,6 +24,7 @@ from helpers import Numbers
 from interrupts import at_each_step
 
 from minloader import BatchSampler, Loader, get_worker_info
+from minloader._epochs.epochs import Epochs
 from minloader._insight.counters import Counters
 from minloader._insight.trace import Trace
 from minloader._inspect import inspect
@@ -75,7 +76,7 @@ def test_an_epoch_begins_while_a_state_is_taken():
     def call() -> None:
         states.append(kept[0].state_dict())
 
-    assert at_each_step(Loader, call, lambda: kept.append(iter(kept[0])), prepare) > 50
+    assert at_each_step(Epochs, call, lambda: kept.append(iter(kept[0])), prepare) > 50
     with make() as loader:
         _, *expected = [list(loader) for _ in range(3)]
     for state in states:
@@ -207,11 +208,11 @@ with np.errstate(divide="raise"), Loader(look, range(2), executor="thread") as l
 
 @pytest.mark.parametrize("inherit", "01")
 def test_a_thread_worker_has_the_context_of_the_consumer(inherit):
-    """The function of prefetch is the consumer's: it has what Python gives any thread."""
+    """So has the function of prefetch, whatever Python gives any thread."""
     said = printed_by(CONTEXT, options=["-X", f"thread_inherit_context={inherit}"])
     batches, prefetched, any_thread = said.splitlines()
     assert batches == str(("raise", "the consumer's"))
-    assert prefetched == any_thread
+    assert prefetched == batches
     inherits = inherit == "1" and sys.version_info >= (3, 14)
     assert any_thread == (batches if inherits else str(("warn", "nobody's")))
 
@@ -465,7 +466,7 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
         assert [next(each) for each in epochs] == [0, 0]
         group.users = disturbed(group.users)
         group.tidy()
-        counted = inspect(loader).settings.counters
+        counted = inspect(loader).counters
         counted.records = disturbed(counted.records)
         assert len(loader.stats.events) >= len(counted.records) > 1
 

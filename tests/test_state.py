@@ -42,7 +42,7 @@ from minloader import (
     prefetch,
 )
 from minloader._checks import differences
-from minloader._epochs.sampled import STATE_COST, Source
+from minloader._epochs.feed import STATE_COST, Feed
 
 N = 40  # batches of an epoch of each of SAMPLERS
 
@@ -73,7 +73,7 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
         first = [next(batches)[0] for _ in range(20)]
         state = plain(loader.state_dict())
         gate.touch()
-    assert way == "inline" or (state["batches"] == 0 and state["beyond"])
+    assert way == "inline" or (state["batches"] == 0 and state["delivered_ahead"])
     with Loader(Guarded(), range(N), num_workers=0) as loader:
         loader.load_state_dict(state)
         Guarded.forbid(loader, first)
@@ -83,7 +83,6 @@ def test_what_is_ready_first_is_not_given_again(way, tmp_path):
 def test_chunks(monkeypatch):
     """In the middle of a task of many batches."""
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    monkeypatch.setattr("minloader._epochs.sampled.CHUNK_SECONDS", 60)
     with Loader(Guarded(), range(400), executor="thread", num_workers=2) as loader:
         expected = list(loader)
         loader.set_epoch(0)
@@ -177,7 +176,7 @@ def test_a_sampler_with_a_state_is_put_back(make, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 def test_what_is_put_back_is_not_for_the_next_epoch(make, kind, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)  # the mark is where the state is
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # the mark is where the state is
     loader, again = make(Guarded(), kind(range(20))), make(Guarded(), kind(range(20)))
     for taken in (0, 5, 20):
         loader.set_epoch(0)
@@ -374,7 +373,7 @@ def test_states_that_do_not_fit():
     refuses({"version": 1, "seed": 0}, "damaged.*epoch")
     refuses(state | {"batches": -1}, "damaged.*at least 0")
     refuses(state | {"batches": "x"}, "damaged.*must be an int")
-    refuses(state | {"beyond": [[1]]}, "damaged")
+    refuses(state | {"delivered_ahead": [[1]]}, "damaged")
     refuses(state | {"sampler": {}}, "damaged")
     refuses(state | {"check": 5}, "damaged")
     refuses(state | {"check": [10**6, "x"]}, "damaged.*from later")
@@ -455,7 +454,7 @@ REFUSED: dict[str, Any] = {  # what a loader is made with, and another whose sta
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_refused_state_does_not_disturb_the_epoch_under_way(kind, num_workers, monkeypatch):
     """Its batches, the epoch after it and the states of both are what they would have been."""
-    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
     foreign = state_of(Noise(), **REFUSED[kind](3)) | {"epoch": 3}
     options = REFUSED[kind](2) | {"num_workers": num_workers, "executor": "thread"}
     with Loader(Noise(), **options) as loader:
@@ -583,7 +582,7 @@ WITH_ROLLOVER: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("way", ["inline", "thread-3"])
 def test_an_epoch_that_was_left_is_followed_by_a_clean_one(kind, way, monkeypatch):
     """Whatever the inner samplers have read of it."""
-    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
     with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
         clean = list(loader)
     for taken in range(1, len(clean) + 1):
@@ -595,7 +594,7 @@ def test_an_epoch_that_was_left_is_followed_by_a_clean_one(kind, way, monkeypatc
 @pytest.mark.parametrize("kind", WITH_ROLLOVER)
 def test_inner_samplers_have_nothing_left_that_no_state_tells_of(kind, monkeypatch):
     """As they would where the sampler over them ends its epoch before they do."""
-    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
     states, given = [], []
     with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
         for batch in loader.epochs(3):
@@ -669,7 +668,7 @@ def test_epochs_that_are_over_are_let_go():
             for epoch, _ in loader.epochs(30):
                 assert loader.epoch <= epoch + 2
                 gc.collect()
-                sources = sum(type(thing) is Source for thing in gc.get_objects())
+                sources = sum(type(thing) is Feed for thing in gc.get_objects())
                 assert 1 <= sources <= 1 + 2 * 2  # the consumer's, and one for each task at most
     finally:
         gc.unfreeze()
@@ -792,7 +791,7 @@ class Raising:
 @pytest.mark.parametrize("make", [Raising, lambda: BatchSampler(Raising(), None)])
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}])
 def test_errors_of_the_sampler_do_not_keep_a_run_from_going_on(monkeypatch, make, way):
-    monkeypatch.setattr("minloader._epochs.sampled.STATE_COST", 0)  # it is asked each time
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
     with Loader(Echo(), make(), **way) as loader:
         whole = outcomes(iter(loader))
     places = [n for n, outcome in enumerate(whole) if type(outcome) is int]

@@ -825,7 +825,7 @@ class Keeping:
 
 
 def test_memory_that_grows_is_told_once(caplog):
-    with Loader(Keeping(1000), [*range(400)], num_workers=1) as loader:
+    with Loader(Keeping(1000), [*range(1000)], num_workers=1) as loader:
         for _ in loader:
             if loader.stats.growth:
                 break

@@ -329,7 +329,7 @@ def test_a_stream_that_is_its_own_iterator_has_one_state():
         next(iter(loader))
         (shard,) = loader.state_dict()["stream"][0]["shards"]
     assert shard["state"] == {"iterator": {"epoch": 0, "i": 1}}
-    assert shard["first"] is shard["next"] is None
+    assert shard["beginning"] is None
 
 
 def test_the_state_is_first_taken_before_iter_and_not_put_back():
@@ -478,9 +478,9 @@ class OwnToldHowFar(ToldHowFar):
 
 
 def in_the_drop_in(stream: Any, **options: Any) -> Any:
+    torch = pytest.importorskip("torch")
     from minloader.torch import DataLoader
 
-    torch = pytest.importorskip("torch")
     kind = type("Stream", (type(stream), torch.utils.data.IterableDataset), {})
     return DataLoader(kind(), batch_size=2, **options)
 

@@ -11,7 +11,6 @@ import pytest
 from conftest import require
 from numpy.testing import assert_array_equal
 
-import minloader.torch
 from minloader import Loader, TransportError
 from minloader._insight.leaves import leaves
 from minloader._memory.job_file import JobFile
@@ -20,6 +19,7 @@ from minloader._sampling import torch_collate
 
 torch = require("torch")
 forms = require("forms")
+minloader_torch = require("minloader.torch")
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 
@@ -230,7 +230,7 @@ def own_collate(samples: list[Any]) -> Any:
 def test_torchs_own_collate_needs_no_room_in_dev_shm(method):
     """Which may be small, and then ended the worker with a bus error."""
     data = [None, *torch.arange(30_000.0).reshape(3, -1)]
-    loader = minloader.torch.DataLoader(
+    loader = minloader_torch.DataLoader(
         data, batch_size=4, num_workers=1, collate_fn=own_collate, multiprocessing_context=method
     )
     ((batch, was_shared),) = loader

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import alive, eventually, lacking, printed_by, python, require, variants
+from conftest import alive, eventually, in_a_fork, lacking, printed_by, python, require, variants
 from helpers import SHARED, Gate
 from idioms import IDIOMS, Counting, OwnIterator
 from interrupts import interrupted as press
 from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
 
+from minloader import BatchError, BatchTimeout, Loader, TransportError, shuffled
 from minloader import BatchSampler as OurBatchSampler
-from minloader import BatchTimeout, Loader
 from minloader._memory.job_file import JobFile
 
 torch = require("torch")
@@ -372,8 +372,45 @@ def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
                 epochs.append(torch.rand(1).item())
             return epochs
 
-    stride = 9 if num_workers else 5
-    assert go(iter(range(0, 400, stride))) == go(iter([MANY] * len(range(0, 400, stride))))
+    stride = 29 if num_workers else 17
+    assert go(iter(range(0, 1_300, stride))) == go(iter([MANY] * len(range(0, 1_300, stride))))
+
+
+@variants("stride", [37, 3])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_interrupt_in_the_first_next_of_all_changes_nothing(own, stride):
+    """Neither the order and the seed that are drawn, nor what is drawn after them."""
+
+    def go(place: int) -> tuple[bool, list[Any]]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4) if own else None
+        data = torch_helpers.Drawing(5)
+        loader = DataLoader(data, 2, True, generator=generator, collate_fn=list)
+        batches = iter(loader)
+        outcome = press(lambda: next(batches), place)
+        first = next(batches) if outcome.interrupted else outcome.value
+        return outcome.reached, [first, *batches, *loader, torch.rand(1).item()]
+
+    _, expected = go(MANY)
+    for place in count(0, stride):
+        reached, found = go(place)
+        assert found == expected, place
+        if not reached:
+            break
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_may_begin_in_a_fork(num_workers):
+    loader = DataLoader(range(5), 2, num_workers=num_workers)
+    batches = iter(loader)
+
+    def go() -> list[Any]:
+        with loader:
+            return values(batches)
+
+    assert in_a_fork(go) == "[[0, 1], [2, 3], [4]]"
 
 
 def test_set_epoch_after_a_state_of_an_epoch_that_was_drawn():
@@ -898,6 +935,65 @@ def test_streams_count_their_epochs_as_with_torch(idiom):
         assert values(other) == epochs[2]
 
 
+class ToldStream(IterableDataset):  # type: ignore[type-arg]
+    """A stream that is told its epochs, which its state has too."""
+
+    epoch = at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 4:
+            self.at += 1
+            yield 10 * self.epoch + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_set_epoch_of_a_stream_after_a_state(num_workers):
+    """It is for the epoch that comes, though the stream's state says which it was."""
+    states = []
+    with DataLoader(ToldStream(), 2, num_workers=num_workers) as loader:
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            states.append((epoch, 0, loader.state_dict()))
+            batches = iter(loader)
+            for taken in 1, 2:
+                assert next(batches).tolist() == [
+                    10 * epoch + 2 * taken - 1,
+                    10 * epoch + 2 * taken,
+                ]
+                states.append((epoch, taken, loader.state_dict()))
+            assert list(batches) == []
+            states.append((epoch + 1, 0, loader.state_dict()))
+    for epoch, taken, state in states:
+        with DataLoader(ToldStream(), 2, num_workers=num_workers) as loader:
+            loader.load_state_dict(as_json(state))
+            loader.set_epoch(epoch)
+            whole = [[10 * epoch + 1, 10 * epoch + 2], [10 * epoch + 3, 10 * epoch + 4]]
+            assert values(loader) == whole[taken:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shuffled_stream(num_workers):
+    with DataLoader(shuffled(Sharded(11), 4), 2, num_workers=num_workers) as loader:
+        batches = iter(loader)
+        first = next(batches).tolist()
+        state = as_json(loader.state_dict())
+        rest = values(batches)
+        found = [pair[0] for pair in chain(first, *rest)]
+        assert sorted(found) == list(range(11)) != found
+        loader.load_state_dict(state)
+        assert values(loader) == rest
+
+
 def test_set_epoch_of_a_stream_after_an_epoch_that_was_left():
     """It is for the epoch that comes, though the stream's state says which it was."""
 
@@ -1102,6 +1198,13 @@ def test_what_is_refused():
     data.shared = Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"dataset\.shared.* is a Lock"):
         next(iter(DataLoader(data, num_workers=1, multiprocessing_context="spawn")))
+    data.shared = threading.Lock()  # type: ignore[attr-defined]
+    spawned: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    with pytest.raises(TypeError, match=r"in __getstate__, or set num_workers=0"):
+        next(iter(DataLoader(data, **spawned)))
+    locked = DataLoader(Numbers(), transform=lambda _: threading.Lock(), collate_fn=list, **spawned)
+    with locked, pytest.raises(TransportError, match=r"of them, or set num_workers=0"):
+        next(iter(locked))
     loader = DataLoader(Numbers(), sampler=iter([1, 2]))
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="sampler is an iterator"):
@@ -1259,20 +1362,150 @@ def test_a_sampler_that_counts_its_epochs_while_it_is_read():
             assert len(numbers(other)) == 2
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("name", ["shuffle", "replacement", "weighted", "random batches", "eager"])
-def test_state_before_anything(name, own):
-    """It fixes the first order, whatever is drawn before that epoch begins."""
+def test_state_before_an_epoch(name, own, before):
+    """It fixes the order, whatever is drawn before that epoch begins, and draws nothing itself."""
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(4) if own else None
     loader = DataLoader(Numbers(), generator=generator, **samplers(20, None)[name])
+    for _ in range(before):
+        numbers(loader)
+    drawn = torch.get_rng_state()
     state = as_json(loader.state_dict())
+    assert torch.equal(torch.get_rng_state(), drawn)
     torch.rand(1)
+    assert as_json(loader.state_dict()) == state
     first = numbers(loader)
     assert numbers(loader) != first
     loader.load_state_dict(state)
     torch.rand(1)
     assert numbers(loader) == first
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_epoch_after_one_that_was_resumed_at_its_last_batch(num_workers):
+    """A generator is where it was, though nothing was read."""
+
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(range(9), 2, True, generator=generator, num_workers=num_workers)
+
+    with make() as loader, make() as other:
+        batches = iter(loader)
+        state = [loader.state_dict() for _ in islice(batches, 5)][-1]
+        assert list(batches) == []
+        other.load_state_dict(as_json(state))
+        assert list(other) == []
+        assert values(other) == values(loader)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_states_do_not_change_what_is_drawn(own):
+    """By an epoch that begins where its state was taken."""
+
+    def go(looks: bool) -> list[Any]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4) if own else None
+        loader = DataLoader(Numbers(), 4, True, generator=generator)
+        epochs = []
+        for _ in range(3):
+            for _ in range(2 * looks):
+                loader.state_dict()
+            epochs.append(numbers(loader))
+        return [*epochs, torch.rand(1).item()]
+
+    assert go(True) == go(False)
+
+
+class ToldIterator:
+    """A sampler with epochs that is its own iterator, and has a state, as lhotse's."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at, self.goes_on = 0, 0, False
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.goes_on = epoch, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.at, self.goes_on = self.at if self.goes_on else 0, False
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at == 5:
+            raise StopIteration
+        self.at += 1
+        return [(self.at + 2 * self.epoch) % 9, self.epoch]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at, self.goes_on = state["epoch"], state["at"], True
+
+
+TOLD: dict[str, Any] = {
+    "ours": lambda: {"batch_sampler": OurBatchSampler(7, 3, shuffle=True)},
+    "ours one by one": lambda: {"sampler": OurBatchSampler(7, None, shuffle=True), "batch_size": 3},
+    "rollover": lambda: {
+        "batch_sampler": OurBatchSampler(7, 3, shuffle=True, last_batch="rollover")
+    },
+    "own iterator": lambda: {"batch_sampler": ToldIterator()},
+    "distributed": lambda: {"sampler": DistributedSampler(range(9), 1, 0), "batch_size": 2},
+}
+"""Samplers with ``set_epoch``."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", TOLD)
+def test_each_state_of_a_sampler_that_is_told_its_epochs(name, num_workers):
+    """Before, within and after an epoch, also where the resumed epoch is told once more."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(9), num_workers=num_workers, **TOLD[name]())
+
+    epochs: list[list[Any]] = []
+    states = []
+    with make() as loader:
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            epochs.append([])
+            states.append((epoch, 0, as_json(loader.state_dict())))
+            for batch in loader:
+                epochs[epoch].append(batch.tolist())
+                states.append((epoch, len(epochs[epoch]), as_json(loader.state_dict())))
+            states.append((epoch + 1, 0, as_json(loader.state_dict())))
+    if name != "rollover":
+        theirs = TorchLoader(range(9), **TOLD[name]())
+        for epoch, batches in enumerate(epochs):
+            for sampler in theirs.sampler, theirs.batch_sampler:
+                getattr(sampler, "set_epoch", int)(epoch)
+            assert values(theirs) == batches
+    with make() as used:
+        for epoch, taken, state in states:
+            for tells in (False, True) if taken else (True,):
+                resumed = used if num_workers else make()
+                resumed.load_state_dict(state)
+                for number in range(epoch, 3):
+                    if number > epoch or tells:
+                        resumed.set_epoch(number)
+                    assert values(resumed) == epochs[number][taken if number == epoch else 0 :]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("taken", [1, 2, 9])
+def test_an_epoch_that_was_left_leaves_nothing(taken, num_workers):
+    """Only one that the consumer has seen the end of, however far the sampler was read."""
+    alone = OurBatchSampler(7, 3, shuffle=True, last_batch="rollover")
+    with DataLoader(range(9), **TOLD["rollover"](), num_workers=num_workers) as loader:
+        list(islice(loader, taken))
+        loader.set_epoch(1)
+        if taken == 9:
+            list(alone)
+        alone.set_epoch(1)
+        assert values(loader) == list(alone)
 
 
 def test_state_before_a_sampler_that_counts_as_it_begins():
@@ -1297,7 +1530,7 @@ def test_an_iterator_does_not_go_on_after_a_state_was_loaded():
     begun, state, unbegun = iter(loader), loader.state_dict(), iter(loader)
     next(begun)
     loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="a state was loaded since"):
+    with pytest.raises(RuntimeError, match="load_state_dict was called after"):
         next(begun)
     assert len(numbers(unbegun)) == 5  # Lightning has made one by then
 
@@ -1327,12 +1560,20 @@ def test_states_that_do_not_fit():
         loader.load_state_dict({})
     with pytest.raises(ValueError, match="version 9"):
         loader.load_state_dict(state | {"version": 9})
-    order = {"own": [], "shared": "?", "seeded": True}
-    with pytest.raises(ValueError, match="damaged"):
-        loader.load_state_dict(state | {"state": (known | {"order": order},)})
+    start = known["start"] | {"shared": "?"}
+    for damaged in known | {"start": start}, {"loader": known["loader"]}:
+        with pytest.raises(ValueError, match="damaged"):
+            loader.load_state_dict(state | {"state": (damaged,)})
+    with (
+        Loader(Numbers(), num_workers=0) as core,
+        pytest.raises(ValueError, match=r"of a minloader\.Loader, but this is"),
+    ):
+        loader.load_state_dict(core.state_dict())
     longer = known | {"loader": known["loader"] | {"length": 9}}
+    other = DataLoader(Numbers(), 4)
+    other.load_state_dict(state | {"state": (longer,)})
     with pytest.raises(ValueError, match=r"5 batches.*but the state"):
-        DataLoader(Numbers(), 4).load_state_dict(state | {"state": (longer,)})
+        next(iter(other))
     other = DataLoader(Numbers(), 4, True, generator=torch.Generator())
     other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"0 generators.*but here are 1"):
@@ -1470,15 +1711,31 @@ def test_the_epoch_is_told_to_all_who_want_it():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_arguments_of_our_own(num_workers):
+def test_arguments_of_our_own(num_workers, tmp_path):
     options: dict[str, Any] = {"num_workers": num_workers, "on_error": "skip_sample"}
     with DataLoader(Bad(6, fails=2), 2, transform=zoo.doubled, **options) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 2], [6], [8, 10]]
         assert loader.stats.skipped_samples == 1
         assert (loader.retries, loader.worker_memory_limit) == (1, None)
+    path = tmp_path / "trace.json"
+    options = {"num_workers": num_workers, "max_errors": 0, "trace": path, "shared_memory": False}
+    with DataLoader(Bad(6, fails=2), 2, **options) as loader:
+        batches = iter(loader)
+        assert not lies_in_slot(next(batches))
+        with pytest.raises(BatchError, match="max_errors=0"):
+            next(batches)
+        assert loader.stats.slots == 0
+    assert json.loads(path.read_text())
     with DataLoader(Numbers(3), None, transform=zoo.skip_all, **options) as loader:
         assert list(loader) == []
-    for wrong in ({"on_error": 3}, {"retries": -1}, {"transform": 3}, {"worker_memory_limit": 0}):
+    for wrong in (
+        {"on_error": 3},
+        {"retries": -1},
+        {"transform": 3},
+        {"worker_memory_limit": 0},
+        {"max_errors": -1},
+        {"shared_memory": -1},
+    ):
         with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} must be"):
             DataLoader(Numbers(), **wrong)  # type: ignore[arg-type]
 

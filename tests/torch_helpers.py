@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -159,3 +160,53 @@ class Told:
         self.log[self.log[-1]] = value[0]
         self.log[-1] += 1
         return value
+
+
+class Drawing:
+    """Gives the index and a random number."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: Any) -> Any:
+        return index, random.random()
+
+
+class DrawingStream(IterableDataset):  # type: ignore[type-arg]
+    """The same of a stream that each worker reads a part of, and that is told its epochs.
+
+    Args:
+        n: number of samples.
+        stateful: whether it says where it is.
+    """
+
+    def __init__(self, n: int, stateful: bool) -> None:
+        self.n = n
+        self.stateful = stateful
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.at if self.stateful else 0
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for n in range(first + self.at * step, self.n, step):
+            self.at += 1
+            yield 1000 * self.epoch + n, random.random()
+        self.at = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and vars(self).get("stateful"):
+            return getattr(self, f"_{name}")
+        raise AttributeError(name)
+
+    def _state_dict(self) -> Any:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def _load_state_dict(self, state: Any) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]

@@ -2,11 +2,11 @@
 
 ::
 
-    threads --- next() ---> lock ---> lane whose turn it is ---> its first batch ---> consumer
-                              |            | none has any more                  |
-                              |            v                                    `-- interrupted on
-                              `-----> the next epoch, or the end                    its way: it is
-                                                                                    put back
+    threads --- next() ---> lock ---> lane whose turn it is ---> batch ---> claim ---> consumer
+                              |            | none has any more                |
+                              |            v                                  `-- Ctrl-C: it is
+                              `-----> the next epoch, or the end                  given again
+
 An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns:
 next is the one that has given the fewest batches.
 
@@ -16,465 +16,657 @@ Guarantees:
   an epoch come before any of the next one.
 * At most ``prefetch_factor x num_workers`` tasks are under way, across the end of an epoch too.
 * What the sampler or a batch raises is raised in its place, and the next ``next()`` goes on.
-* Ctrl-C, at whatever instruction of ``next()`` it comes, loses nothing: the next ``next()`` gives
-  what this one would have given.
+* Ctrl-C, at whatever instruction of ``next()`` it comes, loses and doubles nothing. The next call
+  makes sure first: what has no future counts as unsent, and it is found out where a sampler is that
+  was being read (``Feed.recover``).
 * Several threads may take batches: each batch goes to one of them.
+
+CPython runs the handlers of signals behind calls, at the beginning of functions, and at backward
+jumps. So what must be done together is done without a call in between.
 """
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Self
 
-from minloader._checks import refuse_copies
+from minloader._checks import B, refuse_copies
 from minloader._epochs import failures
+from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
 from minloader._epochs.lane import Lane, track
-from minloader._epochs.pending import Bell, Handover, Pending
-from minloader._epochs.settings import CLOSED, Settings
-from minloader._epochs.state import Note
-from minloader._epochs.streams import ShardWatch
-from minloader._errors import SKIP, BatchError
+from minloader._epochs.options import Shared
+from minloader._epochs.shard_watch import ShardWatch
+from minloader._epochs.stage import Stage, StagedClaim, Work
+from minloader._epochs.task import Arrivals, Task
+from minloader._errors import SKIP, BatchError, without_frames
 from minloader._pools.base import Pool
+from minloader._worker import lifetimes
 from minloader._worker.messages import Failure
 
-
-@dataclass(eq=False, repr=False)
-class Account:
-    """What of an iterator's epochs was handed over. It outlives the iterator.
-
-    Attributes:
-        lanes: of the iterator.
-        several: whether the iterator is one of :meth:`Loader.epochs`.
-        lock: held while a batch is taken. Reentrant: ``on_error`` may take another batch.
-        loaded: how many states had been loaded when it began.
-        behind: notes the state as of what the consumer was given, where
-            :func:`minloader.prefetch` takes batches ahead of the consumer.
-        fruitful: index of the last epoch of which a batch was handed over; -1: there is none.
-        is_over: whether the consumer was told that there are no more batches.
-        is_left: whether the iterator is gone.
-        next_epoch: the number that the user has set for the next epoch; None: the one that follows.
-    """
-
-    lanes: list[Any]
-    several: bool
-    lock: Any
-    loaded: int
-    behind: Note | None
-    fruitful: int
-    is_over: bool = False
-    is_left: bool = False
-    next_epoch: int | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the consumer has the iterator, and may ask it for more."""
-        return not (self.is_left or self.is_over)
-
-    def check_not_ahead(self, call: str) -> None:
-        """Refuse a call about the consumer's next batches while others were taken ahead of it.
-
-        Where it would take effect depends on how far that is.
-        """
-        if self.behind is not None and not self.is_left:
-            raise RuntimeError(
-                f"{call} is refused while prefetch takes batches ahead of you: call it before "
-                "prefetch begins, or after loader.load_state_dict(loader.state_dict()), and then "
-                "begin another prefetch"
-            )
-
-    def set_next_epoch(self, epoch: int) -> None:
-        """Have the epoch after the consumer's be of a number, if it is the iterator's."""
-        if self.several:
-            self.check_not_ahead("set_epoch within epochs()")
-        if self.is_under_way:
-            self.next_epoch = epoch
-
-    @property
-    def source(self) -> Any:
-        """What the epoch that the consumer is in is read from, in the lane that has come least far.
-
-        It has the ``epoch``, its number, and the ``index`` of that among those of the iterator.
-        """
-        return min((lane.sources[0] for lane in self.lanes), key=attrgetter("index"))
+BeginNext = Callable[["Batches[Any]", Epoch | None], Epoch | None]
+"""Begins an epoch for an iterator: its first, or the one after another. None: there is none."""
 
 
-class Batches(Handover[Any]):
+class Batches(Iterator[B], Generic[B]):
     """Iterator over the batches of one epoch, or of several without a gap, see
     :meth:`Loader.epochs`. It goes on after an error.
 
     Args:
-        owner: the loader, which must live as long as this.
-        settings: what the loader's epochs have in common.
-        count: how many epochs; None: endlessly many.
-        until: the epoch before which to end, in place of ``count``.
-        numbered: whether the number of the epoch comes with each batch.
+        shared: what the loader's epochs share.
+        begin_next: begins its first epoch, and those after that.
+        state_dict: returns the state of the loader.
+        is_of_several: whether there are several epochs, so that the number of its epoch comes with
+            each batch.
+        is_endless: whether there may be endlessly many epochs.
 
     Attributes:
-        account: of the epochs; None until the first one was begun.
-        bell: rung when a task has arrived.
+        arrivals: what has come back of the workers, and was not looked at.
+        epochs: those that were begun, the consumer's first.
+        claims: what is on its way to the consumer.
     """
 
     def __init__(
         self,
-        owner: Any,
-        settings: Settings,
-        count: int | None,
-        until: int | None = None,
+        shared: Shared | None,
+        begin_next: BeginNext,
+        state_dict: Callable[[], dict[str, Any]],
         *,
-        numbered: bool,
+        is_of_several: bool = False,
+        is_endless: bool = False,
     ) -> None:
-        super().__init__()
-        self.owner = owner
-        self.settings = settings
-        self.account: Account | None = None
-        self.bell = Bell()
-        self._lanes: list[Lane] = []
-        self._count = count
-        self._until = until
-        self._numbered = numbered
-        self._behind: Note | None = None
-        self._watch: Any = None
-        self._coming: dict[int, tuple[int, int]] = {}  # of epochs that began ahead, by index
-        self._current: tuple[Lane, Pending] | None = None
-        self._entered = 0  # index of the last epoch that the loader was told of
-        self._failed = -1, 0  # index of an epoch, and how many of its batches were left out
+        self.shared = shared
+        self.arrivals: Arrivals = queue.SimpleQueue()
+        self.epochs: deque[Epoch] = deque()
+        self.claims = Claims()
+        self.is_superseded = False
+        self._begin_next = begin_next
+        self._state_dict = state_dict
+        self.is_of_several = is_of_several
+        self._is_endless = is_endless
+        self._stage: Stage | None = None
+        self._watch: ShardWatch | None = None
+        self._is_over = False
+        self._asks = False  # whether ``on_error`` is being asked
         self._look = 0.0  # when to look after the workers next
-
-    def begin(self, lanes: list[Any], *, fruitful: bool) -> Account:
-        """Take the lanes, which have begun the first epoch. Return the account of it."""
-        self._watch = ShardWatch(self.settings, len(lanes), compares=not fruitful)
-        self._lanes, loaded = lanes, self.settings.loaded
-        index = 0 if fruitful else -1
-        return Account(lanes, self._numbered, self._lock, loaded, self._behind, index)
 
     __reduce__ = refuse_copies
 
-    @property
-    def pools(self) -> list[Pool]:
-        """Where batches are made now."""
-        return [lane.pool for lane in self._lanes]
+    def __iter__(self) -> Self:
+        return self
 
-    @property
-    def in_flight(self) -> int:
-        """Tasks under way."""
-        return sum(lane.under_way for lane in self._lanes)
+    def __next__(self) -> B:
+        claims = self.claims
+        if claims.process is not lifetimes.process:
+            self._check_process()
+        thread = get_ident()
+        with claims.lock:
+            if thread not in claims.by_thread:
+                self._take(thread)
+            claim = claims.by_thread[thread]
+        error = claim.error
+        outcome = claim.outcome
+        # No call behind this line, so no Ctrl-C: the batch is the consumer's.
+        del claims.by_thread[thread]
+        claim.error = None  # an error's frames hold the claim
+        claim.outcome = None
+        if error is None:
+            return outcome  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     # Kept here: where an iterator outlives its module, the names of that are gone.
     _exits = staticmethod(sys.is_finalizing)
 
     def __del__(self) -> None:
-        account = vars(self).get("account")  # it may not have been made
-        if account is not None and not self._exits():
-            if account.behind is not None and self._numbered:
-                # What was taken ahead nobody has seen: the next iteration begins there.
-                self.owner._left_behind(account)
-            account.is_left = True
-            for lane in self._lanes:
-                lane.leave()
-
-    def is_ready(self) -> bool:
-        """Return whether ``next`` need not wait for a worker."""
-        with self._lock:
-            account = self.account
-            if account is None or account.is_over or self.settings.closed or not self.in_flight:
-                return True
-            lanes = self._in_turn(account)
-            return not lanes or lanes[0].look() is not None
-
-    def note_handed_over(self) -> Note:
-        """Note the state as of what was handed over, to whomever."""
-        with self._lock:
-            account, owner = self.account, self.owner
-            note: Note = (
-                owner._note_state() if account is None else owner._note_of(account, owner.epoch)
-            )
-            return note
+        epochs = vars(self).get("epochs")  # it may not have been made
+        if epochs and not self._exits():
+            stage = self._stage
+            if stage is not None:
+                stage.close()
+            for epoch in epochs:
+                epoch.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's, see :meth:`Loader.state_dict`."""
-        state: dict[str, Any] = self.owner.state_dict()
-        return state
+        return self._state_dict()
 
-    def set_behind(self, note: Note | None) -> None:
-        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
-        self._behind = note
-        if self.account is not None:
-            self.account.behind = note
+    # --- what the pools see of it
 
-    # --- batches
+    @property
+    def pools(self) -> list[Pool]:
+        """Where batches are made now."""
+        return [lane.pool for epoch in list(self.epochs) for lane in epoch.lanes]
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks under way."""
+        return sum([lane.under_way for epoch in list(self.epochs) for lane in epoch.lanes])
 
     def _check_process(self) -> None:
-        if self.settings.depth or self.in_flight:
+        if not self.epochs:  # it begins here
+            self._process = lifetimes.process
+            return
+        if self._stage is not None:
+            raise RuntimeError("the thread of this prefetch is in another process; make one here")
+        if self.shared is not None and (self.shared.group.depth or self.in_flight):
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
                 "this iterator was begun in the process of which this one is a fork, and its "
                 "batches arrive there; call iter(loader) in this process, which starts workers "
                 "of its own, or fork before you iterate"
             )
+        self.claims.get_lock()  # another one
 
-    def _next(self, taken: list[Any]) -> Any:
-        # Counted here rather than by calls: a tiny batch takes some 10 µs in all.
-        settings = self.settings
-        counters = settings.counters
+    # --- the last hop
+
+    def add_stage(self, stage: Stage) -> None:
+        """Have a function be called on each batch, ahead of the consumer; see ``prefetch``."""
+        former = self._stage
+        if former is not None:
+            stage.follow(former)
+        self._stage = stage
+        self.claims.has_stage = True
+
+    def close(self) -> None:
+        """End the thread of the stage, waiting for it for a moment, and drop what is ready.
+
+        Harmless when repeated, and where there is none.
+        """
+        stage = self._stage
+        if stage is None:
+            return
+        stage.close()
+        for claim in self.claims.ahead:
+            claim.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- batches
+
+    def _take(self, thread: int) -> None:
+        """Claim the next batch for a thread.
+
+        Raises:
+            StopIteration: there are no more batches.
+        """
+        shared = self.shared
+        if shared is None or not (self.epochs or self._is_over):
+            self.begin()  # with the first epoch, if that was not done when this was made
+            shared = self.shared
+            assert shared is not None
+        counters = shared.counters
         begin = perf_counter()
         if counters.left:
             counters.consumer += begin - counters.left
         try:
-            account = self.account
-            if account is None:
-                account = self._begin()
-                begin = perf_counter()  # what went before was counted
-            while True:
-                current = self._current
-                stale = settings.closed or account.loaded != settings.loaded
-                if stale or current is None or not current[1].is_open:
-                    current = self._find(account)
-                lane, pending = current
-                n, source = pending.given, pending.source
-                outcome = pending.unpack(n)
-                taken.extend((lane, pending, n, outcome))
-                pending.given = n + 1
-                if pending.failed:
-                    for sample, error in pending.failed.get(n, ()):
-                        self._fail(lane, pending, n, sample, error)
-                kind = type(outcome)
-                if kind is Failure:
-                    taken[3:] = outcome, self._handle(lane, pending, n, outcome)
-                    outcome = None if type(taken[4]) is Raised else taken[4]
-                pending.lets_go(n)
-                if kind in NO_BATCH:
-                    if type(taken[-1]) is Raised:
-                        outcome = None
-                        raise taken[-1].error
-                    if outcome is SKIP:
-                        counters.skipped += 1
-                        self._count_failed(pending, n, is_failure=len(taken) > 4)
-                        taken.clear()
-                        continue
-                account.fruitful = source.index
-                if len(self._lanes) > 1:
-                    self._watch.compare(lane, outcome)
-                counters.batches += 1
-                counters.left = now = perf_counter()
-                counters.wait += now - begin
-                return (source.epoch, outcome) if self._numbered else outcome
+            if self.claims.is_unsure:
+                self._recover()
+            self.claims.is_unsure = True
+            if self._stage is None:
+                self._claim(shared, thread)
+            else:
+                self._claim_made(shared, thread, self._stage)
+            now = perf_counter()
+            counters.left = now
+            counters.wait += now - begin
         except BaseException as error:
+            self.claims.is_unsure = not isinstance(error, Exception)
             counters.leave(begin, working=not isinstance(error, StopIteration))
             raise
+        self.claims.is_unsure = False
 
-    def _put_back(self, taken: list[Any]) -> None:
-        lane, pending, n, outcome, *_ = taken
-        if pending.given > n:
-            lane.put_back(pending, n, outcome)
-            self._current = None
-
-    def _handle(self, lane: Lane, pending: Pending, n: int, failure: Failure) -> Any:
-        """Do with a failed batch what ``on_error`` says; return what takes its place."""
-        ordinal, reply = lane.ordinal(pending.ordinal + n), pending.reply
-        worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
-        where = track(worker, pid) if pid >= 0 else "consumer"
-        told = {"batch": ordinal, "epoch": pending.source.epoch, "error": failure.summary}
-        counters = self.settings.counters
-        counters.record(where, "failed", perf_counter(), 0.0, told)
-        if not failure.fatal:
-            self._fail(lane, pending, n, failure.sample, failure.summary)
-        place = ordinal, pending.source.epoch, lane.item(pending, n), worker, pid
-        return failures.handle(failure, *place, self.settings.on_error)
-
-    def _fail(self, lane: Lane, pending: Pending, n: int, sample: Any, error: str) -> None:
-        """Count what has failed; raise an error if that is too many."""
-        counters, most = self.settings.counters, self.settings.max_errors
-        index = (failures.load(sample) or (None,))[0]
-        ordinal, epoch = lane.ordinal(pending.ordinal + n), pending.source.epoch
-        counters.fail(epoch, ordinal, index, error)
-        if most is not None and counters.failed > most:
-            known = {"ordinal": ordinal, "epoch": epoch, "sample": index}
-            raise BatchError(failures.too_many(counters, most), **known)
-
-    def _count_failed(self, pending: Pending, n: int, *, is_failure: bool) -> None:
-        """Count a batch that was left out, if an error is why."""
-        index, (before, count) = pending.source.index, self._failed
-        if is_failure or n in pending.failed:
-            self._failed = index, count * (before == index) + 1
-
-    # --- which is next
-
-    def _begin(self) -> Account:
-        """Begin with the first epoch, if that was not done when this was made."""
-        if self._until is not None:
-            self._count = max(0, self._until - self.owner.epoch)
-        if self._count == 0:
-            raise StopIteration
-        account: Account = self.owner._begin(self)
-        return account
-
-    def _find(self, account: Account) -> tuple[Lane, Pending]:
-        """Return the lane whose turn it is, and the task of which it gives a batch, or an error.
+    def begin(self) -> None:
+        """Begin with the first epoch; with workers, its first batches are under way on return.
 
         Raises:
-            StopIteration: there are no more batches.
-            RuntimeError: the loader is closed, or another state was loaded.
+            StopIteration: there is none.
         """
-        begin = perf_counter()
-        try:
-            return self._wait(account)
-        finally:
-            self.settings.counters.opened(begin)
+        with self.claims.get_lock():
+            begin = perf_counter()
+            self.claims.is_unsure = True
+            epoch = self._begin_next(self, None)
+            if epoch is None:
+                self._is_over = True
+                raise StopIteration
+            shared = self.shared
+            assert shared is not None
+            shared.counters.begin_epoch()
+            if epoch.is_stream:
+                self._watch = ShardWatch(len(epoch.lanes), shared, compares=not epoch.has_given)
+            self.fill()
+            shared.counters.began_epoch(begin)
+            self.claims.is_unsure = False
 
-    def _check(self, account: Account) -> None:
-        if self.settings.closed:
-            raise RuntimeError(CLOSED)
-        if account.loaded != self.settings.loaded and not account.is_over:
+    def _check(self, shared: Shared) -> None:
+        if self._asks:
+            raise RuntimeError(
+                "on_error asks the iterator that it is called by for another batch: take it after "
+                "on_error has returned"
+            )
+        if self._is_over:
+            raise StopIteration
+        shared.check_open()
+        if self.is_superseded:
             raise RuntimeError(
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
                 "continue from that state"
             )
 
-    def _wait(self, account: Account) -> tuple[Lane, Pending]:
+    def _claim(self, shared: Shared, thread: int) -> None:
+        """Claim the next batch, or the error in its place."""
+        claim = Claim()
+        self._find_next(shared, claim)
+        self._count_taken(claim, thread)
+
+    def _count_taken(self, claim: Claim, thread: int | None) -> None:
+        """Have a claim be on its way to a thread; None: be ahead of the consumer."""
+        claims = self.claims
+        lane = claim.lane
+        task = claim.task
+        assert lane is not None
+        ahead_of_consumer = (*claims.ahead, claim) if thread is None else claims.ahead
+        if task is None:
+            feed = lane.feed
+            known = feed.known_behind_error()
+            # Without a call in between, and so without Ctrl-C.
+            if thread is not None:
+                claims.by_thread[thread] = claim
+            claims.ahead = ahead_of_consumer
+            feed.known = known
+            feed.error = None
+            return
+        taken, ahead = lane.after(claim.ordinal)
+        outcomes = task.outcomes
+        assert outcomes is not None
+        n = claim.ordinal - task.first
+        is_last = n + 1 == len(outcomes)
+        # Without a call in between, and so without Ctrl-C.
+        if thread is not None:
+            claims.by_thread[thread] = claim
+        claims.ahead = ahead_of_consumer
+        lane.ahead = ahead
+        lane.taken = taken
+        outcomes[n] = None
+        if is_last:
+            task.reply = task.memory = None
+
+    def _find_next(self, shared: Shared, claim: Claim) -> None:
+        """Find what comes next: a batch, or an error in its place."""
+        while True:
+            if shared.is_closed or self._is_over or self.is_superseded or self._asks:
+                self._check(shared)
+            epoch, lane, task = self._find(shared)
+            claim.lane = lane
+            claim.task = task
+            if task is None:
+                claim.ordinal = -1
+                claim.error = lane.feed.error
+                return
+            ordinal = lane.taken
+            if task.first > ordinal:
+                ordinal = lane.next_in(task)
+            claim.ordinal = ordinal
+            n = ordinal - task.first
+            claim.outcome = task.unpack(n)
+            has_failed = False
+            reply = task.reply
+            if reply is not None and reply.failed:
+                for at, sample, text in reply.failed:
+                    if at == n:
+                        has_failed = True
+                        claim.error = self._fail(shared, epoch, claim, sample, text)
+            if type(claim.outcome) is Failure:
+                has_failed = True
+                self._handle(shared, epoch, claim)
+            if claim.error is not None:
+                claim.outcome = None
+                return
+            if claim.outcome is SKIP:
+                taken, ahead = lane.after(ordinal)
+                outcomes = task.outcomes
+                assert outcomes is not None
+                lane.ahead = ahead
+                lane.taken = taken
+                outcomes[n] = None
+                shared.counters.skipped += 1
+                epoch.left_out += has_failed
+                continue
+            epoch.has_given = True
+            if self._watch is not None:
+                self._watch.compare(lane, claim.outcome)
+            shared.counters.batches += 1
+            if self.is_of_several:
+                claim.outcome = (epoch.number, claim.outcome)
+            return
+
+    def _handle(self, shared: Shared, epoch: Epoch, claim: Claim) -> None:
+        """Do with a failed batch what ``on_error`` says: it says what takes its place."""
+        failure = claim.outcome
+        task = claim.task
+        lane = claim.lane
+        assert task is not None
+        assert lane is not None
+        ordinal = lane.feed.told_ordinal(claim.ordinal)
+        reply = task.reply
+        worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
+        where = track(worker, pid) if pid >= 0 else "consumer"
+        labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
+        shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
+        if not failure.fatal:
+            claim.error = self._fail(shared, epoch, claim, failure.sample, failure.summary)
+            if claim.error is not None:
+                return
+        self._asks = True
+        try:
+            claim.outcome = failures.handle(
+                failure,
+                ordinal=ordinal,
+                epoch=epoch.number,
+                item=lane.feed.told_item(task, claim.ordinal - task.first),
+                worker=worker,
+                pid=pid,
+                on_error=shared.options.on_error,
+            )
+        except Exception as error:  # of the user's function: it takes the place of the batch
+            claim.outcome = Raised(error)
+        finally:
+            self._asks = False
+        if type(claim.outcome) is Raised:
+            claim.error = claim.outcome.error
+
+    def _fail(
+        self, shared: Shared, epoch: Epoch, claim: Claim, sample: Any, text: str
+    ) -> BatchError | None:
+        """Count what has failed; return an error if that is too many."""
+        assert claim.lane is not None
+        counters, most = shared.counters, shared.options.max_errors
+        index = (failures.load(sample) or (None,))[0]
+        ordinal = claim.lane.feed.told_ordinal(claim.ordinal)
+        counters.fail(epoch.number, ordinal, index, text)
+        if most is None or counters.failed <= most:
+            return None
+        return BatchError(
+            failures.too_many(counters, most),
+            ordinal=ordinal,
+            epoch=epoch.number,
+            sample=index,
+        )
+
+    # --- which is next
+
+    def _find(self, shared: Shared) -> tuple[Epoch, Lane, Task | None]:
+        """Return the lane whose turn it is, and the task of which it gives a batch.
+
+        Without a task it is an error of the sampler that comes next.
+
+        Raises:
+            StopIteration: there are no more batches.
+            RuntimeError: the loader is closed, or another state was loaded.
+        """
+        epoch = self.epochs[0]
+        lane = epoch.lanes[0]
+        if lane.tasks and len(epoch.lanes) == 1:
+            task = lane.tasks[0]
+            if task.is_begun and task.first <= lane.taken < task.stop:
+                return epoch, lane, task
+        begin = perf_counter()
+        try:
+            return self._wait(shared)
+        finally:
+            shared.counters.opened(begin)
+
+    @property
+    def _taken_from(self) -> Epoch:
+        """The epoch that is taken from now: with a stage it may be ahead of the consumer's."""
+        for epoch in self.epochs:
+            if not all(lane.is_taken for lane in epoch.lanes):
+                return epoch
+        return self.epochs[-1]
+
+    def _wait(self, shared: Shared) -> tuple[Epoch, Lane, Task | None]:
         has_grown = False
         while True:
-            self._check(account)
-            if account.is_over:
-                raise StopIteration
-            if self._entered != account.source.index:  # interrupted before it was told
-                self.owner._entered(account)
-                self._entered = account.source.index
-            lanes = self._in_turn(account)
-            if not lanes:
-                self._next_epoch(account)
-                continue
-            awaited = lanes[:1] if self.settings.in_order else lanes
-            for lane in awaited:
-                pending = lane.look()
-                if pending is not None:
-                    if not pending.begun:
-                        pending.begun = True
+            self._check(shared)
+            epoch = self._enter_epoch(shared)
+            lanes = self._in_turn(epoch)
+            for lane in lanes[:1] if shared.options.in_order else lanes:
+                task = lane.next_received()
+                if task is not None:
+                    if not task.is_begun:
+                        task.is_begun = True
                         self.fill()  # before the consumer gets to work
-                    found = lane, pending
-                    self._current = found if len(self._lanes) == 1 else None
-                    return found
-            if self._in_turn(account) != lanes or self._send(lanes):
+                    return epoch, lane, task
+                if lane.feed.error is not None and lane.head is None:
+                    return epoch, lane, None
+            if self._receive() or self._send(lanes) or self._in_turn(epoch) != lanes:
                 continue
+            if lanes[0].feed.error is not None and lanes[0].head is None:
+                continue  # nothing is to be waited for
             if not has_grown:
-                for lane in awaited:
+                for lane in lanes[:1] if shared.options.in_order else lanes:
                     lane.grow()
                 has_grown = True
-            self.bell.wait(self.settings.patience)
+            self._receive(shared.options.patience)
             if time.monotonic() > self._look:
-                for lane in self._lanes:
+                for lane in epoch.lanes:
                     lane.pool.watch()
-                self._look = time.monotonic() + self.settings.patience
+                self._look = time.monotonic() + shared.options.patience
 
-    def _in_turn(self, account: Account) -> list[Lane]:
-        """Return the lanes that have more of the consumer's epoch, the next one first."""
-        index = account.source.index
-        lanes = [
-            lane for lane in self._lanes if lane.sources[0].index == index and not lane.is_over
-        ]
+    def _in_turn(self, epoch: Epoch) -> list[Lane]:
+        """Return the lanes that have more of an epoch, the next one first."""
+        busy = set(filter(None, (claim.task for claim in self.claims.all())))
+        lanes = []
+        for lane in epoch.lanes:
+            lane.drop_given(busy)
+            if not lane.is_taken:
+                lanes.append(lane)
         if len(lanes) > 1:
-            lanes.sort(key=POSITION)  # stable: of equals the one with the lowest number
+            lanes.sort(key=attrgetter("taken"))  # stable: of equals the one with the lowest number
         return lanes
 
-    def _send(self, lanes: list[Lane]) -> bool:
-        """Have the first lane's next batch under way, and others. Return whether any was sent."""
-        head = lanes[0].head
-        sent = (head is None or not head.is_sent) and self._send_more(lanes[0])
-        return self.fill() or sent
+    def _receive(self, seconds: float = 0.0) -> bool:
+        """Look at what has come back; wait for so many seconds. Return whether there was any."""
+        arrivals = self.arrivals
+        try:
+            shipment = arrivals.get(timeout=seconds) if seconds else arrivals.get_nowait()
+        except queue.Empty:
+            return False
+        while True:
+            lane = self._lane_of(shipment.task)
+            if lane is not None:
+                lane.receive(shipment)
+            try:
+                shipment = arrivals.get_nowait()
+            except queue.Empty:
+                return True
+
+    def _lane_of(self, task: Task) -> Lane | None:
+        for epoch in self.epochs:
+            for lane in epoch.lanes:
+                if task in lane.tasks:
+                    return lane
+        return None
 
     # --- down
 
+    def _send(self, lanes: list[Lane]) -> bool:
+        """Have the next batch under way, and others. Return whether any was sent."""
+        lane = lanes[0]
+        head = lane.head
+        is_sent = False
+        if lane.feed.error is None and (
+            head is None or (head.shipment is None and head.outcomes is None)
+        ):
+            is_sent = lane.send_more()
+        return self.fill() or is_sent
+
     def fill(self) -> bool:
         """Have as many tasks under way as may be. Return whether any was sent."""
-        sent = False
-        lanes = list(self._lanes)
-        while lanes and self.in_flight < self.settings.depth:
-            lane = min(lanes, key=NEED) if len(lanes) > 1 else lanes[0]
-            if self._send_more(lane):
-                sent = True
-            else:
-                lanes.remove(lane)
-        return sent
+        assert self.shared is not None
+        self._receive()
+        room = self.shared.group.depth - self.in_flight
+        is_sent = False
+        while room > 0:
+            if not self._send_one():
+                break
+            is_sent = True
+            room -= 1
+        return is_sent
 
-    def _send_more(self, lane: Lane) -> bool:
-        """Have a lane send a task, of the next epoch if the one that it is in has no more."""
-        lane.open_arrived()
-        while not lane.send_more():
-            if not lane.is_drawn or not self._begin_ahead(lane):
-                return False
-        return True
+    def _send_one(self) -> bool:
+        """Send a task: of the first epoch that has one. Return whether there was any."""
+        for epoch in list(self.epochs):
+            lanes = epoch.lanes
+            if len(lanes) > 1:
+                lanes = sorted(lanes, key=attrgetter("under_way", "taken"))
+            for lane in lanes:
+                if lane.send_more():
+                    return True
+        last = self.epochs[-1]
+        if not last.is_drawn or (self._is_endless and last.drew_nothing):
+            return False  # there could be endlessly many without an item: the consumer first
+        following = self._begin_next(self, last)
+        return following is not None and self._send_one()
 
     # --- epochs
 
-    def _begin_ahead(self, lane: Lane) -> bool:
-        """Begin the next epoch in a lane. Return False if there is none, or not yet."""
-        before = lane.sources[-1]
-        index = before.index + 1
-        if index not in self._coming:
-            endless = self._count is None
-            if not endless and index >= (self._count or 0):
-                return False
-            if endless and all(each.drew_nothing for each in self._lanes):
-                return False  # there could be endlessly many without an item: the consumer first
-            self._coming[index] = before.epoch + 1, self.owner._new_run()
-        lane.begin_after(index, *self._coming[index])
-        return True
-
-    def _next_epoch(self, account: Account) -> None:
-        """Let the consumer go on to the next epoch.
+    def _enter_epoch(self, shared: Shared) -> Epoch:
+        """Return the epoch that is taken from; let the consumer go on to it if it may.
 
         Raises:
             StopIteration: there is none.
             BatchError, ValueError: nothing is left of the one that has ended.
         """
-        index = account.source.index
-        self._check_fruit(account, index)
-        self._watch.count_empty(self._lanes)
-        if self._until is not None and account.next_epoch is not None:
-            self._count = index + 1 + max(0, self._until - account.next_epoch)
-        if self._count is not None and index + 1 >= self._count:
-            account.is_over = True
-            raise StopIteration
-        if account.next_epoch is not None:
-            for lane in self._lanes:
-                lane.drop_ahead()
-            self._coming = {index + 1: (account.next_epoch, self.owner._new_run())}
-            account.next_epoch = None
-        for lane in self._lanes:
-            if lane.sources[0].index == index:
-                if len(lane.sources) == 1:
-                    self._begin_ahead(lane)
-                lane.begin_next()
-        self._coming.pop(index, None)
+        while True:
+            for epoch in self.epochs:
+                if not all(lane.is_taken for lane in epoch.lanes):
+                    self._leave_former(epoch)
+                    return epoch
+                if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
+                    raise StopIteration
+                self._check_fruit(epoch)
+                if self._watch is not None:
+                    self._watch.count_empty(epoch.lanes)
+            last = self.epochs[-1]
+            if self.claims.ahead:
+                raise StopIteration
+            if self._begin_next(self, last) is None:
+                last.is_over = True
+                self._is_over = True
+                raise StopIteration
 
-    def _check_fruit(self, account: Account, index: int) -> None:
-        """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
-        if account.fruitful == index:
+    def _leave_former(self, epoch: Epoch) -> None:
+        """Let the consumer be in an epoch, if all of those before it was handed over."""
+        if self.epochs[0] is epoch or self.claims.ahead:
             return
-        epoch, (left_out, count) = account.source.epoch, self._failed
-        if left_out == index and count:
-            account.fruitful = index
+        while self.epochs[0] is not epoch:
+            former = self.epochs[0]
+            former.is_over = True
+            self.epochs.popleft()
+        for lane in epoch.lanes:
+            lane.pool.failed_starts.clear()
+
+    def _check_fruit(self, epoch: Epoch) -> None:
+        """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
+        if epoch.has_given:
+            return
+        if epoch.left_out:
+            epoch.has_given = True
             raise BatchError(
-                f"nothing is left of epoch {epoch}, of which {count} batches failed; look "
-                "at the errors in the log, and at the storage that the dataset reads from",
-                epoch=epoch,
+                f"nothing is left of epoch {epoch.number}, of which {epoch.left_out} batches "
+                "failed; look at the errors in the log, and at the storage that the dataset reads "
+                "from",
+                epoch=epoch.number,
             )
-        if self._count is None:
-            account.is_over = True
+        if self._is_endless:
+            epoch.is_over = True
+            self._is_over = True
             raise ValueError(
-                f"epoch {epoch} has no batches, and epochs() without a number would go "
+                f"epoch {epoch.number} has no batches, and epochs() without a number would go "
                 "through such for ever; look at the sampler, or give a number"
             )
 
+    # --- with a stage
 
-NO_BATCH = frozenset({Failure, Raised, type(SKIP)})
-"""Types of outcomes that are no batch."""
+    def _claim_made(self, shared: Shared, thread: int, stage: Stage) -> None:
+        """Claim the next batch that the stage has made."""
+        if not self._is_over:
+            stage.check_open()
+        while True:
+            stage.send(self.claims.ahead)
+            if not self._may_take_ahead(stage):
+                break
+            try:
+                self._take_ahead(shared, stage)
+            except StopIteration:
+                break
+        ahead = self.claims.ahead
+        if not ahead:  # and so the iterator is over
+            stage.close()
+            raise StopIteration
+        first = ahead[0]
+        claim = Claim(lane=first.lane, task=first.task, ordinal=first.ordinal)
+        stage.receive(first, claim)
+        stage.check_open()  # another thread may have closed it meanwhile
+        self._enter(first)
+        rest = ahead[1:]
+        # Without a call in between, and so without Ctrl-C.
+        self.claims.by_thread[thread] = claim
+        self.claims.ahead = rest
 
-POSITION = attrgetter("position")
+    def _may_take_ahead(self, stage: Stage) -> bool:
+        """Whether to take another batch now: one that has come, if others are on their way."""
+        ahead = self.claims.ahead
+        if self._is_over:
+            return False
+        if not ahead:
+            return True
+        return len(ahead) <= stage.depth and self.is_ready()
 
-NEED = attrgetter("under_way", "position")
-"""Orders lanes by how soon they need another task."""
+    def is_ready(self) -> bool:
+        """Return whether the next batch is here, so that it need not be waited for."""
+        shared = self.shared
+        if shared is None or shared.is_closed or not self.in_flight:
+            return True
+        self._receive()
+        lanes = self._in_turn(self._taken_from)
+        return not lanes or lanes[0].next_received() is not None
+
+    def _take_ahead(self, shared: Shared, stage: Stage) -> None:
+        """Take another batch for the stage, or an error in its place."""
+        claim = StagedClaim()
+        self._find_next(shared, claim)
+        if claim.error is None:
+            claim.work = Work(stage.keep(claim.outcome))
+            claim.outcome = None
+        else:
+            without_frames(claim.error)
+        self._count_taken(claim, None)
+
+    def _enter(self, claim: StagedClaim) -> None:
+        """Let the consumer be in the epoch of a batch that it is given next."""
+        while not any(lane is claim.lane for lane in self.epochs[0].lanes):
+            self.epochs[0].is_over = True
+            self.epochs.popleft()
+
+    # --- Ctrl-C
+
+    def _recover(self) -> None:
+        """Make sure again what an interrupt has left undone."""
+        for epoch in self.epochs:
+            for lane in epoch.lanes:
+                lane.recover()

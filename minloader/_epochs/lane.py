@@ -1,24 +1,18 @@
-"""A lane: tasks go down to a pool, and replies come back in the order of the tasks.
+"""A lane: tasks go down to a pool, and their batches come back in the order of the tasks.
 
 ::
 
-    draw() ---> pending [ given, given, to give | arrived | sent | sent | not sent ]
-                            |                      |         |
-                            |                      |         `-- lost: again(), in its place
-                            |                      `-- cut short: the rest is sent, in its place
+    draw() ---> tasks [ given, given, to give | received | under way | under way | not sent ]
+                            |                     |            |
+                            |                     |            `-- lost: in pieces, in its place
+                            |                     `-- cut short: the rest is sent, in its place
                             `--> the consumer
 
-The deque is the account. What was drawn and not handed over is in it, and nowhere else: an item
-before anything can interrupt, a batch until it is in the consumer's hands. A state of the run, what
-is made again after a death, and what comes after Ctrl-C follow from it. Where tasks change places,
-another deque takes the place of this one, in one assignment.
+A sampler has one lane, a stream one for each shard. How many batches were handed over is the truth.
+The tasks are a cache, and in the order of their ordinals. Where tasks change places, another deque
+takes the place of this one, in one assignment.
 
-Guarantees:
-
-* Tasks are opened in their order (a sampler's with ``in_order=False`` as they arrive).
-* A task that was lost with a worker, and what a task left undone when it was cut short, is sent
-  again in its place.
-* Nothing here knows the iterator or the loader, so that these end when they are let go of.
+Nothing here knows the iterator or the loader, so that these end when they are let go of.
 """
 
 from __future__ import annotations
@@ -26,24 +20,25 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 from minloader._checks import copied, shown
 from minloader._epochs import failures
-from minloader._epochs.pending import Bell, Pending, replied
-from minloader._epochs.settings import CLOSED, Settings
-from minloader._epochs.state import Note
+from minloader._epochs.feed import Feed
+from minloader._epochs.options import Shared
+from minloader._epochs.position import LanePosition, Range
+from minloader._epochs.shard_feed import ShardFeed
+from minloader._epochs.task import Arrivals, Shipment, Task
 from minloader._errors import WorkerDied
 from minloader._insight.memory import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
-from minloader._pools.base import Death, Pool
-from minloader._worker.messages import Reply, Task
+from minloader._pools.base import Death, HeldItem, Pool
+from minloader._worker.messages import Reply
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -51,263 +46,326 @@ logger = logging.getLogger("minloader")
 CHUNK_MOST = 1024
 """Most batches in a task: an executor's 0.8 ms are 0.8 µs a batch then, less than seeding."""
 
+SHARD_MOST = 16
+"""Most batches in a task of a shard, which is not cut short where they turn out to be slow."""
+
 CHUNK_BYTES = 512 * 1024
 """Most bytes that the batches of a task of several should have: one of them that is kept keeps the
 memory of all."""
 
 
-class Lane(ABC):
-    """The tasks of a sampler, or of a shard of a stream, in one pool at a time.
+class Lane:
+    """The tasks of a sampler, or of a shard of a stream.
 
     Args:
-        settings: what the loader's epochs have in common.
-        where: gives the pool that makes the batches, which may become another one.
+        shared: what all epochs of the loader share.
+        feed: what tasks are made of.
+        position: where the epoch begins.
+        arrivals: where tasks are put that have come back.
+        get_pool: gives the pool that makes the batches, which may become another one.
         share: of how many lanes the tasks under way are for.
 
     Attributes:
+        taken: how many batches the iterator has taken, without a gap: each was handed over, or is
+            on its way to the consumer.
+        ahead: those after these that it has taken before their turn.
+        tasks: what is not handed over, as far as it was drawn.
         pool: where the tasks are.
-        pending: the account.
-        sources: what is read in the epochs that were begun, the consumer's first. Each has an
-            ``epoch``, its number, and an ``index``, its place among those of the iterator.
-        may_overtake: whether a batch may come before one that was drawn earlier, as the reader of a
-            shard cannot give it.
     """
 
-    may_overtake: ClassVar[bool] = False
-
-    def __init__(self, settings: Settings, where: Callable[[], Pool], bell: Bell, share: int = 1):
-        self.settings = settings
-        self.where = where
-        self._bell = bell
-        self.pending: deque[Pending] = deque()
-        self.sources: deque[Any] = deque()
+    def __init__(
+        self,
+        shared: Shared,
+        feed: Feed | ShardFeed,
+        position: LanePosition,
+        arrivals: Arrivals,
+        get_pool: Callable[[], Pool],
+        share: int = 1,
+    ) -> None:
+        self.shared = shared
+        self.feed = feed
+        self.taken = position.given
+        self.ahead = position.ahead
+        self.tasks: deque[Task] = deque()
+        self._arrivals = arrivals
+        self._get_pool = get_pool
         # Items a task. Those sent at first share what one may hold, so that all workers get some.
-        depth = -(-settings.depth // share)
-        self._chunk = max(1, settings.chunk // depth) if depth else 1
-        self.adopt()
+        depth = -(-shared.group.depth // share)
+        self._chunk = max(1, shared.chunk // depth) if depth else 1
+        self._chunk_most = self._find_chunk_most()
+        self._chunk = min(self._chunk, self._chunk_most)
+        self._adopt()
 
-    def adopt(self) -> None:
+    def _find_chunk_most(self) -> int:
+        if isinstance(self.feed, ShardFeed):
+            return min(SHARD_MOST, CHUNK_MOST)
+        may_chunk = self.shared.options.chunks or self.feed.source.cannot_look
+        return CHUNK_MOST if may_chunk else 1
+
+    def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
-        self.pool = self.where()
+        self.pool = self._get_pool()
         self.pool.failed_starts.clear()  # the machine may have recovered
 
     @property
     def under_way(self) -> int:
         """How many tasks were sent that the consumer has not come to."""
-        # Of hundreds most have a future, and nothing else need be asked of these.
-        pending = copied(self.pending)
-        return sum([x.future is not None or (x.is_sent and not x.begun) for x in pending])
+        return sum([not task.is_begun for task in copied(self.tasks)])
 
     @property
-    def position(self) -> int:
-        """Place of the batch that the consumer gets next, where lanes take turns."""
-        return 0
+    def is_taken(self) -> bool:
+        """Whether the iterator has taken all that there is."""
+        feed = self.feed
+        if not feed.is_over or feed.error is not None:
+            return False
+        return all(map(self._is_taken, self.tasks))
 
-    @property
-    @abstractmethod
-    def is_drawn(self) -> bool:
-        """Whether there are no more items in the epoch that is drawn from."""
-
-    @property
-    @abstractmethod
-    def drew_nothing(self) -> bool:
-        """Whether the epoch that is drawn from has given no item so far."""
-
-    @abstractmethod
-    def begin_after(self, index: int, epoch: int, run: int) -> None:
-        """Begin with another epoch, after the one that is drawn from.
+    def position(self, on_the_way: tuple[int, ...] = ()) -> LanePosition:
+        """Return how far batches were handed over.
 
         Args:
-            index: its place among those of the iterator.
-            epoch: its number.
-            run: number of the pass over the dataset.
+            on_the_way: ordinals of those that were taken, and have not reached the consumer.
         """
-
-    @abstractmethod
-    def note(self) -> Note:
-        """Note what of the consumer's epoch was handed over."""
-
-    @abstractmethod
-    def _draw(self) -> None:
-        """Add a task to the account, and draw its items."""
-
-    @abstractmethod
-    def _address(self, pending: Pending) -> Task:
-        """Return what is sent for a task."""
-
-    def ordinal(self, ordinal: int) -> int:
-        """Return what the user is told for the place of a batch in this lane."""
-        return ordinal
-
-    def item(self, pending: Pending, n: int) -> Any:
-        """Return what the user is told that a batch was made from."""
-        return pending.item(n)
+        feed = self.feed
+        here = LanePosition(given=self.taken, ahead=self.ahead).without(on_the_way)
+        given = here.given
+        head = next((task for task in self.tasks if task.stop > given), None)
+        known = feed.known if head is None else head.known
+        check = feed.check_at(given, head)
+        is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_over
+        return LanePosition(
+            given=given,
+            ahead=here.ahead,
+            known=feed.at_end if is_ended else known,
+            check=check,
+            beginning=feed.beginning if isinstance(feed, ShardFeed) else None,
+            is_ended=is_ended,
+            has_failed=isinstance(feed, ShardFeed) and feed.has_failed,
+        )
 
     # --- down
 
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
-        if self.where() is not self.pool:
-            if any(each.is_sent and each.outcomes is None for each in self.pending):
+        if self._get_pool() is not self.pool:
+            if any(task.shipment is not None for task in self.tasks):
                 return False  # first they come from where they are
-            self.adopt()
+            self._adopt()
         unsent = self._unsent
         if unsent is None:
-            if self.is_drawn:
-                return False
-            self._draw()
-            unsent = self._unsent
-        if unsent is not None:
-            self._send(unsent if unsent.task is None else self._renewed(unsent))
+            unsent = self._draw()
+        if unsent is None:
+            return False
+        self._send(unsent)
         return True
 
-    def _renewed(self, pending: Pending) -> Pending:
-        """Return a task in place of one of which an interrupt hides whether it is under way."""
-        new = pending.part(0, len(pending.items))
-        self._replace(pending, [new])
-        pending.forget()
-        return new
-
     @property
-    def _unsent(self) -> Pending | None:
+    def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
-        unsent = (each for each in self.pending if each.future is None and not each.is_sent)
-        return next((each for each in unsent if not each.ends), None)
+        for task in reversed(self.tasks):  # of hundreds most are under way
+            if task.shipment is None and task.outcomes is None:
+                break
+        else:
+            return None
+        return next(x for x in self.tasks if x.shipment is None and x.outcomes is None)
 
-    def _send(self, pending: Pending) -> None:
+    def _draw(self) -> Task | None:
+        """Draw a task; return None if there is none: at the end, or at an error."""
+        feed = self.feed
+        if feed.is_over or feed.error is not None:
+            return None
+        if isinstance(feed, ShardFeed):
+            drawn = feed.draw(self._chunk)
+            self.tasks.append(drawn)
+            feed.next = drawn.stop
+            return drawn
+        begin = time.perf_counter()
+        task = self._draw_items(feed, begin)
+        self.shared.counters.drew(begin, 0 if task is None else len(task.items))
+        return task
+
+    def _draw_items(self, feed: Feed, begin: float) -> Task | None:
+        feed.open_or_fail()
+        self._pass_early(feed)
+        if feed.is_over or feed.error is not None:
+            return None
+        feed.ask()
+        task = Task(first=feed.next, items=[], known=feed.known)
+        feed.drawing = task
+        self.tasks.append(task)
+        limit = self._most_at_once(feed.next)
+        reads = self.shared.options.concurrency if self.shared.group.depth else 0
+        until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
+        most = min(self._chunk, limit)
+        while most and not feed.is_over and feed.error is None:
+            feed.draw(task, self.pool.hold, most, until)
+            wants_more = bool(reads) and self._chunk_most > 1 and _samples(task.items) < reads
+            wants_more = wants_more and time.perf_counter() < until
+            most = 1 if wants_more and len(task.items) < limit else 0
+        if not task.items:
+            self.tasks.pop()
+            feed.drawing = None
+            return None
+        stop = task.stop
+        last = (stop - 1, task.items[-1])
+        feed.source.has_given = True
+        feed.next = stop
+        feed.last = last
+        feed.drawing = None
+        return task
+
+    def _pass_early(self, feed: Feed) -> None:
+        """Draw what was handed over before its turn, and drop it."""
+        if feed.next < self.taken:
+            feed.pass_to(self.taken)
+        for start, stop in self.ahead:
+            if start <= feed.next < stop:
+                feed.pass_to(stop)
+
+    def _most_at_once(self, first: int) -> int:
+        """Return how many items there are from an ordinal up to one that came before its turn."""
+        return next((start - first for start, _ in self.ahead if start > first), CHUNK_MOST)
+
+    def _send(self, task: Task) -> None:
         """Send a task off. What goes wrong with that is its reply, and comes in its turn."""
         pool = self.pool
-        pending.bell, pending.slots, pending.slot = self._bell, pool.slots, None
-        task = pending.task = self._address(pending)._replace(id=next(pool.task_ids))
-        packed = None
+        shipment = Shipment(task, self._arrivals, pool.slots)
+        task.shipment = shipment
+        shipment.id = next(pool.task_ids)
+        is_packed = False
         try:
-            packed = pool.pack(task)
+            address = None
             if pool.slots is not None:
-                pending.slot = pool.slots.lend()
-                packed = packed._replace(slot=pool.slots.address(pending.slot))
+                shipment.slot = pool.slots.lend()
+                address = pool.slots.address(shipment.slot)
+            alone = task.tries > 0 or not self.shared.options.retries
+            packed = pool.pack(self.feed.message(task, shipment.id, address, alone=alone))
+            is_packed = True
             # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
             with interrupts_held() if pool.num_workers else nullcontext():
                 future = pool.submit(packed)
-                future.add_done_callback(pending.arrived)
-                pending.future = future
+                future.add_done_callback(shipment.arrived)
+                shipment.future = future
         except BrokenExecutor as error:
-            pending.discard_slot()
-            pending.lost = error.with_traceback(None)
+            shipment.lose(error.with_traceback(None))
         except Exception as error:
-            pending.discard_slot()
-            pieces = [pending.part(n, n + 1) for n in range(len(pending.items))]
-            if len(pieces) == 1:
+            task.forget()
+            pieces = [task.part(n, n + 1) for n in range(len(task.items))]
+            if len(pieces) == 1 or isinstance(self.feed, ShardFeed):
                 # An item that cannot be pickled is one batch lost; no workers to be had, all.
-                stage, fatal = "when it was sent to a worker", packed is not None
-                stage += remedy(error) if fatal else ""
-                pending.reply = replied(error, stage=stage, fatal=fatal)
+                stage = "when it was sent to a worker"
+                stage += remedy(error) if is_packed else ""
+                errors = [error] * len(task.items)
+                task.failed(*errors, stage=stage, fatal=is_packed)
             else:
-                self._replace(pending, pieces)  # one by one, then
+                self._replace(task, pieces)  # one by one, then
 
     # --- up
 
-    def look(self) -> Pending | None:
-        """Return a task of the consumer's epoch that has something to hand over, if one is here.
+    def next_in(self, task: Task) -> int:
+        """Return the ordinal of the next batch of a task to hand over; its end if there is none."""
+        first = task.first
+        if first <= self.taken:
+            return self.taken  # also if that is behind its end
+        for start, stop in self.ahead:
+            if start <= first < stop:
+                return stop
+        return first
+
+    def _is_taken(self, task: Task) -> bool:
+        return self.next_in(task) >= task.stop
+
+    def after(self, ordinal: int) -> tuple[int, tuple[Range, ...]]:
+        """Return what ``taken`` and ``ahead`` are once another batch was taken."""
+        if ordinal == self.taken and not self.ahead:
+            return ordinal + 1, ()
+        ranges = sorted([*self.ahead, (ordinal, ordinal + 1)])
+        joined: list[Range] = []
+        for start, stop in [(0, self.taken), *ranges]:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined[0][1], tuple(joined[1:])
+
+    def next_received(self) -> Task | None:
+        """Return a task that has something to hand over, if one is here.
 
         It is the first one, or with ``in_order=False`` any.
-
-        Raises:
-            RuntimeError: the loader is closed.
         """
-        self.open_arrived()
-        while self.pending and self._is_past(self.pending[0]):
-            self.pending.popleft()
-        here: Iterator[Pending] = itertools.takewhile(lambda each: not each.ends, self.pending)
-        if self.settings.in_order or not self.may_overtake:
-            here = itertools.islice(here, 1)
-        return next((each for each in here if each.is_open), None)
+        if self.shared.options.in_order or not self.feed.may_overtake:
+            task = self.head
+            return None if task is None or task.outcomes is None else task
+        here = (task for task in self.tasks if task.outcomes is not None)
+        return next((task for task in here if not self._is_taken(task)), None)
 
     @property
-    def head(self) -> Pending | None:
-        """The first task that was not handed over, or the end of the consumer's epoch."""
-        return next((each for each in self.pending if not self._is_past(each)), None)
+    def head(self) -> Task | None:
+        """The first task that has something to hand over, made or not."""
+        return next((task for task in self.tasks if task.stop > self.next_in(task)), None)
 
-    def _is_past(self, pending: Pending) -> bool:
-        return pending.is_over or (pending.ends and pending.source is not self.sources[0])
+    def drop_given(self, on_the_way: set[Task]) -> None:
+        """Forget tasks of which all was handed over."""
+        tasks = self.tasks
+        while tasks and self._is_taken(tasks[0]) and tasks[0] not in on_the_way:
+            tasks.popleft()
+        if self.ahead:
+            gone = {task for task in tasks if self._is_taken(task)} - on_the_way
+            if gone:
+                self.tasks = deque(task for task in tasks if task not in gone)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the consumer was given all of its epoch here."""
-        head = self.head
-        return head is not None and head.ends
-
-    def open_arrived(self) -> None:
-        """Make what has arrived available, in the order of the tasks, and recover what was lost."""
-        while (arrived := self._arrived) is not None:
-            if arrived.lost is None:
-                self._open(arrived)
-            else:
-                self._recover(arrived)
-
-    @property
-    def _arrived(self) -> Pending | None:
-        """The first task that is back, or lost; where none may overtake, only the first of all."""
-        may_overtake = self.may_overtake
-        for each in self.pending:  # of which there may be hundreds
-            if each.outcomes is None:
-                if each.reply is not None or each.lost is not None:
-                    return each
-                if not (may_overtake or each.ends):
-                    break
-        return None
-
-    def begin_next(self) -> None:
-        """Let the consumer go on to the next epoch, which has begun here."""
-        self.sources.popleft()
-        self.pool.failed_starts.clear()
-
-    def drop_ahead(self) -> None:
-        """Forget epochs that were begun ahead of the consumer."""
-        former, here = self.pending, self.sources[0]
-        self.pending = deque(each for each in former if each.source is here)
-        self.sources = deque([here])
-        for each in former:
-            if each.source is not here:
-                each.forget()
-
-    def put_back(self, pending: Pending, n: int, outcome: Any) -> None:
-        """Have an outcome handed over once more, which did not reach the consumer."""
-        reply = (pending.reply or replied())._replace(packed=False)  # it was unpacked
-        piece = pending.part(n, n + 1, outcomes=[outcome], reply=reply, begun=True)
-        self.pending.appendleft(piece)
-
-    def _open(self, pending: Pending) -> None:
-        """Make the outcomes of a reply available; what it left undone is sent again."""
-        reply = pending.reply
-        assert reply is not None
-        pending.future = None  # it leads here, and would keep the memory
+    def receive(self, shipment: Shipment) -> None:
+        """Make available what has come back, in its place; or prepare to send it again."""
+        task = shipment.task
+        if task.shipment is not shipment:  # it was forgotten
+            return
+        shipment.future = None  # it leads here, and would keep the memory
+        if shipment.reply is None:
+            self._recover_lost(task, shipment)
+            return
+        reply = shipment.reply
         made = len(reply.outcomes)
         if made:  # else the worker has no job yet
-            self._learn(pending, reply)
-        if made == len(pending.items):
-            pending.outcomes = reply.outcomes
+            self._learn(task, reply)
+        if isinstance(self.feed, ShardFeed):
+            self.feed.receive(task, reply, self)
             return
-        kept = {name: getattr(pending, name) for name in ("failed", "task", "reply", "memory")}
-        pieces = [pending.part(0, made, outcomes=reply.outcomes, **kept)] if made else []
-        rest = range(made, len(pending.items), self._chunk)
-        self._replace(pending, pieces + [pending.part(n, n + self._chunk) for n in rest])
+        if made == len(task.items):
+            task.reply = reply
+            task.memory = shipment.memory
+            task.outcomes = reply.outcomes
+            task.shipment = None
+            return
+        pieces = []
+        if made:
+            begun = task.part(0, made)
+            begun.reply = reply
+            begun.memory = shipment.memory
+            begun.outcomes = reply.outcomes
+            pieces.append(begun)
+        for n in range(made, len(task.items), self._chunk):
+            pieces.append(task.part(n, n + self._chunk))
+        self._replace(task, pieces)
+        task.shipment = None
 
-    def _learn(self, pending: Pending, reply: Reply) -> None:
+    def _learn(self, task: Task, reply: Reply) -> None:
         """Learn from a reply how many batches the next task should hold, and how it goes."""
-        made, slots = len(reply.outcomes), self.pool.slots
-        counters, settings = self.settings.counters, self.settings
+        made = len(reply.outcomes)
+        slots = self.pool.slots
+        shared = self.shared
+        counters = shared.counters
         quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
         small = CHUNK_BYTES * made / (reply.size or 1)
         # What was cut short was slow. Otherwise it may just have had no processor for a while.
-        least = self._chunk // 2 if made == len(pending.items) else 1
-        fits = settings.chunk = int(min(quick, small, CHUNK_MOST))
+        least = self._chunk // 2 if made == len(task.items) else 1
+        fits = shared.chunk = int(min(quick, small, CHUNK_MOST))
         self._chunk = min(self._chunk, max(1, least, fits))
         counters.chunk_size = self._chunk
         if reply.pid >= 0:
             self.pool.failed_starts.clear()
-            ordinal = self.ordinal(pending.ordinal)
-            place = {"batch": ordinal, "count": made, "epoch": pending.source.epoch}
-            item = self.item(pending, made - 1) if made else None
+            ordinal = self.feed.told_ordinal(task.first)
+            place = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
+            item = self.feed.told_item(task, made - 1)
             counters.made(track(reply.worker, reply.pid), reply, place, item)
         if reply.overflowed and not counters.overflowed and slots is not None:
             logger.warning(
@@ -316,100 +374,169 @@ class Lane(ABC):
                 slots.advice,
             )
         counters.overflowed += reply.overflowed
-        for n, *failed in reply.failed:
-            pending.failed.setdefault(n, []).append(failed)
-        limit = settings.memory_limit
+        limit = shared.options.memory_limit
         if limit is not None and reply.memory > limit:
-            last = self.ordinal(pending.ordinal) + made - 1
-            where = f"batch {last} of epoch {pending.source.epoch}"
+            last = self.feed.told_ordinal(task.first + made - 1)
+            where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""
         if self.pool.num_workers:
-            self._chunk = min(2 * self._chunk, CHUNK_MOST)
+            self._chunk = min(2 * self._chunk, self._chunk_most)
 
     # --- what was lost
 
-    def _recover(self, lost: Pending) -> None:
-        """Put what is to be sent again in the place of a task that was lost."""
-        if self.settings.closed:
-            raise RuntimeError(CLOSED)
-        self.pool.end_broken()  # finds out how its workers ended
-        assert lost.task is not None
-        self._redo(lost, self.pool.deaths.pop(lost.task.id, None))
-
-    def _replace(self, pending: Pending, pieces: list[Pending]) -> None:
+    def _replace(self, task: Task, pieces: list[Task]) -> None:
         """Put tasks in the place of one."""
-        parts = [pieces if each is pending else [each] for each in self.pending]
-        self.pending = deque(itertools.chain.from_iterable(parts))
+        parts = [pieces if each is task else [each] for each in self.tasks]
+        self.tasks = deque(itertools.chain.from_iterable(parts))
 
-    def _redo(self, lost: Pending, death: Death | None) -> None:
-        """Put what is to be sent again in the place of a lost task."""
-        self._replace(lost, self._again(lost, death))
+    def drop_behind(self, task: Task) -> None:
+        """Forget the tasks behind one."""
+        former = self.tasks
+        self.tasks = deque(each for each in former if each.first <= task.first)
+        for each in former:
+            if each.first > task.first:
+                each.forget()
 
-    def _again(self, lost: Pending, death: Death | None) -> list[Pending]:
-        """Return what to do in place of a lost task. What its own worker was making is a try."""
-        pool, counters, error = self.pool, self.settings.counters, lost.lost
+    def _recover_lost(self, task: Task, shipment: Shipment) -> None:
+        """Put what is to be sent again in the place of a task that was lost."""
+        self.shared.check_open()
+        self.pool.end_broken()  # finds out how its workers ended
+        death = self.pool.deaths.pop(shipment.id, None)
+        error = shipment.lost
         assert error is not None
-        if death is not None and self.settings.reads and death.stack is None:
-            death = death._replace(place=-1)  # any of those that were read may be to blame
         place = {
-            "batch": self.ordinal(lost.ordinal),
-            "epoch": lost.source.epoch,
-            "count": len(lost.items),
+            "batch": self.feed.told_ordinal(task.first),
+            "epoch": self.feed.epoch,
+            "count": len(task.items),
         }
-        counters.record("consumer", "again", time.perf_counter(), 0.0, place)
+        self.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
         if death is not None:
-            n = death.item
-            victim = lost.part(n, n + 1, tries=lost.tries + 1)
-            known = self.ordinal(lost.ordinal + n), lost.source.epoch, self.item(lost, n)
-            self._tell_death(death, *known)
-            if death.final or victim.tries > self.settings.retries:
-                sample = failures.sample_at(known[2], death.place)
-                failure = replied(failures.lethal(death, *known, victim.tries), sample=sample)
-                victim.reply = failure._replace(worker=death.worker, pid=death.pid)
-            counters.retries += victim.reply is None
-            pieces = [lost.part(0, n), victim, lost.part(n + 1, len(lost.items))]
-            return [each for each in pieces if each.items]
+            pieces = self._without_suspect(task, death)
+        else:
+            pieces = self._again(task, error)
+        self._replace(task, pieces)
+        task.shipment = None
+
+    def _without_suspect(self, task: Task, death: Death) -> list[Task]:
+        """Return what is sent again, apart from the batch that a dead worker was making."""
+        options, counters = self.shared.options, self.shared.counters
+        if options.concurrency and death.stack is None:
+            death = death._replace(place=-1)  # any of those that were read may be to blame
+        n = max(0, death.item)
+        suspect = task.part(n, n + 1, tries=task.tries + 1)
+        place = {
+            "ordinal": self.feed.told_ordinal(task.first + n),
+            "epoch": self.feed.epoch,
+            "item": self.feed.told_item(task, n),
+        }
+        self._tell_death(death, place)
+        if not (death.final or suspect.tries > options.retries):
+            counters.retries += 1
+        elif death.item < 0 and isinstance(self.feed, ShardFeed):
+            self.feed.end_before(task, self)
+            return [task]
+        else:
+            sample = failures.sample_at(place["item"], death.place)
+            suspect.failed(failures.lethal(death, tries=suspect.tries, **place))
+            assert suspect.outcomes is not None
+            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=sample)
+            suspect.reply = Reply(death.worker, death.pid, False, suspect.outcomes)
+        pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
+        return [each for each in pieces if each.items]
+
+    def _again(self, task: Task, error: BaseException) -> list[Task]:
+        """Return what is sent again of a task that was lost, and no batch of it was suspected."""
+        pool, counters = self.pool, self.shared.counters
         if isinstance(error, BrokenExecutor | CancelledError):
             if pool.replaces:
-                return [lost.part(0, len(lost.items))]  # another's worker died
+                return [task.part(0, len(task.items))]  # another's worker died
             text = f"a worker of the executor died, which is broken since: {error}"
-            dead = [WorkerDied(text) for _ in lost.items]
-            return [lost.part(0, len(lost.items), reply=replied(*dead, fatal=True))]
+            dead = [WorkerDied(text) for _ in task.items]
+            return [task.part(0, len(task.items)).failed(*dead, fatal=True)]
         # An error of the user's executor, or no room here. Which batch is at fault shows one by
         # one: so each has been tried.
         who = "this process" if pool.replaces else "the executor"
-        if len(lost.items) > 1 or lost.tries < self.settings.retries:
-            logger.warning("%s lost batch %d, again: %s", who, place["batch"], error)
+        if len(task.items) > 1 or task.tries < self.shared.options.retries:
+            ordinal = self.feed.told_ordinal(task.first)
+            logger.warning("%s lost batch %d, again: %s", who, ordinal, error)
             counters.retries += 1
-            return [lost.part(n, n + 1, tries=lost.tries + 1) for n in range(len(lost.items))]
-        return [lost.part(0, 1, reply=self._reply_lost(lost, error))]
-
-    def _tell_death(self, death: Death, ordinal: int, epoch: int, item: Any) -> None:
-        """Say in the timeline, and in the log, which batch a worker has died with."""
-        place = {"batch": ordinal, "epoch": epoch, "cause": death.cause}
-        where = track(death.worker, death.pid)
-        self.settings.counters.record(where, "died", time.perf_counter(), 0.0, place)
-        if not death.final:
-            failures.tell_death(death, ordinal, epoch, item)
-
-    def _reply_lost(self, lost: Pending, error: BaseException) -> Reply:
-        """Return what stands for the reply to a batch that came to nothing on its way."""
-        if self.pool.is_death(error):
-            what = f"batch {lost.ordinal} of epoch {lost.source.epoch}, item {shown(lost.item(0))}"
+            tries = task.tries + 1
+            return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
+        if pool.is_death(error):
+            item = shown(task.item(0))
+            what = f"batch {task.first} of epoch {self.feed.epoch}, item {item}"
             died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
-            return replied(died)
+            return [task.part(0, 1).failed(died)]
         assert isinstance(error, Exception)
-        stage = "when it came from a worker" if self.pool.replaces else "in the executor"
-        return replied(error, stage=stage, fatal=True)
+        stage = "when it came from a worker" if pool.replaces else "in the executor"
+        return [task.part(0, 1).failed(error, stage=stage, fatal=True)]
 
-    # --- the end
+    def _tell_death(self, death: Death, place: dict[str, Any]) -> None:
+        """Say in the timeline, and in the log, which batch a worker has died with."""
+        labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
+        where = track(death.worker, death.pid)
+        self.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
+        if not death.final:
+            failures.tell_death(death, **place)
+
+    # --- what was left undone
+
+    def recover(self) -> None:
+        """Make sure again, after an interrupt: what may have been sent is sent, and so on."""
+        if isinstance(self.feed, Feed):
+            self.tasks = deque(self.feed.recover(list(self.tasks), self.pool.hold))
+        elif self.tasks:
+            self.feed.next = max(self.feed.next, self.tasks[-1].stop)
+        for task in self.tasks:
+            shipment = task.shipment
+            if shipment is None:
+                continue
+            if shipment.is_done:
+                self._arrivals.put(shipment)  # it may have been taken from there
+            elif shipment.future is None:
+                shipment.cancel()
+                task.shipment = None
+
+    def skip(self, n: int) -> None:
+        """Leave out the next items, up to the end, or to an error.
+
+        What is under way need not be made. What the sampler raises comes with the next batch: some
+        raise it for ever.
+        """
+        while n:
+            head = self.head
+            if head is None:
+                if self._draw() is None:
+                    break
+                continue
+            count = min(n, head.stop - self.taken)
+            n -= count
+            taken = self.taken + count
+            ahead = self.ahead
+            while ahead and ahead[0][0] <= taken:
+                taken = max(taken, ahead[0][1])
+                ahead = ahead[1:]
+            if head.outcomes is None:
+                start = self.taken + count - head.first
+                rest = [head.part(start, len(head.items))] if start < len(head.items) else []
+                self._replace(head, rest)
+                head.forget()
+            self.ahead = ahead
+            self.taken = taken
 
     def leave(self) -> None:
-        """Forget what is under way, and keep what a state follows from."""
-        self.pending = deque(each.forget() for each in self.pending)
+        """Forget what is under way, and keep what a position follows from."""
+        for task in copied(self.tasks):
+            task.forget()
+
+
+def _samples(items: list[Any]) -> int:
+    """Return how many samples there are in some items, as far as that can be seen."""
+    known = (item.item if isinstance(item, HeldItem) else item for item in items)
+    return sum(len(item) if isinstance(item, list) else 1 for item in known)
 
 
 def track(worker: int, pid: int) -> str:

@@ -43,6 +43,18 @@ def reduce_cached_property(cached: Any) -> Any:
     return functools.cached_property, (cached.func,), state
 
 
+def reduce_dispatching_method(method: Any) -> Any:
+    """Reduce a ``singledispatchmethod``, which has a weak cache from CPython 3.13 on."""
+    return _dispatch_method_again, (method.func, list(method.dispatcher.registry.items()))
+
+
+def _dispatch_method_again(function: Any, implementations: list[tuple[type, Any]]) -> Any:
+    dispatching = functools.singledispatchmethod(function)
+    for kind, implementation in implementations:
+        dispatching.register(kind, implementation)
+    return dispatching
+
+
 def reducer_by_value(obj: Any) -> Reduce | None:
     """Return how a class or function is reduced that is sent by value; None: as cloudpickle does.
 

@@ -11,6 +11,7 @@ system tells with the path.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import ctypes
 import errno
@@ -21,7 +22,7 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def check_access(path: str) -> None:
             raise PermissionError(
                 f"{path} may not be opened: the loader's process has changed its user, or may not "
                 "be looked into (prctl PR_SET_DUMPABLE); make the Loader in a process that has had "
-                "its user from the start, or use executor='thread'"
+                "its user from the start, or without worker processes"
             ) from error
 
 
@@ -145,26 +146,43 @@ def at_fork(**functions: Callable[[], object]) -> None:
         os.register_at_fork(**functions)
 
 
-@contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
+# The module's own functions make enums of what they get and return, which is most of what it takes
+# to hold Ctrl-C off.
+_set_handler: Any = _signal.signal
+_get_handler: Any = _signal.getsignal
+_SIGINT = int(signal.SIGINT)
+
+
+class interrupts_held:  # noqa: N801  # read as a function
     """Hold Ctrl-C off this thread; it comes when the block is over.
 
     In the middle of a start it would leave a child that nobody knows, or a descriptor. To block the
     signal does not do: another thread may take it, and Python raises in the main thread all the
     same.
     """
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
-        yield
-        return
-    held: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: held.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-        if held:
-            former(*held[0])
+
+    __slots__ = ("_former", "_held")
+
+    def __init__(self) -> None:
+        self._former: Any = None
+        self._held: list[Any] = []
+
+    def __enter__(self) -> None:
+        former = _get_handler(_SIGINT)
+        if threading.get_ident() == threading.main_thread().ident and callable(former):
+            self._former = former
+            _set_handler(_SIGINT, self._hold)
+
+    def _hold(self, *args: Any) -> None:
+        self._held.append(args)
+
+    def __exit__(self, *exc_info: object) -> None:
+        former = self._former
+        if former is None:
+            return
+        _set_handler(_SIGINT, former)
+        if self._held:
+            former(*self._held[0])
 
 
 class _Anchor:

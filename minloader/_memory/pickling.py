@@ -34,6 +34,7 @@ from minloader._memory.decorated import (
     LRU_CACHE,
     reduce_cached,
     reduce_cached_property,
+    reduce_dispatching_method,
     reducer_by_value,
     reducer_of,
 )
@@ -95,6 +96,7 @@ OTHER_REDUCERS[types.CodeType] = _reduce_code
 
 
 OTHER_REDUCERS[functools.cached_property] = reduce_cached_property
+OTHER_REDUCERS[functools.singledispatchmethod] = reduce_dispatching_method
 
 
 def _is_by_value(obj: Any) -> bool:

@@ -7,12 +7,13 @@ them alike, through :class:`Pool`, from the parent.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -95,11 +96,14 @@ class Pool:
         return item if type(item) in UNCHANGEABLE else _copied(item)
 
     def pack(self, task: Task) -> Task:
-        """Make a task fit for where it goes; items may have been held for workers elsewhere."""
-        if any(type(each) is HeldItem for each in task.items):
-            items = [each.item if type(each) is HeldItem else each for each in task.items]
-            return task._replace(items=items)
-        return task
+        """Make a task fit for where it goes; items may have been held for workers elsewhere.
+
+        The dataset may change what it is given, and the task be sent again.
+        """
+        if UNCHANGEABLE.issuperset(map(type, task.items)):
+            return task
+        items = [each.item if type(each) is HeldItem else each for each in task.items]
+        return task._replace(items=[_copied(each) for each in items])
 
     def submit(self, task: Task) -> Future[Reply]:
         """Hand one packed task over.
@@ -181,28 +185,58 @@ UNCHANGEABLE = frozenset({int, float, str, bool, type(None)})
 """Types of items that need not be pickled by themselves: nobody can change them."""
 
 
-def _copied(item: Any) -> Any:
-    """Return a copy of an item as far as it is made of containers that a sampler may use again."""
-    kind = type(item)
-    if kind is list:
-        return item[:] if UNCHANGEABLE.issuperset(map(type, item)) else [_copied(x) for x in item]
-    if kind is tuple:
-        return item if UNCHANGEABLE.issuperset(map(type, item)) else tuple(map(_copied, item))
-    if kind is dict:
-        return {key: _copied(value) for key, value in item.items()}
-    if kind is bytearray or kind is set or (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
-        return item.copy()
+def _as_is(item: Any) -> Any:
     return item
 
 
+def _deeply(item: Any) -> Any:
+    """Return a copy of any item, or the item if it cannot be copied, or is a function."""
+    if callable(item):  # the copy of a method would be of a copied object
+        return item
+    try:
+        return copy.deepcopy(item)
+    except Exception as error:
+        logger.debug("an item cannot be copied: %r", error)
+        return item
+
+
+def _copied(item: Any, other: Callable[[Any], Any] = _deeply) -> Any:
+    """Return a copy of an item, which a sampler may fill again, and a dataset may change.
+
+    Args:
+        item: an item, or a part of one.
+        other: copies what is none of the usual containers.
+    """
+    kind = type(item)
+    if kind in UNCHANGEABLE:
+        return item
+    if kind is list:
+        plain = UNCHANGEABLE.issuperset(map(type, item))
+        return item[:] if plain else [_copied(each, other) for each in item]
+    if kind is tuple:
+        plain = UNCHANGEABLE.issuperset(map(type, item))
+        return item if plain else tuple([_copied(each, other) for each in item])
+    if kind is dict:
+        return {key: _copied(value, other) for key, value in item.items()}
+    if kind is bytearray or kind is set or (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        return item.copy()
+    return other(item)
+
+
 class HeldItem:
-    """An item, and its pickle from when the sampler gave it."""
+    """An item, and its pickle from when the sampler gave it.
+
+    Attributes:
+        item: a copy of it; of an object that is none of the usual containers, itself.
+        may_change: whether it is that object, which the sampler may fill again.
+    """
 
     def __init__(self, item: Any) -> None:
-        self.item = item
+        self.item = _copied(item, _as_is)
+        self.may_change = self.item is item and type(item) is not tuple
         self._packed: bytes | None = None
         try:
-            self._packed = pack(item, down=True)
+            self._packed = pack(self.item, down=True)
         except Exception:  # raised again where it can be reported, below
             return
 
@@ -216,7 +250,7 @@ class RemotePool(Pool):
     def hold(self, item: Any) -> Any:
         if type(item) in UNCHANGEABLE or type(item) is HeldItem:
             return item
-        return HeldItem(_copied(item))
+        return HeldItem(item)
 
     def pack(self, task: Task) -> Task:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]
@@ -254,3 +288,7 @@ class InlinePool(Pool):
     def replace_workers(self) -> None:
         if self._worker is not None:
             in_turn(self._worker.rewind)  # those that come are sent the user's own object
+
+    def end(self, deadline: float) -> None:
+        super().end(deadline)
+        self._worker = None  # a stream that was left has files open, or programs

@@ -1,4 +1,4 @@
-"""CPython's private parts, all in one room.
+"""CPython's private parts, all in one module.
 
 No other module of the package names an underscored attribute of ``concurrent.futures``,
 ``multiprocessing`` or ``threading``. Each piece here says what CPython does, since which issue or

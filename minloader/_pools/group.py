@@ -36,7 +36,7 @@ WORKER_BYTES = 50 << 20
 class User(Protocol):
     """An iterator, as a pool group sees it: it has tasks under way in some pools."""
 
-    account: Any
+    is_superseded: bool
 
     @property
     def pools(self) -> list[Pool]: ...
@@ -269,12 +269,13 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
                 path, part, cause = found
                 raise TypeError(
                     f"{name} cannot be sent to worker processes: {path} is a "
-                    f"{type(part).__qualname__} ({cause}); {_advice(part, cause, start_method)}"
+                    f"{type(part).__qualname__} ({cause}); "
+                    f"{_advice(part, cause, start_method, job.without_processes)}"
                 ) from error
         raise
 
 
-def _advice(part: Any, cause: str, start_method: str | None) -> str:
+def _advice(part: Any, cause: str, start_method: str | None, otherwise: str) -> str:
     """Return what to do about a part that cannot be sent to worker processes."""
     if isinstance(part, GeneratorType):
         return (
@@ -298,6 +299,6 @@ def _advice(part: Any, cause: str, start_method: str | None) -> str:
     if "CField" in cause:
         return "define its ctypes class in a module, which workers import"
     return (
-        "make it in worker_init_fn or when it is first used, leave it out in __getstate__, or use "
-        "executor='thread'"
+        "make it in worker_init_fn or when it is first used, leave it out in __getstate__, or "
+        + otherwise
     )

@@ -544,9 +544,13 @@ class ProcessPool(RemotePool):
     def end(self, deadline: float) -> None:
         with self._lock:
             while self._executors:
-                self._executors[-1].end(deadline)
-                self._executors[-1].clean_up()
-                self._executors.pop()  # only now: Ctrl-C meanwhile leaves the rest to the exit
+                executor = self._executors[-1]
+                executor.end(deadline)
+                executor.clean_up()
+                # Only now: Ctrl-C meanwhile leaves the rest to the exit. The collector may have
+                # come meanwhile, and ended the pool within this.
+                with suppress(ValueError):
+                    self._executors.remove(executor)
         super().end(deadline)
 
 

@@ -141,7 +141,7 @@ class _Thread(threading.Thread):
         self.work: tuple[Future[Reply], Task, int, float] | None = None
         self.abandoned = False
         self.place = [-1]  # of the sample in its item
-        self._context = contextvars.copy_context()  # of the thread that starts it
+        self._consumers_context = contextvars.copy_context()  # of the thread that starts it
         self.start()
 
     def beat(self, task: int, item: int, now: float) -> None:
@@ -152,7 +152,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         # numpy.errstate and decimal's precision are context variables: a batch has those of its
         # consumer, as in a process. Python gives them to a thread where it was told to (from 3.14).
-        self._context.run(self._make_batches)
+        self._consumers_context.run(self._make_batches)
 
     def _make_batches(self) -> None:
         worker: Worker | None = None

@@ -98,6 +98,8 @@ class ImportClock:
         self._is_inside = False  # an import, which counts as a whole
 
     def __enter__(self) -> ImportClock:
+        # Now: where imports are lazy, to look these up later would be an import within an import.
+        self._of_one_module = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
         sys.meta_path.insert(0, self)
         return self
 
@@ -115,8 +117,7 @@ class ImportClock:
         spec = next((each for each in found if each is not None), None)
         # Others may be loaders of many modules, as that of a zip archive is, and no object of ours
         # to change. What is built in has a class for a loader, and takes no time.
-        of_one_module = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
-        if spec is None or not isinstance(spec.loader, of_one_module):
+        if spec is None or not isinstance(spec.loader, self._of_one_module):
             return spec
         execute = spec.loader.exec_module
 

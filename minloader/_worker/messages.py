@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import traceback
 from collections.abc import Callable
@@ -36,6 +35,7 @@ class Job:
         is_stream: whether the dataset is read by shards, each in a copy of its own.
         rank: that of the sampler: other ranks draw other numbers.
         seed_generators: whether the generators that these have of their own are seeded, too.
+        without_processes: what errors say to do where something cannot be sent to a process.
     """
 
     dataset: Any
@@ -49,58 +49,35 @@ class Job:
     is_stream: bool = False
     rank: int = 0
     seed_generators: bool = False
-
-
-class Reached(NamedTuple):
-    """How far a shard was read, and how to read on from there.
-
-    Attributes:
-        batches: how many batches were read; those after ``at`` are passed over.
-        at: how many of them had been read when ``state`` was taken.
-        state: of the stream, packed; in a task, with ``at=0``, that from the end of the pass
-            before. None if it has none to give.
-        failed: which of the batches the stream's own code has failed to give.
-        last: what the samples of the last of the batches are recognized by; None if there is none.
-        follows: number of the pass before, if it was read to its end: whoever has done that goes
-            on with the same copy of the stream.
-        left_out: batches that no worker survives: they are read, and not made.
-        end: one of them that is not even to be read: the shard ends with it.
-    """
-
-    batches: int = 0
-    at: int = 0
-    state: bytes | None = None
-    failed: tuple[int, ...] = ()
-    last: int | None = None
-    follows: int | None = None
-    left_out: tuple[int, ...] = ()
-    end: int | None = None
-
-    def after(self, n: int, lasts: list[int | None], failed: list[int]) -> Reached:
-        """Return how far it was read with ``n`` more batches, without their state."""
-        known = self.failed + tuple(self.batches + each for each in failed if each < n)
-        last = lasts[n - 1] if 0 < n <= len(lasts) else self.last
-        return self._replace(batches=self.batches + n, failed=known, last=last)
+    without_processes: str = "use executor='thread'"
 
 
 class Shard(NamedTuple):
-    """The part of a stream that a task reads on in.
+    """Which batches of a stream a task is for, and how to get there.
 
     Attributes:
-        pass_: number of the pass over the stream, counted by the loader.
-        oldest: number of the oldest pass that more tasks will come of.
         id: number of the shard.
         total: number of shards.
-        reading: number of the reading, which one worker does.
-        start: where it begins, in its first task; None in all others.
+        first: ordinal of the first of the batches in the shard.
+        at: how many batches had been read when ``state`` was taken; those up to ``first`` are
+            passed over.
+        state: of the stream, packed; with ``at=0`` that from the end of the epoch before, or from
+            before the first. None if it has none to give.
+        check: an ordinal from there on, and before ``first``, and what the samples of that batch
+            are recognized by; None: there is none.
+        number: of the pass over the shard. A worker that reads it goes on where it stands.
+        follows: number of the pass that was read to its end before: whoever has done that goes on
+            with the same copy of the stream. None: there is none.
     """
 
-    pass_: int
-    oldest: int
     id: int
     total: int
-    reading: int
-    start: Reached | None
+    first: int
+    at: int
+    state: bytes | None
+    check: tuple[int, int | None] | None
+    number: int
+    follows: int | None
 
     def ordinal(self, index: int) -> int:
         """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
@@ -111,22 +88,11 @@ NO_SAMPLE: Final = ...
 """Stands for the index of a sample where none is being made. It survives pickling."""
 
 
-class Mark(enum.Enum):
-    """Stands for a batch. It survives pickling."""
-
-    END = "the shard has no more"
-    LEFT_OUT = "no worker survives it"
-
-
-END: Final = Mark.END
-LEFT_OUT: Final = Mark.LEFT_OUT
-
-
 class Task(NamedTuple):
     """A chunk of batches to make, mostly one.
 
     Attributes:
-        ordinal: place of the first batch in its epoch, from 0. Of a stream the reader knows it.
+        ordinal: place of the first batch in its epoch, from 0; of a stream, in the shard.
         epoch: their epoch.
         items: what to make them from; of a stream, as many as there may be batches.
         slot: where to put them; None for the reply itself.
@@ -157,7 +123,8 @@ class Reply(NamedTuple):
         pid: its process.
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
-            slow is cut short. None: the reader of the shard, or the job, is not here.
+            slow is cut short. None: the job is not here.
+        ended: of a stream, whether the shard has no more.
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
         timings: of these, seconds of transforming, collating and packing.
@@ -184,6 +151,7 @@ class Reply(NamedTuple):
     pid: int
     packed: bool
     outcomes: list[Any]
+    ended: bool = False
     began: float = 0.0
     seconds: float = 0.0
     timings: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -43,10 +43,8 @@ from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.generators import OwnGenerators
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import (
-    END,
     Failure,
     Job,
-    Mark,
     Reply,
     Task,
     WorkerInfo,
@@ -54,7 +52,7 @@ from minloader._worker.messages import (
 )
 from minloader._worker.processor_time import Meter
 from minloader._worker.seeds import Borrow, Place, Seed
-from minloader._worker.stream_reader import ShardReader, ShardReaders
+from minloader._worker.stream_reader import END, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
 
@@ -174,12 +172,16 @@ class Worker:
             if task.shard is not None:
                 reader = self._find_reader(task, outcomes)
                 if reader is None:
-                    return Reply(self.id, pid, packed, outcomes)
+                    return Reply(self.id, pid, packed, outcomes, ended=True)
             for n, item in enumerate(task.items):
                 self._beat(task.id, n, now)
                 if begun:
                     maker.begun = begun[n]
-                outcomes.append(self._make(task, n, item, writer, reader))
+                outcome = self._make(task, n, item, writer, reader)
+                if outcome is END:
+                    break
+                outcomes.append(outcome)
+                del outcome
                 if reader is not None:
                     lasts.append(reader.last)
                 overflowed += writer.overflowed
@@ -189,8 +191,7 @@ class Worker:
                 last, now = now, time.perf_counter()
                 if self._made > last:
                     packing += now - self._made
-                is_late = now - begin > 2 * CHUNK_SECONDS and not begun
-                if is_late or outcomes[-1] is END:
+                if now - begin > 2 * CHUNK_SECONDS and not begun and reader is None:
                     break
             if reader is not None:
                 state = self._end_stream_task(reader, outcomes)
@@ -205,16 +206,34 @@ class Worker:
         size, memory = writer.used, 0
         if packed:
             size += sum(map(size_in_band, outcomes))
-        spent = maker.transform_seconds, maker.collate_seconds, packing
-        done = self.id, pid, packed, outcomes, begin, now - begin, spent
         processor = None if self.meter is None else self.meter.add(now - begin)
         if processor is not None or self._job.memory_limit is not None:
             memory = private_memory()
         reread, self._reread = self._reread, 0
-        known = size, writer.size, writer.retired, overflowed, memory, self.memory_at_start
-        drawn, self._own.drawn = self._own.drawn, ()
+        drawn = self._own.drawn
+        self._own.drawn = ()
         return Reply(
-            *(*done, *known, state, processor, reread, maker.skipped, lasts, failed), drawn=drawn
+            worker=self.id,
+            pid=pid,
+            packed=packed,
+            outcomes=outcomes,
+            ended=reader is not None and reader.ended,
+            began=begin,
+            seconds=now - begin,
+            timings=(maker.transform_seconds, maker.collate_seconds, packing),
+            size=size,
+            slot_size=writer.size,
+            slot_retired=writer.retired,
+            overflowed=overflowed,
+            memory=memory,
+            memory_at_start=self.memory_at_start,
+            state=state,
+            processor=processor,
+            reread=reread,
+            skipped=maker.skipped,
+            lasts=lasts,
+            failed=failed,
+            drawn=drawn,
         )
 
     def _make(
@@ -240,14 +259,14 @@ class Worker:
                 stage = WHOLE_ITEM
             # Whoever leaves out what fails must not leave out that a stream is another one.
             return self._failure(error, stage, fatal=reader is not None and reader.is_other)
-        if self._packer is None or type(batch) is Mark:
+        if self._packer is None or batch is END:
             return batch
         self._exit_fork()  # before it writes to the slot, where the worker writes too
         self._made = time.perf_counter()
         try:
             packed = self._packer.pack(batch)
         except BaseException as error:
-            return _unpackable(batch, error)
+            return _unpackable(batch, error, self._job.without_processes)
         finally:
             self._exit_fork()
         del batch  # the writer is to see what the dataset keeps of it
@@ -335,63 +354,65 @@ class Worker:
             return self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
         except BaseException as error:
             stage = "when the stream was made ready, by worker_init_fn if there is one"
-            outcomes += [self._failure(error, stage, fatal=True), END]
+            outcomes.append(self._failure(error, stage, fatal=True))
             return None
 
     def _read(self, task: Task, n: int, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
-        self.info, start = reader.info, reader.start
+        self.info = reader.info
         self.info._seeds_globals = self._seed is not None
         if not reader.position and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)
-        if reader.position < start.batches and not reader.ended:
-            self._pass_over(task, n, reader)
+        if task.shard is not None and not n and not reader.ended:
+            self._pass_over(task, reader)
         return self._call(reader.begin(), reader.fetch)
 
-    def _pass_over(self, task: Task, n: int, reader: ShardReader) -> None:
+    def _pass_over(self, task: Task, reader: ShardReader) -> None:
         """Read what was delivered before, without making batches of it."""
-        start, samples = reader.start, None
-        while reader.position < start.batches and not reader.ended:
+        shard = task.shard
+        assert shard is not None
+        if reader.position >= shard.first:
+            return
+        while reader.position < shard.first and not reader.ended:
             index = reader.position
-            self._beat(task.id, n, time.perf_counter())  # the time that each may take begins
+            # The time that each may take begins. Who finds this worker dead knows what it did.
+            self._beat(task.id, -1, time.perf_counter())
             self._reread += 1
             try:
-                samples = self._call(reader.begin(), reader.draw)
+                self._call(reader.begin(), reader.draw)
             except Exception as error:
-                if index in start.failed and not reader.ended:
+                if not reader.ended or reader.position >= shard.first:
                     continue  # as it did before
-                reader.ended = reader.is_other = True
+                reader.is_other = True
                 raise RuntimeError(
                     f"the stream has failed in batch {index} of shard {reader.info.id}, when that "
-                    f"was read again, past the {start.batches} batches that it had given"
+                    f"was read again, past the {shard.first} batches that it had given"
                 ) from error
-        reader.check_passed(reader.position - (samples is END))
-        self._beat(task.id, n, time.perf_counter())
+            reader.check(shard)
+        self._beat(task.id, 0, time.perf_counter())
 
     def _end_stream_task(self, reader: ShardReader, outcomes: list[Any]) -> bytes | None:
-        """Return the state of the stream behind the outcomes; add END to them if it has ended."""
-        state = None
+        """Return the state of the stream behind the outcomes."""
         try:
             if reader.parts and reader.iterator is not None:
                 # Seeded for the next batch: a generator in the state is as that will find it.
-                state = self._call(reader.begin(), reader.state)
+                state: bytes = self._call(reader.begin(), reader.state)
+                return state
         except BaseException as error:
             failure = self._failure(error, "when the stream was asked for its state")
-            if not reader.ended:
-                outcomes[-1] = failure
-            else:  # all batches are here
+            if reader.ended or not outcomes:  # all batches are here
                 logger.warning("the state of a stream at its end is not known: %s", failure.summary)
-        if reader.ended and outcomes[-1] is not END:
-            outcomes.append(END)
-        return state
+            else:
+                outcomes[-1] = failure
+        return None
 
 
 def _unpacked(task: Task, item: Any) -> Any:
     return unpack(item) if task.packed and type(item) is bytes else item
 
 
-def _unpackable(batch: Any, error: BaseException) -> Failure:
+def _unpackable(batch: Any, error: BaseException, otherwise: str) -> Failure:
     try:
         if isinstance(error, MemoryError):
             raise error  # no part of the batch is at fault
@@ -399,7 +420,7 @@ def _unpackable(batch: Any, error: BaseException) -> Failure:
         error = TransportError(
             f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
             f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "
-            "strings or containers of them, or use executor='thread'"
+            f"strings or containers of them, or {otherwise}"
         )
     except BaseException as other:  # sys.exit() in __reduce__
         error = other

@@ -71,7 +71,8 @@ class Shuffled:
 
     def __getattr__(self, name: str) -> Any:
         stream = vars(self).get("stream")  # it is not there yet in a copy that is being made
-        if name in ("state_dict", "load_state_dict", "set_epoch") and hasattr(stream, name):
+        passed = "state_dict", "load_state_dict", "set_epoch", "epoch"
+        if name in passed and hasattr(stream, name):
             return self._load if name == "load_state_dict" else getattr(stream, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

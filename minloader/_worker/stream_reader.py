@@ -1,18 +1,18 @@
-"""Streams, where they are read: each shard by one worker at a time.
+"""Streams, where they are read: each shard in a copy of the dataset.
 
 ::
 
-    the pass before has ended here:   the same copy                       iter, draw, draw, ...
-    otherwise:                        a fresh copy, worker_init_fn,
-                                      its state put back if it has one,   iter, draw, draw, ...
-                                      past what was delivered before
+    the epoch before has ended here:   the same copy                       iter, draw, draw, ...
+    otherwise:                         a fresh copy, worker_init_fn,
+                                       its state put back if it has one,   iter, draw, draw, ...
+                                       past what was read before
 
-A :class:`ShardReader` reads one shard once, from where it is told to begin, and goes on from where
-it stands. It draws the samples of a batch, and then makes the batch of them. The two are apart so
-that batches which were delivered before can be passed over without being made, with the same random
-numbers for the stream as when they were. A state is put back before the generators are seeded for a
-batch, and taken when they are seeded for the next. :class:`ShardReaders` are those of one worker;
-they hand out the copies of the dataset.
+A task names its first batch. A :class:`ShardReader` that stands there goes on; otherwise another
+one is opened. It draws the samples of a batch, and then makes the batch of them. The two are apart
+so that batches which were delivered before can be passed over without being made, with the same
+random numbers for the stream as when they were. A state is put back before the generators are
+seeded for a batch, and taken when they are seeded for the next. :class:`ShardReaders` are those of
+one worker; they hand out the copies of the dataset.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from minloader._checks import is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import END, LEFT_OUT, Reached, Shard, WorkerInfo
+from minloader._worker.messages import Shard, WorkerInfo
 from minloader._worker.seeds import Place
 
 logger = logging.getLogger("minloader")
 
+END = object()
+"""Stands for a batch where there are no more."""
+
 
 @dataclass(eq=False)
 class ShardReader:
-    """Reads one shard, once.
+    """Reads one shard once, from where a task has begun.
 
     Attributes:
         maker: makes batches of what is read.
         info: what the stream is told about where it runs, and the stream. Nothing else reads that
             meanwhile.
         epoch: the epoch that it is read for.
-        shard: which, and for which reading.
-        start: where to begin.
+        shard: as the task says that it was opened for.
         is_fresh: whether the stream's state, if there is one, must be put back.
         is_inline: whether it runs in the calling process, where an interrupt may come.
-        position: how many batches were drawn.
+        position: ordinal of the next batch to draw.
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
         iterator: of the stream, while it is read.
@@ -62,7 +64,6 @@ class ShardReader:
     info: WorkerInfo
     epoch: int
     shard: Shard
-    start: Reached
     is_fresh: bool
     is_inline: bool
     position: int = 0
@@ -82,7 +83,7 @@ class ShardReader:
     def is_whole(self) -> bool:
         """Whether the pass was read to its end, so that the next can begin with the same copy."""
         # Where a state was put back in mid-epoch, the stream may begin there each time.
-        is_put = self.is_fresh and self.start.at and not self._is_own_iterator
+        is_put = self.is_fresh and self.shard.at and not self._is_own_iterator
         return self.ended and not self._failed and not (is_put and is_stateful(self.info.dataset))
 
     @property
@@ -103,12 +104,12 @@ class ShardReader:
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
-        start, self.reading = self.start, True
+        state, self.reading = self.shard.state, True
         try:
-            known = {} if start.state is None or not self.is_fresh else unpack(start.state)
+            known = {} if state is None or not self.is_fresh else unpack(state)
             if "dataset" in known:
                 self.info.dataset.load_state_dict(known["dataset"])
-            if start.at:
+            if self.shard.at:
                 self._open(known)
         except Exception:
             self.ended = True  # what cannot be begun is over
@@ -127,7 +128,7 @@ class ShardReader:
             if self.iterator is None:
                 self._open({})
             samples = self._take(size)
-            if not samples and not self.position and self.is_fresh and self.start.state is not None:
+            if not samples and not self.position and self.is_fresh and self.shard.state is not None:
                 self._open({})  # it was the state of an end, and does not stand for a beginning
                 samples = self._take(size)
                 if not samples and self.beginning is not None:
@@ -139,33 +140,33 @@ class ShardReader:
             # now: what has that for its place would be read on by who has its state.
             self.ended |= self.iterator is None or self._is_dead
             self._failed = True
-            self._samples, self.last = [], None
+            self._samples, self.last, self._is_inside = [], None, False
             self.position += 1  # it takes the place of a batch
             raise
-        self._samples, self._former = [], self._samples if self.is_inline else None
-        self.position += 1
         self.reading = False
         self.ended = len(samples) < size
         if not samples or (self.ended and not job.keep_last):
+            self._samples, self._former = [], None
             return END
+        self._samples, self._former = [], self._samples if self.is_inline else None
+        self.position += 1
         self.last = fingerprint(samples)
         return samples
 
-    def goes_on(self, start: Reached) -> bool:
-        """Return whether it can go on where an interrupt came; then it is there.
-
-        Only in the calling process does an interrupt come to a reader.
-        """
-        # An iterator that has no state and is the stream itself can only be read on.
-        is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
-        inside = self._is_inside and not self._is_taken
-        if not self.is_inline or (inside and (self._is_dead or not is_own)):
-            return False  # what raised an interrupt may be over
-        if start.batches == self.position - 1 and self._former is not None:
+    def stands_at(self, shard: Shard) -> bool:
+        """Return whether it can go on with the first batch of a task; then it is there."""
+        if self.position == shard.first + 1 and self._former is not None:
+            # Ctrl-C came before the batch was delivered. Its samples are still here.
             self._samples, self._former = self._former, None
-            self.position, self.ended = start.batches, False
-        self.reading = False  # an interrupt is no failure of the stream's
-        return start.batches == self.position
+            self.position, self.ended = shard.first, False
+        if self._is_inside and not self._is_taken:
+            # What raised an interrupt may be over, or have lost a sample. An iterator that has no
+            # state and is the stream itself can only be read on.
+            is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
+            if self._is_dead or not is_own:
+                return False
+        self.reading = self._failed and self.reading and not self.is_inline
+        return self.position == shard.first or (self.ended and self.position < shard.first)
 
     def _open(self, known: dict[str, Any]) -> None:
         """Begin to read, in one step; ``known`` may have a state of the iterator."""
@@ -180,7 +181,7 @@ class ShardReader:
             iterator.load_state_dict(known["iterator"])
         self.iterator, self._is_own_iterator = iterator, is_own
         self._samples = []
-        self.position, self._is_inside = self.start.at, False
+        self.position, self._is_inside = self.shard.at, False
 
     @property
     def _is_taken(self) -> bool:
@@ -200,34 +201,33 @@ class ShardReader:
         return self._samples[:-1]
 
     def fetch(self) -> Any:
-        """Return the next batch, END or LEFT_OUT."""
-        is_left_out = self.position in self.start.left_out
-        if is_left_out and self.position == self.start.end:
-            self.position, self.ended = self.position + 1, True
-            return LEFT_OUT
+        """Return the next batch, or END."""
         samples = self.draw()
-        if samples is END or is_left_out:
-            return LEFT_OUT if is_left_out else END
+        if samples is END:
+            return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
         self.info._begin(self.epoch, self.shard.ordinal(self.position - 1), key=(1,))
         return self.maker.combine(samples)
 
-    def check_passed(self, given: int) -> None:
-        """Check that what was passed over is what was read before.
+    def check(self, shard: Shard) -> None:
+        """Check that the batch drawn last, which is passed over, is what was read before.
 
-        Args:
-            given: how many batches the stream has given.
+        Raises:
+            RuntimeError: it is not, or there are too few.
         """
-        start = self.start
+        # What was asked for beyond that may never have been there.
+        given = 0 if shard.check is None else shard.check[0] + 1
         what = (
-            f"when shard {self.info.id} was read again, past the {start.batches} batches that it "
+            f"when shard {self.info.id} was read again, past the {given} batches that it "
             "had given: it must give the same samples each time, for the same epoch, shard and "
             "seed, or have state_dict and load_state_dict"
         )
-        if given < start.batches:
-            self.ended = self.is_other = True
-            raise RuntimeError(f"the stream has ended after {given} batches {what}")
-        if start.last is not None and self.last != start.last:
+        if self.ended and self.position < given:
+            self.is_other = True
+            raise RuntimeError(f"the stream has ended after {self.position} batches {what}")
+        if shard.check is None or self.position - 1 != shard.check[0]:
+            return
+        if shard.check[1] not in (None, self.last):
             self.ended = self.is_other = True
             raise RuntimeError(f"the stream has given other samples {what}")
 
@@ -263,18 +263,18 @@ class ShardReaders:
     seed: int
     reload: Callable[[], Any] | None
     is_inline: bool
-    _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)  # by run and shard
+    _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
     _beginning: bytes | None = None  # state that the job's own object had before it was read
     _original: Any = None  # that object as it was then, if it had no state and is the user's
 
     def find(
         self, shard: Shard, epoch: int, pid: int, prepare: Callable[[WorkerInfo], None]
-    ) -> ShardReader | None:
-        """Return the reader of a shard; None if another worker has begun with it.
+    ) -> ShardReader:
+        """Return a reader for a task, which may stand before its first batch.
 
         Args:
-            shard: which, and for which reading.
+            shard: which batches.
             epoch: the epoch that it is read for.
             pid: of this process.
             prepare: calls ``worker_init_fn``, if there is one, on the copy that an info has.
@@ -282,22 +282,23 @@ class ShardReaders:
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        key, start = (shard.pass_, shard.id), shard.start
-        reader = self._readers.get(key)
-        if reader is not None and reader.shard.reading == shard.reading:
-            return reader
-        if start is None:
-            return None
-        if reader is not None and reader.goes_on(start):
-            reader.shard = shard
-            return reader
-        if start.state is None and self.is_inline and self._beginning is not None:
-            start = start._replace(state=self._beginning)
-        follows = -1 if start.follows is None or start.batches else start.follows
-        before = self._readers.get((follows, shard.id))
-        is_fresh = before is None or not before.is_whole or is_read_once(before.info.dataset)
-        if is_fresh:
-            dataset, is_prepared = self._copy(shard, start)
+        before = self._readers.get(shard.id)
+        if before is not None and before.shard.number == shard.number and before.stands_at(shard):
+            return before
+        if shard.state is None and self.is_inline and self._beginning is not None:
+            shard = shard._replace(state=self._beginning)
+        goes_on = (
+            before is not None
+            and shard.follows == before.shard.number
+            and not shard.first
+            and before.is_whole
+            and not is_read_once(before.info.dataset)
+        )
+        if goes_on:
+            assert before is not None
+            info = before.info
+        else:
+            dataset, is_prepared = self._copy(shard)
             info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
             info.rank = self.maker.job.rank
             if is_read_once(dataset):
@@ -306,13 +307,9 @@ class ShardReaders:
                 info.epoch = epoch
             if not is_prepared:
                 prepare(info)
-        else:
-            info = self._readers.pop((follows, shard.id)).info
-        for former in [former for former in self._readers if former[0] < shard.oldest]:
-            del self._readers[former]
-        reader = ShardReader(self.maker, info, epoch, shard, start, is_fresh, self.is_inline)
-        reader.beginning, reader._failed = self._beginning, bool(start.failed)
-        self._readers[key] = reader
+        reader = ShardReader(self.maker, info, epoch, shard, not goes_on, self.is_inline)
+        reader.beginning = self._beginning
+        self._readers[shard.id] = reader
         return reader
 
     def rewind(self) -> None:
@@ -329,23 +326,17 @@ class ShardReaders:
         elif self._original is not None:
             self.maker.job.dataset = self._original
 
-    def _is_in_use(self, shard: Shard) -> bool:
-        """Whether another pass reads the job's own object."""
-        readers = [each for key, each in self._readers.items() if key[0] >= shard.oldest]
-        dataset = self.maker.job.dataset
-        return any(each.info.dataset is dataset and not each.ended for each in readers)
-
-    def _copy(self, shard: Shard, start: Reached) -> tuple[Any, bool]:
+    def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset, is_taken = self.maker.job.dataset, self._is_taken
-        if start.state is None and self._original is not None:
+        if shard.state is None and self._original is not None:
             return copy.deepcopy(self._original), False
         if not is_taken:
             self._note_beginning(dataset)
         if self.reload is not None and is_taken:
             return self.reload(), False
         alone = shard.total == 1
-        if self.reload is None and not (self.is_inline and alone and not self._is_in_use(shard)):
+        if self.reload is None and not (self.is_inline and alone):
             try:
                 return copy.deepcopy(dataset), False
             except Exception as error:

@@ -102,39 +102,39 @@ class WorkerInit:
 _has_warned = False
 
 
-class PassesState:
-    """Pass ``state_dict`` and ``load_state_dict`` on to another object, if that has them."""
-
-    _stateful: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):
-            return getattr(self._stateful, name)
-        raise AttributeError(name)
-
-
-class Stream(PassesState):
+class Stream:
     """An ``IterableDataset``, whose epochs the user counts, as with torch: it hides ``set_epoch``.
+
+    It passes ``state_dict`` and ``load_state_dict`` on, if the dataset has them.
 
     Args:
         dataset: the user's dataset.
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        told: the epoch that the user has set for this pass; None if that is not known. Where a pass
-            was left, its state of before that is put back first, and may have another epoch.
+        told: the epoch that the user has set for this pass; None if that is not known. A state
+            that is put back before the pass begins may be of another epoch.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
-        self.dataset = self._stateful = dataset
+        self.dataset = dataset
         self.read_once = read_once
         self.told: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         dataset, told = self.dataset, self.told
-        if told is not None and dataset.epoch != told and hasattr(dataset, "set_epoch"):
+        wants = hasattr(dataset, "set_epoch")
+        if told is not None and wants and getattr(dataset, "epoch", None) != told:
             dataset.set_epoch(told)
         return iter(dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "load_state_dict" and self.read_once:
+            # The copy is as the user's dataset was when it was made.
+            self.told = getattr(self.dataset, "epoch", None)
+        if name in ("state_dict", "load_state_dict"):
+            return getattr(self.dataset, name)
+        raise AttributeError(name)
 
 
 _told: WorkerInfo | None = None

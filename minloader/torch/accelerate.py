@@ -1,7 +1,7 @@
 """Hugging Face Accelerate, which makes a loader of its own from each that it is given.
 
-It reads the loader's arguments, and passes them to torch's ``DataLoader``. HF's Trainer has it do
-so. Only a program that asks for it gets minloader's instead; others are warned, once.
+It reads the loader's arguments, and passes those that it knows to torch's ``DataLoader``. HF's
+Trainer has it do so. Only a program that asks for it gets minloader's instead.
 
 Runs in the training process. Accelerate is imported only where it is asked for.
 """
@@ -9,21 +9,25 @@ Runs in the training process. Accelerate is imported only where it is asked for.
 from __future__ import annotations
 
 import importlib
-import warnings
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from minloader.torch.data_loader import DataLoader
+from functools import partial, wraps
+from typing import Any
 
 MODULE = "accelerate.data_loader"
 
-OWN_ARGUMENTS = ("transform", "on_error", "retries", "worker_memory_limit", "seed_generators")
-"""Arguments that torch's loader has not, and Accelerate does not read."""
+MAKERS = ("prepare_data_loader", "skip_first_batches")
+"""Functions of that module which make a loader from the one that is their first argument."""
 
-_read: list[DataLoader[Any]] = []  # the loader whose arguments Accelerate has read last
-_told = False
+IMPORTERS = (MODULE, "accelerate.accelerator", "accelerate", "transformers.trainer")
+"""Modules that have these functions by name."""
+
+OWN_ARGUMENTS = (
+    *("transform", "on_error", "max_errors", "retries", "shared_memory", "worker_memory_limit"),
+    *("trace", "seed_generators"),
+)
+"""Arguments that torch's loader has not, and Accelerate does not read."""
 
 
 def use_in_accelerate() -> ExitStack:
@@ -34,8 +38,9 @@ def use_in_accelerate() -> ExitStack:
         minloader.torch.use_in_accelerate()
         loader, model = accelerator.prepare(loader, model)
 
-    It replaces one name, ``accelerate.data_loader.DataLoader``. Call it before the loader is
-    prepared. Tested with Accelerate 1.15.
+    It replaces two functions of Accelerate, ``prepare_data_loader`` and ``skip_first_batches``.
+    Call it before a script imports one of these by name, and before the loader is prepared. Tested
+    with Accelerate 1.15.
 
     Returns:
         An object that undoes it, by its ``close()`` or as a context manager.
@@ -43,24 +48,38 @@ def use_in_accelerate() -> ExitStack:
     Raises:
         ImportError: Accelerate is not installed.
     """
-    module: Any = importlib.import_module(MODULE)
-    former = module.DataLoader
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if not _read:
-            return former(*args, **kwargs)
-        from minloader.torch.data_loader import DataLoader
-
-        loader = _read.pop()
-        own = {name: getattr(loader, name) for name in OWN_ARGUMENTS}
-        return DataLoader(*args, **(kwargs | own))
-
-    make.keeps_minloader = True  # type: ignore[attr-defined]
-    module.DataLoader = make
+    module = importlib.import_module(MODULE)
     undo = ExitStack()
-    undo.callback(setattr, module, "DataLoader", former)
-    undo.callback(_read.clear)  # of a loader that was read, and none made of it
+    for name in MAKERS:
+        former = getattr(module, name)
+        keeping = _keeping(former, module)
+        for importer in map(sys.modules.get, IMPORTERS):
+            if importer is not None and getattr(importer, name, None) is former:
+                undo.callback(setattr, importer, name, former)
+                setattr(importer, name, keeping)
     return undo
+
+
+def _keeping(make: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Return one of Accelerate's functions which keeps the class of minloader's loaders.
+
+    Args:
+        make: the function, of the loader and more.
+        module: whose ``DataLoader`` it makes.
+    """
+    from minloader.torch.data_loader import DataLoader
+
+    @wraps(make)
+    def keeping(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(dataloader, DataLoader):
+            return make(dataloader, *args, **kwargs)
+        own = {name: getattr(dataloader, name) for name in OWN_ARGUMENTS}
+        with ExitStack() as undo:
+            undo.callback(setattr, module, "DataLoader", module.DataLoader)
+            module.DataLoader = partial(DataLoader, **own)
+            return make(dataloader, *args, **kwargs)
+
+    return keeping
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
@@ -93,25 +112,3 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         if isinstance(getattr(each, "base_dataloader", None), DataLoader):
             accelerator.register_for_checkpointing(each)
     return prepared
-
-
-def notice(loader: DataLoader[Any], reader: FrameType) -> None:
-    """Notice that Accelerate is about to make another loader of one.
-
-    Args:
-        loader: the one that is read.
-        reader: the frame of the code that reads it.
-    """
-    global _told
-    if reader.f_globals.get("__name__") != MODULE:
-        return
-    if hasattr(reader.f_globals["DataLoader"], "keeps_minloader"):
-        _read[:] = [loader]
-    elif not _told:
-        _told = True
-        warnings.warn(
-            "Accelerate makes a torch DataLoader of this minloader.torch.DataLoader, which then "
-            "has torch's workers; call minloader.torch.use_in_accelerate() before to keep "
-            "minloader's (said once)",
-            stacklevel=4,
-        )

@@ -13,10 +13,9 @@ import copy
 import inspect
 import logging
 import multiprocessing
-import sys
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from multiprocessing.context import BaseContext
 from numbers import Real
 from typing import Any, Generic, TypeVar
@@ -28,20 +27,21 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
+from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Batches as Epoch
-from minloader._epochs.pending import Handover
-from minloader._epochs.state import Note, check_version
+from minloader._epochs.iterator import Batches as LoaderBatches
+from minloader._epochs.options import Shared
+from minloader._epochs.position import check_version
+from minloader._epochs.stage import Stage
 from minloader._insight.counters import Stats
 from minloader._loader import Loader
-from minloader._prefetch import prefetch
 from minloader._sampling.base import ranks_of, with_inner
 from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
-from minloader.torch.accelerate import notice
+from minloader._worker.shuffled import Shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
-from minloader.torch.order import EpochOrder, EpochStart, Order, draw_seed
+from minloader.torch.order import EpochOrder, Order, Start, draw_seed, is_told, told_of
 
 logger = logging.getLogger("minloader")
 
@@ -58,12 +58,20 @@ _NAMES = ("IterDataPipe", "MapDataPipe")
 _PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if name in vars(torch.utils.data))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
+IterableDataset.register(Shuffled)  # also where torch asks
+
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
-    *("multiprocessing_context", "transform", "on_error", "retries", "worker_memory_limit"),
-    *("seed_generators", "_order", "_seed"),
+    *("multiprocessing_context", "transform", "on_error", "max_errors", "retries"),
+    *("shared_memory", "worker_memory_limit", "seed_generators", "trace", "_order"),
 )
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
+
+
+class _Loader(Loader[Any]):
+    """The loader under one of torch's kind, whose errors speak of that one's arguments."""
+
+    _without_processes = "set num_workers=0"
 
 
 class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
@@ -82,8 +90,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     starts workers of its own, as with torch; those of an epoch stay until the next one begins.
 
     Args:
-        dataset: map-style (it has ``__getitem__``), or a ``torch.utils.data.IterableDataset``. The
-            workers read it.
+        dataset: map-style (it has ``__getitem__``), or a ``torch.utils.data.IterableDataset``, also
+            one that is :func:`minloader.shuffled`. The workers read it.
         batch_size: number of samples in a batch. None: each sample is a batch by itself.
         shuffle: whether each epoch visits the dataset in another order.
         sampler: iterable of indices, in place of ``shuffle``; read in this process.
@@ -111,10 +119,15 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         in_order: False: batches come as they get ready.
         transform: minloader's own, as are those that follow: called in the worker with each sample.
         on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
+        max_errors: how many batches and samples may fail; see :class:`minloader.Loader`.
         retries: how often a batch is tried again whose worker process died while making it.
+        shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
+            there.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced.
         seed_generators: whether random generators that the dataset, ``transform`` and
             ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
+        trace: file to write a timeline to, from the first batch on. Workers that get another
+            dataset begin it anew.
 
     Raises:
         ValueError: an argument has an impossible value, or excludes another.
@@ -144,9 +157,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
+        max_errors: int | None = None,
         retries: int = 1,
+        shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
         seed_generators: bool = False,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(dataset, _PIPES):
             raise NotImplementedError(
@@ -168,14 +184,20 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         for name, value in self._given.items():
             checks.check_iterable(name, value)
         checks.check_on_error(on_error)
+        if max_errors is not None:
+            max_errors = check_int("max_errors", max_errors, 0)
+        checks.check_shared_memory(shared_memory)
         checks.check_memory_limit(worker_memory_limit, "process")
         if pin_memory:
             check_pinning(pin_memory_device)
         self.transform: Callable[[Any], Any] | None = transform
         self.on_error: OnError = on_error
+        self.max_errors: int | None = max_errors
         self.retries: int = check_int("retries", retries, 0)
+        self.shared_memory: bool | int = shared_memory
         self.worker_memory_limit: int | None = worker_memory_limit
         self.seed_generators: bool = checks.check_bool("seed_generators", seed_generators)
+        self.trace: str | os.PathLike[str] | None = trace
         self._forget()
         self.in_order: bool = in_order
         super().__init__(
@@ -194,13 +216,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._made_with: list[Any] = []  # settings of the loader
         self._init: conventions.WorkerInit | None = None  # what its workers begin with
         self._seed: int | None = None
-        self._begun = False
-        # Of the last two epochs that were drawn, by their numbers in the loader. It may not have
-        # begun the latter yet.
-        self._starts: dict[int, EpochStart | None] = {}
-        self._resume: dict[str, Any] | None = None
-        self._behind: Note | None = None  # the state as of the consumer of a prefetch
-        self._loads = 0  # how many states were loaded
+        self._set_last: int | None = None  # by set_epoch
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,17 +224,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         blank = type(self).__new__(type(self))
         blank._forget()
         return vars(self) | vars(blank)
-
-    @property
-    def multiprocessing_context(self) -> Any:
-        """How workers are started: a ``multiprocessing`` context. None: as by default."""
-        notice(self, sys._getframe(1))
-        return super().multiprocessing_context
-
-    @multiprocessing_context.setter
-    def multiprocessing_context(self, context: Any) -> None:
-        torchs: Any = TorchLoader.multiprocessing_context  # a property
-        torchs.__set__(self, context)
 
     @property
     def stats(self) -> Stats:
@@ -234,8 +239,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
+        self._set_last = epoch
         for each in (*with_inner(self._index_sampler), self.dataset):
-            if hasattr(each, "set_epoch"):
+            if is_told(each):
                 each.set_epoch(epoch)
 
     # --- an epoch
@@ -257,7 +263,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, batches: Batches[T]) -> None:
+    def _begin(self, batches: Batches[T]) -> Epoch:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator.
 
         An interrupt leaves all as it was, or what was drawn for the next try.
@@ -268,99 +274,76 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             ValueError: an attribute was set to a value that does not go with the others.
         """
         self._check_open()
-        order, resume, start = self._sync_order(), self._resume, self._coming()
-        if resume is not None and not start.begun:
-            start = EpochStart.decode(resume["order"], resume["epoch"])
-            if start.begun and self._is_left_behind():
-                start = start._replace(shared=None)
-            order.note(start, self._generators(), self.generator)
-            order.redraw()
-            self._note_start(start)
-        if not start.begun:
+        self._leave_behind()
+        order = self._sync_order()
+        start = self._start_of(self._number)
+        if not self._is_resumed:
             for name, given in self._given.items():
-                once = hasattr(type(given), "__next__") and not hasattr(given, "set_epoch")
-                if self._begun and once:
+                once = hasattr(type(given), "__next__") and not is_told(given)
+                if self._number and once:
                     raise used_up(name, given)
-            start = self._prepare(order)
-        order.note(start, self._generators(), self.generator)
+            if self._loader is not None and self._loader._epochs.is_left:
+                order.leave()
+        order.check(start)
         loader = self._ready()
-        if self._resume is not None:
-            loader.load_state_dict(self._resume["loader"])
-        if isinstance(self.dataset, IterableDataset) and not self.num_workers:
-            loader.dataset.told = None if resume else getattr(self.dataset, "epoch", None)
-        pinned = self.pin_memory and can_pin()
-        # Its first batch begins it, in place of iter(): an interrupt here finds nothing begun.
-        made: Any = Epoch(loader, loader._settings, 1, numbered=False)
-        batches.pins = pinned and not self.num_workers
-        self._begun, self._behind, self._resume = True, None, None
-        batches.source = prefetch(made, pin) if pinned and self.num_workers else made
+        if isinstance(self.dataset, IterableDataset):
+            # It is not read, but generators are drawn from.
+            order.set_epoch(self._number)
+            iter(order)
+            if not self.num_workers:
+                loader.dataset.told = start.told
+        return loader._epochs.begin(batches, None)
 
-    def _is_left_behind(self) -> bool:
-        """Tell whether the sampler was set to another epoch than that of the state; then go there.
+    def _leave_behind(self) -> None:
+        """Go on to another epoch, if a state was loaded, and the sampler was set to that since.
 
-        Lightning does so if all batches of the epoch were delivered.
+        Lightning does so if all batches of the state's epoch were delivered.
         """
-        assert self._resume is not None
-        former, epoch = self._resume["epoch"], self._sampler_epoch()
-        if self._loader is None or former is None or epoch is None or epoch == former:
-            return False
-        if epoch < former:
+        if self._loader is None or not self._is_resumed:
+            return
+        start, epoch = self._start_of(self._number), self._told
+        if not start.begun or start.told is None or epoch is None or epoch == start.told:
+            return
+        if epoch < start.told:
             warnings.warn(
-                f"a state of epoch {former} was loaded, but then the sampler was set to epoch "
-                f"{epoch}, which begins anew; call set_epoch({former}) to resume",
-                stacklevel=6,
+                f"a state of epoch {start.told} was loaded, but then the sampler was set to epoch "
+                f"{epoch}, which begins anew; call set_epoch({start.told}) to resume",
+                stacklevel=8,
             )
-        number = self._loader.epoch + epoch - former
-        self._loader.set_epoch(number if number >= 0 else self._loader.epoch + 1)
-        self._resume = None
-        return True
+        number = self._number + epoch - start.told
+        self._loader.set_epoch(number if number >= 0 else self._number + 1)
 
     def _sync_order(self) -> Order:
         """Return the order of the loader's sampler, which a subclass may have replaced."""
         if self._order is None or self._order.sampler is not self._index_sampler:
-            self._order = Order(self._index_sampler)
+            self._order = Order(self._index_sampler, self.generator)
         return self._order
 
-    def _prepare(self, order: Order) -> EpochStart:
-        """Draw what torch draws when an epoch begins, in its order, and begin the sampler.
-
-        What was drawn is kept until the epoch has begun. An interrupt leaves nothing drawn.
-        """
-        order.finish()
-        starts, shared = self._starts, torch.get_rng_state()
-        draws_seed = not (self.persistent_workers and self._begun)
-        before = start = self._now(seeded=draws_seed)
-        try:
-            order.begin()
-            if draws_seed:
-                seed = draw_seed(self.generator)
-                if self._seed is None:
-                    self._seed = seed
-                if self.num_workers:  # torch's iterator resets itself as soon as it is made
-                    start = self._now(seeded=False)
-                    order.begin()
-            order.draw_first()
-            self._note_start(start)
-            return start
-        except BaseException:
-            order.put_back(before, self._generators())
-            torch.set_rng_state(shared)
-            self._starts = starts
-            raise
-
-    def _now(self, *, seeded: bool) -> EpochStart:
-        return EpochStart.now(self._generators(), self._sampler_epoch(), seeded)
-
-    def _note_start(self, start: EpochStart) -> None:
-        """Note how the next epoch begins, which is drawn now."""
-        number, drawn = self._number, start._replace(after=self._sampler_epoch())
-        self._starts = {number - 1: self._starts.get(number - 1), number: drawn}
-
-    def _coming(self) -> EpochStart:
-        """Return how the next epoch begins: as it was drawn, if the sampler is still set to it."""
-        start = self._starts.get(self._number)
-        if start is None or start.after != self._sampler_epoch():
-            start = self._now(seeded=False)._replace(shared=None)
+    def _start_of(self, number: int) -> Start:
+        """Return how an epoch starts: as was noted, or else as things are now, which is noted."""
+        order = self._sync_order()
+        start = order.starts.get(number)
+        if start is None:
+            start = Start(
+                own=[each.get_state() for each in order.generators],
+                shared=torch.get_rng_state(),
+                seeded=not (self.persistent_workers and self._number),
+                twice=self.num_workers > 0,
+                told=self._told,
+            )
+            before = order.starts.get(number - 1)
+            order.starts = {} if before is None else {number - 1: before}
+        elif not start.begun and number == self._number and start.told != self._told:
+            start = start._replace(told=self._told)  # it was set since
+        order.starts[number] = start
+        if self._seed is None:
+            # As torch's loader does, but nothing is drawn yet: it will be when the epoch begins.
+            with torch.random.fork_rng(devices=[]):
+                generator = self.generator
+                if generator is not None:
+                    generator = torch.Generator(generator.device)
+                    generator.set_state(self.generator.get_state())
+                self._seed = draw_seed(generator)
         return start
 
     @property
@@ -368,16 +351,17 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """That of the next epoch in the loader."""
         return 0 if self._loader is None else self._loader.epoch
 
-    def _generators(self) -> list[torch.Generator]:
-        """Return those that an epoch's order may depend on, without torch's global one.
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether a state was loaded, and its epoch has not begun since."""
+        return self._loader is not None and self._loader._epochs.resume is not None
 
-        Samplers that are told the epoch seed theirs from it, and some make it only then.
-        """
-        samplers = self.sampler, *with_inner(self._index_sampler)
-        owners = self, *(each for each in samplers if not hasattr(each, "set_epoch"))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
-        return [each for each in known if each is not torch.default_generator]
+    @property
+    def _told(self) -> int | None:
+        """The epoch that the samplers, or the stream, were set to, if they have any."""
+        if isinstance(self.dataset, IterableDataset):
+            return told_of(self.dataset, last=self._set_last)
+        return told_of(*with_inner(self._index_sampler), last=self._set_last)
 
     def _ready(self) -> Loader:
         """Return the loader, for an epoch to begin: a new one if an attribute has changed.
@@ -391,16 +375,23 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if former is not None and settings == self._made_with:
             if self.persistent_workers or not self.num_workers:
                 return former
-            if not former._group.in_flight:
+            if not former._shared.group.in_flight:
                 if self._init is not None:
                     self._init.tells = False
-                former._group.begin_anew()
+                former._shared.group.begin_anew()
                 return former
-        self._loader = self._make()
+        if former is not None and self.trace is not None:
+            former.close()  # it has the file open
+        made = self._make()
+        made._any_seed = True  # a state brings its own
+        if former is not None and self._is_resumed:
+            made.load_state_dict(former.state_dict())
+        elif former is not None:
+            made.set_epoch(former.epoch)
+        # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
-        if former is not None:
-            self._loader.set_epoch(former.epoch)
-        return self._loader
+        self._loader = made
+        return made
 
     def _make(self) -> Loader:
         workers = self.num_workers
@@ -419,9 +410,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "seed": self._seed,
             "transform": self.transform,
             "on_error": self.on_error,
+            "max_errors": self.max_errors,
             "retries": self.retries,
+            "shared_memory": self.shared_memory,
             "worker_memory_limit": self.worker_memory_limit,
             "seed_generators": self.seed_generators,
+            "trace": self.trace,
         }
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:
@@ -432,12 +426,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if workers and self.worker_init_fn is not None:
             self._init = options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
         if not stream:
-            return Loader(self.dataset, self._order, **options)
+            return _Loader(self.dataset, self._order, **options)
         if self.batch_size is not None:
             last_batch = "discard" if self.drop_last else "keep"
             options |= {"batch_size": self.batch_size, "last_batch": last_batch}
         read_once = workers > 0 and not self.persistent_workers
-        return Loader(conventions.Stream(self.dataset, read_once=read_once), **options)
+        return _Loader(conventions.Stream(self.dataset, read_once=read_once), **options)
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
@@ -464,7 +458,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             setattr(self, name, value)
         if not self.num_workers:
             self.timeout = 0
-        self._order, self._seed = EpochOrder(self._index_sampler, self._generators()), 0
+        self._order, self._seed = EpochOrder(self._index_sampler, self.generator), 0
         return self._make()
 
     # --- state
@@ -480,22 +474,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         With a sampler that deals the epoch out to ranks, the state of one rank serves all of them.
         Otherwise, under ``torch.distributed``, its key is that of the rank.
         """
-        return (self._behind or self._note_state())()
-
-    def _note_state(self) -> Note:
-        """Note the state as of what the iterator that was begun last has handed over."""
-        key = self._state_key()
-        if self._resume is not None:
-            return partial(_keyed, key, partial(copy.deepcopy, self._resume))
         if self._loader is None:
-            # The first epoch's order is drawn now, and kept: the state fixes it.
-            if not self._coming().begun:
-                self._prepare(self._sync_order())
+            self._start_of(self._number)  # it gives the loader its seed
             self._ready()
         assert self._loader is not None
-        note, coming = self._loader._note_state(), self._coming()
-        starts = self._starts | {self._number: coming}
-        return partial(_keyed, key, partial(_state, note, starts, coming))
+        state = self._loader.state_dict()
+        start = self._start_of(state["epoch"])
+        start = start._replace(begun=start.begun or state["epoch"] != self._number)
+        known = {"loader": state, "start": start.encode()}
+        # In a tuple, which is one leaf to torch's distributed checkpoints; see to_state.
+        return {"version": VERSION, self._state_key(): (known,)}
 
     def _state_key(self) -> str:
         """Return the key of the state: that of the rank if other ranks have other states."""
@@ -506,14 +494,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if distributed.get_world_size() == 1 or (not stream and ranks_of(self._index_sampler)):
             return "state"
         return f"rank{distributed.get_rank()}"
-
-    def _sampler_epoch(self) -> int | None:
-        """Return the epoch that the sampler was set to, if it has any."""
-        for each in with_inner(self._index_sampler):
-            epoch = getattr(each, "epoch", None)
-            if hasattr(each, "set_epoch") and isinstance(epoch, int):
-                return epoch
-        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch continue with the batch after those that a state has delivered.
@@ -531,16 +511,18 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 it is noticed only by the first ``next``.)
         """
         known = self._read_state(state)
-        start = EpochStart.decode(known["order"], known["epoch"])
-        self._behind = None
-        if known["epoch"] is not None:
-            self.set_epoch(known["epoch"])
-        self._starts = {}
-        self._loads += 1
-        self._seed = known["loader"]["seed"]
-        self._ready().load_state_dict(known["loader"])
-        self._resume = known
-        self._begun = start.begun or known["loader"]["epoch"] > 0
+        start, number = Start.decode(known["start"]), known["loader"]["epoch"]
+        loader = self._loader
+        if loader is None:
+            self._seed = known["loader"]["seed"]
+            loader = self._ready()
+        loader.load_state_dict(known["loader"])
+        self._seed = loader.seed
+        if start.told is not None:
+            self.set_epoch(start.told)
+        order = self._sync_order()
+        order.leave()
+        order.starts = {number: start}
 
     def _read_state(self, state: Any) -> dict[str, Any]:
         """Return a copy of the part of a state that is for this loader, or refuse it."""
@@ -549,12 +531,21 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
             raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
         check_version(state, VERSION)
+        if "seed" in state:
+            raise ValueError(
+                "the state is of a minloader.Loader, but this is a minloader.torch.DataLoader, "
+                "whose epochs start from torch's generators; give it what its own state_dict() "
+                "returned"
+            )
         if key not in state:
             raise ValueError(
                 f"the state has {shown(sorted(state.keys() - {'version'}))}, but none for {key!r}; "
                 "save the state of each rank, unless a sampler deals the epoch out to the ranks"
             )
-        return copy.deepcopy(dict(state[key][0]))
+        (known,) = state[key]
+        if not isinstance(known, Mapping) or known.keys() != {"loader", "start"}:
+            raise ValueError(f"the state is damaged: {shown(known)}")
+        return copy.deepcopy(dict(known))
 
     # --- the end
 
@@ -571,88 +562,50 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.close()
 
 
-class Batches(Handover[T], _TorchIterator):  # type: ignore[misc]
+class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
-    After an error, ``next`` gives the next batch, and after an interrupt the one that it would have
-    given. Several threads may take batches. It is one of torch's for Lightning, which leaves those
-    out of copies.
+    It is one of torch's for Lightning, which leaves those out of copies.
 
     Args:
         owner: the loader. The iterator keeps it alive, since its workers end with it.
-
-    Attributes:
-        source: what the batches are taken from; None before the epoch has begun.
-        pins: whether they are pinned here.
     """
 
     def __init__(self, owner: DataLoader[T]) -> None:
-        super().__init__()
-        self._owner = owner
-        self.source: Any = None
-        self.pins = False
+        super().__init__(None, _begin, owner.state_dict)
+        self.owner = owner
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
+        pins = owner.pin_memory and can_pin()
+        self._pins = pins and not owner.num_workers
+        if pins and owner.num_workers:
+            self.add_stage(Stage(pin, 1))
 
-    def _check_process(self) -> None:
-        """Leave that to the source: an epoch may begin in a fork."""
-
-    def _next(self, taken: list[Any]) -> T:
-        if self.source is None:
-            self._loads = self._owner._loads
-            self._owner._begin(self)
-        if self._loads != self._owner._loads:
-            raise RuntimeError("a state was loaded since this iterator was begun; call iter again")
-        batch: T = self.source.take(taken)
-        if self.pins:
-            batch = pin(batch)
+    def _find_next(self, shared: Shared, claim: Claim) -> None:
+        super()._find_next(shared, claim)
+        if claim.error is not None:
+            return
+        if self._pins:
+            claim.outcome = pin(claim.outcome)
         self._given += 1
         if self._most is not None and self._given > self._most:
             warnings.warn(
-                f"Length of IterableDataset {self._owner.dataset} was reported to be {self._most} "
+                f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
                 f"(when len(dataloader) was asked for), but {self._given} batches have been "
                 "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return batch
-
-    def _put_back(self, taken: list[Any]) -> None:
-        self.source.put_back(taken)
 
     def __len__(self) -> int:
-        return len(self._owner._index_sampler)
-
-    def is_ready(self) -> bool:
-        """Return whether ``next`` need not wait for a worker."""
-        return self.source is None or bool(self.source.is_ready())
-
-    def note_handed_over(self) -> Note:
-        """Note the state as of what was handed over, to whomever."""
-        return self._owner._note_state()
-
-    def set_behind(self, note: Note | None) -> None:
-        """Have the loader's state be that of a consumer that :func:`minloader.prefetch` serves."""
-        self._owner._behind = note
+        return len(self.owner._index_sampler)
 
 
-def _state(
-    note: Note, starts: Mapping[int, EpochStart | None], coming: EpochStart
-) -> dict[str, Any]:
-    """Return what a state of a ``DataLoader`` says.
-
-    Args:
-        note: returns the state of its :class:`minloader.Loader`.
-        starts: how epochs have begun, by their numbers.
-        coming: how the next one begins.
-    """
-    state = note()
-    begin = starts.get(state["epoch"]) or coming
-    return {"loader": state, "order": begin.encode(), "epoch": begin.told}
-
-
-def _keyed(key: str, note: Callable[[], Any]) -> dict[str, Any]:
-    # In a tuple, which is one leaf to torch's distributed checkpoints; see in_one_shape.
-    return {"version": VERSION, key: (note(),)}
+def _begin(batches: Any, former: Epoch | None) -> Epoch | None:
+    """Begin the one epoch of an iterator."""
+    if former is not None:
+        return None
+    begun: Epoch = batches.owner._begin(batches)
+    return begun
 
 
 def _start_method() -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from minloader._checks import check_bool
-from minloader._prefetch import Prefetch
+from minloader._prefetch import Prefetch, prefetched
 from minloader._sampling.walk import DEEPER, alike, walk
 
 
@@ -46,12 +46,12 @@ def _accelerator() -> torch.device | None:
 
 
 def can_pin() -> bool:
-    """Return whether memory can be pinned; warn the caller's caller if not."""
+    """Return whether memory can be pinned; warn who iterates if not."""
     accelerator = _accelerator()
     if accelerator is not None and accelerator.type != "mps":
         return True
     why = "no accelerator is found" if accelerator is None else "MPS cannot"
-    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=6)
+    warnings.warn(f"pin_memory=True, but {why}: memory is not pinned", stacklevel=5)
     return False
 
 
@@ -105,7 +105,7 @@ def to_device(
     depth: int = 1,
     *,
     convert: bool = False,
-) -> OnDevice:
+) -> Prefetch[Any]:
     """Move batches to a device ahead of the consumer, in a thread of this process. ::
 
         for images, labels in to_device(loader, "cuda"):
@@ -138,29 +138,23 @@ def to_device(
         RuntimeError: torch does not know the device.
     """
     check_bool("convert", convert)
-    return OnDevice(batches, torch.device(device), depth, convert)
+    target = torch.device(device)
+    move = _CudaMover(target) if target.type == "cuda" else partial(_move, target)
+    function = partial(_convert_and_move, move) if convert else move
+    made: Prefetch[Any] = prefetched(batches, function, depth, partial(_received, target))
+    return made
 
 
-class OnDevice(Prefetch[Any]):
-    """Iterator over batches on a device, see :func:`to_device`. For one thread to use."""
-
-    def __init__(
-        self, batches: Iterable[Any], device: torch.device, depth: int, convert: bool
-    ) -> None:
-        self._device = device
-        move = _CudaMover(device) if device.type == "cuda" else partial(_move, device)
-        super().__init__(batches, partial(_convert_and_move, move) if convert else move, depth)
-
-    def _received(self, value: Any) -> Any:
-        moved: _Moved = value
-        if moved.done is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(moved.done)
-            for tensor in moved.tensors:
-                # This memory is the other stream's, which must not use it again before the work
-                # of this stream on it is done.
-                tensor.record_stream(stream)
-        return moved.batch
+def _received(device: torch.device, moved: _Moved) -> Any:
+    """Return a batch that the consumer's stream may use. Called in the consumer's thread."""
+    if moved.done is not None:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(moved.done)
+        for tensor in moved.tensors:
+            # This memory is the other stream's, which must not use it again before the work
+            # of this stream on it is done.
+            tensor.record_stream(stream)
+    return moved.batch
 
 
 class _Moved(NamedTuple):

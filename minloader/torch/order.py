@@ -2,7 +2,8 @@
 
 Runs in the parent. Torch's samplers draw random numbers from torch's global generator, or from
 generators of their own, when an epoch begins. Whoever restores these generators and begins the
-samplers again gets the same order.
+samplers again gets the same order. So an epoch is known by its :class:`Start`, and begun from that
+whenever it is begun: the first time, after an interrupt in the sampler, in a resumed run.
 """
 
 from __future__ import annotations
@@ -13,70 +14,63 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler
 
 from minloader._checks import is_stateful, shown
 from minloader._epochs.failures import Raised
-from minloader._worker.torch_conventions import PassesState
+from minloader._sampling.base import Sampler, with_inner
 
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Torch's samplers that have a generator. They are finite, and keep their order in a list."""
+MOST_DRAWN = 10_000_000
+"""Up to so many samples of a random sampler with its own generator are drawn as an epoch begins."""
 
 
-class EpochStart(NamedTuple):
+class Start(NamedTuple):
     """All that the order of an epoch depends on, just before its sampler is begun.
 
     Attributes:
         own: states of the generators of the loader and of its samplers.
-        shared: state of torch's global generator; None between epochs.
-        seeded: whether the loader draws its seed after it has begun the sampler.
-        told: the epoch that the sampler was set to, if it has any.
-        after: the same, after the order was drawn: some samplers count on while they are read.
+        shared: state of torch's global generator.
+        seeded: whether a seed is drawn when the sampler was begun: the one that torch's loader
+            gives its workers.
+        twice: whether the sampler is then begun once more, as torch's loader does with workers.
+        told: the epoch that the sampler, or the stream, was set to, if it has any.
+        begun: in a state, whether the epoch had begun.
     """
 
     own: list[torch.Tensor]
-    shared: torch.Tensor | None
+    shared: torch.Tensor
     seeded: bool
-    told: int | None = None
-    after: int | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether the epoch has begun."""
-        return self.shared is not None
-
-    @classmethod
-    def now(cls, generators: list[torch.Generator], told: int | None, seeded: bool) -> EpochStart:
-        """Record the generators as they are."""
-        return cls([each.get_state() for each in generators], torch.get_rng_state(), seeded, told)
+    twice: bool
+    told: int | None
+    begun: bool = False
 
     def encode(self) -> dict[str, Any]:
         """Return a part of a state, fit for JSON."""
-        shared = None if self.shared is None else _to_text(self.shared)
-        own = [_to_text(each) for each in self.own]
-        return {"own": own, "shared": shared, "seeded": self.seeded}
+        tensors = {"own": [_to_text(each) for each in self.own], "shared": _to_text(self.shared)}
+        return self._asdict() | tensors
 
     @classmethod
-    def decode(cls, order: Any, told: int | None) -> EpochStart:
+    def decode(cls, known: Any) -> Start:
         """Undo :meth:`encode`.
 
         Raises:
             ValueError: the state is damaged.
         """
         try:
-            shared = None if order["shared"] is None else _from_text(order["shared"])
-            own = [_from_text(text) for text in order["own"]]
-            return cls(own, shared, bool(order["seeded"]), told)
+            return cls(
+                own=[_from_text(text) for text in known["own"]],
+                shared=_from_text(known["shared"]),
+                seeded=bool(known["seeded"]),
+                twice=bool(known["twice"]),
+                told=known["told"],
+                begun=bool(known["begun"]),
+            )
         except (LookupError, TypeError, ValueError, zlib.error) as error:
-            raise ValueError(f"the state is damaged: {error!r}, in {shown(order)}") from error
+            raise ValueError(f"the state is damaged: {error!r}, in {shown(known)}") from error
 
 
 def _to_text(state: torch.Tensor) -> str:
@@ -88,93 +82,158 @@ def _from_text(text: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-class Order(PassesState):
+class Order:
     """What a sampler of torch's kind yields, as a sampler for :class:`minloader.Loader`.
 
-    The loader does not see ``set_epoch``: as with torch, the user calls it. A sampler with
-    ``state_dict`` and ``load_state_dict`` is put back by these, also where torch makes batches of
-    it, and any other is read again.
+    The loader tells it the number of the epoch, and it knows how that one starts. The sampler's own
+    ``set_epoch`` is called by the user, as with torch. A sampler with ``state_dict`` and
+    ``load_state_dict`` is put back by these, also where torch makes batches of it, and any other is
+    read again.
+
+    Args:
+        sampler: torch's.
+        owner: the loader's own generator.
+
+    Attributes:
+        starts: how epochs start, by their numbers in the loader.
     """
 
-    puts_generators_back = True
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
+    def __init__(self, sampler: Iterable[Any], owner: torch.Generator | None) -> None:
         self.sampler = sampler
+        self.starts: dict[int, Start] = {}
         # Torch's reads just what a batch needs.
-        self._stateful = sampler.sampler if type(sampler) is BatchSampler else sampler
-        self._items: Items | None = None  # of an epoch that is begun, and not read
+        self._stateful: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
+        self._owner = owner
+        self._number = 0
         self._last: Items | None = None
-        self._start: tuple[EpochStart, list[torch.Generator], torch.Generator | None] | None = None
+        self._is_left = False  # whether the last epoch leaves nothing for the next
+        self._loaded: Any = None  # state that the next epoch begins from, or goes on from
 
-    def begin(self) -> None:
-        """Begin an epoch of the sampler, which may draw random numbers for it now."""
-        if not is_stateful(self):  # such a one may be put back by the loader first
-            self._items = Items(iter(self.sampler))
+    # --- how an epoch starts
 
-    def note(
-        self, start: EpochStart, generators: list[torch.Generator], owner: torch.Generator | None
-    ) -> None:
-        """Note how the epoch began, to begin it again if an interrupt ends the sampler's iterator.
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that an epoch's order may depend on, without torch's global one.
 
-        Args:
-            start: of the epoch.
-            generators: whose states ``start`` has.
-            owner: the loader's own generator.
+        Samplers that are told the epoch seed theirs from it, and some make it only then.
+        """
+        found = [self._owner]
+        for each in with_inner(self.sampler):
+            if not is_told(each):
+                found.append(getattr(each, "generator", None))
+        known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
+        return [each for each in known if each is not torch.default_generator]
+
+    def check(self, start: Start) -> None:
+        """Refuse a start of a loader with other generators.
 
         Raises:
-            ValueError: there were others when the state was taken.
+            ValueError: it is one.
         """
-        if len(generators) != len(start.own):
+        here = len(self.generators)
+        if here != len(start.own):
             raise ValueError(
                 f"the state has {len(start.own)} generators of the loader and its samplers, but "
-                f"here are {len(generators)}; make them as they were when the state was taken"
+                f"here are {here}; make them as they were when the state was taken"
             )
-        self._start = start, generators, owner
 
-    def put_back(self, start: EpochStart, generators: list[torch.Generator]) -> None:
-        """Have generators be as they were, and nothing begun. Torch's global one stays as it is."""
-        self._items = self._last = None
-        for generator, state in zip(generators, start.own, strict=True):
-            generator.set_state(state)
+    # --- a sampler for the loader
 
-    def redraw(self) -> None:
-        """Begin the epoch again as it began. Torch's global generator stays as it is."""
-        assert self._start is not None
-        start, generators, owner = self._start
-        self.put_back(start, generators)
-        if start.shared is None:
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(start.shared)
-            self.begin()
-            if start.seeded:
-                draw_seed(owner)
-            self.draw_first()
-
-    def draw_first(self) -> None:
-        """Read the first item now: most samplers draw a seed, or all they need, with it."""
-        if self._items is not None:
-            self._items.draw(1)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._items is None and self._start is not None and not is_stateful(self):
-            self.redraw()
-        self._last, self._items = self._items or Items(iter(self.sampler)), None
-        return self._last
-
-    def finish(self) -> None:
-        """Draw the rest of the last epoch, if it was left early; whoever reads it still gets it.
-
-        A sampler may draw from a generator while it is read, which later epochs draw from too.
-        Their order must not depend on how far it was read.
-        """
-        sampler, last = self._stateful, self._items or self._last
-        is_known = type(sampler) in _RANDOM and getattr(sampler, "generator", None) is not None
-        if is_known and last is not None:
-            last.draw()
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch in the loader."""
+        self._number = epoch
 
     def __len__(self) -> int:
+        if isinstance(self.sampler, Sampler):
+            raise TypeError("not before the epoch has begun: the one before may have left some")
         return len(self.sampler)  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        """Have the last epoch leave nothing for the next: the consumer has not seen its end."""
+        self._is_left = True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = last = self._begin()
+        self._is_left = False
+        return last
+
+    def _begin(self) -> Items:
+        """Begin the epoch as it starts.
+
+        Torch's global generator is drawn from if it is just there, as it is when the epoch is begun
+        for the first time. Otherwise it stays as it is. An interrupt leaves nothing drawn.
+        """
+        start = self.starts[self._number]
+        before = torch.get_rng_state()
+        is_there = torch.equal(before, start.shared)
+        for generator, state in zip(self.generators, start.own, strict=True):
+            generator.set_state(state)
+        try:
+            with nullcontext() if is_there else torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(start.shared)
+                return self._begun(start)
+        except BaseException:
+            torch.set_rng_state(before)
+            for generator, state in zip(self.generators, start.own, strict=True):
+                generator.set_state(state)
+            raise
+
+    def _begun(self, start: Start) -> Items:
+        stateful = is_stateful(self)
+        is_within = self._put(start)
+        items = iter(self.sampler)
+        if start.seeded:
+            draw_seed(self._owner)
+        if start.twice and not stateful:
+            items = iter(self.sampler)
+        found = Items(items, is_within=is_within)
+        if not stateful:  # its state must be that of what was given
+            found.draw(self._at_once)
+        return found
+
+    def _put(self, start: Start) -> bool:
+        """Put the sampler to where the epoch begins, or goes on; return whether it goes on."""
+        loaded, self._loaded = self._loaded, None
+        is_within = False
+        if loaded is not None:
+            self._stateful.load_state_dict(loaded["state"])
+            is_within = loaded["within"]
+        elif isinstance(self._stateful, Sampler) and self._is_left:
+            self._stateful._forget()  # however far it was drawn
+        if start.told is not None and not is_within:
+            tell(start.told, *with_inner(self.sampler))
+        return is_within
+
+    @property
+    def _at_once(self) -> int:
+        """How many items are drawn as the epoch begins.
+
+        Most samplers draw a seed, or all they need, with the first. Torch's random one draws from
+        its generator until its end. With a generator of its own, later epochs draw from that too,
+        and their order must not depend on how far this one was read.
+        """
+        sampler = self._stateful
+        has_own = type(sampler) is RandomSampler and sampler.generator is not None
+        if has_own and sampler.num_samples <= MOST_DRAWN:
+            return int(sampler.num_samples) + 1  # the end is drawn, too
+        return 1
+
+    # --- its state, if it has one
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and is_stateful(self._stateful):
+            return self._state if name == "state_dict" else self._load
+        raise AttributeError(name)
+
+    def _state(self) -> dict[str, Any]:
+        if self._is_left:
+            raise NotImplementedError("the next epoch begins with nothing of the one before")
+        within = self._last is not None and self._last.is_within
+        return {"within": within, "state": self._stateful.state_dict()}
+
+    def _load(self, state: Any) -> None:
+        # Later: the sampler is set to an epoch before or after.
+        self._loaded = state
 
 
 class Items(Iterator[Any]):
@@ -182,54 +241,76 @@ class Items(Iterator[Any]):
 
     Args:
         items: as the sampler gives them.
+        is_within: whether some were given before these.
+
+    Attributes:
+        is_within: whether some were given, and it was not told that there are no more.
     """
 
-    def __init__(self, items: Iterator[Any]) -> None:
+    def __init__(self, items: Iterator[Any], *, is_within: bool) -> None:
+        self.is_within = is_within
         self._items = items
         self._drawn: deque[Any] = deque()
         self._lock = threading.Lock()  # another thread may be reading
 
     def __next__(self) -> Any:
         with self._lock:
-            item = self._drawn.popleft() if self._drawn else next(self._items)
+            try:
+                item = self._drawn.popleft() if self._drawn else next(self._items)
+            except StopIteration:
+                self.is_within = False
+                raise
+            self.is_within = True
         if type(item) is Raised:
             raise item.error
         return _as_item(item)
 
-    def draw(self, *most: int) -> None:
-        """Draw some items, or all that are left. What the sampler raises comes in its turn."""
+    def draw(self, most: int) -> None:
+        """Draw some items. What the sampler raises comes in its turn."""
         with self._lock:
             try:
                 # Not by islice(), which calls iter(): a sampler that is its own iterator would
                 # begin anew.
-                self._drawn.extend(map(next, itertools.repeat(self._items, *most)))
+                self._drawn.extend(map(next, itertools.repeat(self._items, most)))
             except Exception as error:
                 self._drawn.append(Raised(error))
 
 
 class EpochOrder(Order):
-    """The order of a sampler of torch's kind, which follows from the number of the epoch alone.
-
-    Args:
-        sampler: torch's.
-        generators: those that it draws from, besides torch's global one.
-    """
-
-    def __init__(self, sampler: Iterable[Any], generators: list[torch.Generator]) -> None:
-        super().__init__(sampler)
-        self._generators, self._epoch = generators, 0
+    """The order of a sampler of torch's kind, which follows from the number of the epoch alone."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
+        """Set the number of the next epoch, which seeds the generators."""
+        super().set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):
-            for generator in (torch.default_generator, *self._generators):
-                generator.manual_seed(self._epoch)
-            start = EpochStart.now(self._generators, None, seeded=False)
-        self.note(start, self._generators, None)
-        return super().__iter__()
+            for generator in (torch.default_generator, *self.generators):
+                generator.manual_seed(epoch)
+            own = [each.get_state() for each in self.generators]
+            shared = torch.get_rng_state()
+        self.starts = {epoch: Start(own, shared, seeded=False, twice=False, told=None)}
+
+
+def told_of(*all_told: Any, last: int | None) -> int | None:
+    """Return the epoch that these were set to, if any of them wants to be told.
+
+    Args:
+        all_told: samplers, or a stream.
+        last: what to take it for where none of them shows it.
+    """
+    wanting = [each for each in all_told if is_told(each)]
+    epochs = [getattr(each, "epoch", None) for each in wanting]
+    return next((epoch for epoch in epochs if isinstance(epoch, int)), last if wanting else None)
+
+
+def tell(epoch: int, *all_told: Any) -> None:
+    """Set to an epoch those of these that are set to another."""
+    for each in all_told:
+        if is_told(each) and getattr(each, "epoch", None) != epoch:
+            each.set_epoch(epoch)
+
+
+def is_told(thing: Any) -> bool:
+    return hasattr(thing, "set_epoch")
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

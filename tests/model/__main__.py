@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
@@ -68,11 +70,17 @@ def run_round(number: int, programs: int, processes: bool, given: argparse.Names
     class Chosen(ProgramsInProcesses if processes else Programs):  # type: ignore[misc]
         kinds = tuple(given.kind or KINDS)
 
+    machines: list[Any] = [] if given.torch else [Chosen]
+    if given.torch or (importlib.util.find_spec("torch") and not given.kind):
+        from model.drop_in import TorchPrograms, TorchProgramsInProcesses
+
+        machines.append(TorchProgramsInProcesses if processes else TorchPrograms)
     for name in given.without or ():
         setattr(Chosen, name, None)
 
     try:
-        run_programs(Chosen, number, options)
+        for machine in machines:
+            run_programs(machine, number, options)
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -101,6 +109,7 @@ def main() -> int:
     parser.add_argument(
         "--kind", nargs="*", choices=list(KINDS), help="of sampler or stream; else all"
     )
+    parser.add_argument("--torch", action="store_true", help="only with minloader.torch.DataLoader")
     parser.add_argument("--without", nargs="*", help="rules to leave out")
     parser.add_argument("--processes", choices=["never", "always"], help="else each third round")
     parser.add_argument("--busy", action="store_true", help="with busy processes all the time")

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from conftest import require
 from hypothesis import HealthCheck, Phase, settings
 
 from .machine import Programs, ProgramsInProcesses, counts, run_programs
@@ -47,3 +48,21 @@ class UninterruptedInProcesses(ProgramsInProcesses):
 def test_programs_with_worker_processes():
     used = run(UninterruptedInProcesses, 12, 12)
     assert used["programs"] >= 12
+
+
+@pytest.mark.timeout(600)
+def test_programs_with_torchs_loader():
+    require("torch")
+    from .drop_in import TorchPrograms
+
+    used = run(TorchPrograms, 150, 20)
+    rules = ["begin", "next", "next to the end", "leave", "state_dict", "load_state_dict"]
+    assert [rule for rule in rules if used[f"torch: {rule}"] <= 3] == []
+
+
+@pytest.mark.timeout(600)
+def test_programs_with_torchs_loader_and_worker_processes():
+    require("torch")
+    from .drop_in import TorchProgramsInProcesses
+
+    assert run(TorchProgramsInProcesses, 12, 12)["programs"] >= 12

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate.data_loader
 import client
 import torch
-from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import prepare_data_loader
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from task import EPOCHS, Numbers, loss_of, make_loader, make_model, step_of
 
@@ -56,7 +56,7 @@ def train(
         loader.set_epoch(epoch)
         batches = loader
         if kind in ("torch", "minloader") and step % len(loader):
-            batches = skip_first_batches(loader, step % len(loader))
+            batches = accelerate.skip_first_batches(loader, step % len(loader))
         for batch in batches:
             loss = loss_of(model, batch)
             accelerator.backward(loss)
@@ -84,18 +84,18 @@ def extras(kind: str) -> Any:
             synchronized.append(accelerator.sync_gradients)
         gathered.append(accelerator.gather(batch["id"]).tolist())
         metrics.append(accelerator.gather_for_metrics(batch["id"]).tolist())
-    dispatched = prepare_data_loader(
+    dispatched = accelerate.data_loader.prepare_data_loader(
         make_loader(kind, Numbers(0.0)),
         accelerator.device,
         put_on_device=True,
         dispatch_batches=True,
     )
-    skipped = skip_first_batches(loader, 2)
+    skipped = accelerate.skip_first_batches(loader, 2)
     return (
         *(gathered, metrics, synchronized, loader.total_batch_size),
         [batch["id"].tolist() for batch in dispatched],
         [batch["id"].tolist() for batch in skipped],
-        [batch["id"].tolist() for batch in skip_first_batches(dispatched, 2)],
+        [batch["id"].tolist() for batch in accelerate.skip_first_batches(dispatched, 2)],
     )
 
 

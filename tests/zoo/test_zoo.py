@@ -12,8 +12,9 @@ require("torch")
 from tests.zoo.__main__ import outcomes  # noqa: E402
 from tests.zoo.bugs import BUGS  # noqa: E402
 
-FORKED = {"threads"} if sys.version_info < (3, 14) else set()
-"""Up to Python 3.13 workers are forked, as torch's are, without the threads of other libraries."""
+FORKED = {"threads", "handles"} if sys.version_info < (3, 14) else set()
+"""Up to Python 3.13 workers are forked, as torch's are, without the threads of other libraries, and
+with the place in each open file."""
 
 
 @pytest.mark.slow

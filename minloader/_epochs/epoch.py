@@ -1,0 +1,153 @@
+"""An epoch: how far it was handed over, in lanes; and what is on its way to the consumer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from minloader._epochs.feed import Feed
+from minloader._epochs.lane import Lane
+from minloader._epochs.position import Position
+from minloader._epochs.task import Task
+from minloader._worker import lifetimes
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Claim:
+    """A batch, or an error in its place, that an iterator has taken for a consumer.
+
+    Attributes:
+        lane: where it was taken from.
+        task: that it is of; None of an error of the sampler.
+        ordinal: its place in the lane; -1 likewise.
+        outcome: the batch.
+        error: to be raised in its place; None: there is none.
+    """
+
+    lane: Lane | None = None
+    task: Task | None = None
+    ordinal: int = -1
+    outcome: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Claims:
+    """What was taken and has not reached a consumer, as far as is known.
+
+    Attributes:
+        lock: held while a batch is taken, and while a position is read. Reentrant: another
+            loader's ``next`` may come in between.
+        process: where the lock is of use: in a fork a thread that is not there may hold it.
+        by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
+            thread is given it again.
+        ahead: taken ahead of the consumer, for a stage; in order.
+        has_stage: whether a stage takes batches ahead.
+        is_unsure: whether the last call was interrupted, so that what is under way must be made
+            sure of.
+    """
+
+    lock: Any = field(default_factory=threading.RLock)
+    process: object = field(default_factory=lambda: lifetimes.process)
+    by_thread: dict[int, Claim] = field(default_factory=dict)
+    ahead: tuple[Any, ...] = ()
+    has_stage: bool = False
+    is_unsure: bool = False
+
+    def get_lock(self) -> Any:
+        """Return the lock; in a fork another one."""
+        if self.process is not lifetimes.process:
+            self.lock = threading.RLock()
+            self.process = lifetimes.process
+        return self.lock
+
+    def all(self) -> list[Claim]:
+        """Return all of them."""
+        return [*self.by_thread.values(), *self.ahead]
+
+
+@dataclass(eq=False, repr=False)
+class Epoch:
+    """What of an epoch was handed over. It outlives the iterator.
+
+    Attributes:
+        number: of the epoch.
+        lanes: one of a sampler, or one for each shard of a stream.
+        is_stream: which of these.
+        has_given: whether a batch of it was handed over.
+        is_one_of_several: whether the iterator goes through several epochs.
+        claims: of the iterator.
+        left_out: how many of its batches failed and were left out.
+        is_over: whether the consumer was told that there are no more batches.
+        is_left: whether the iterator is gone.
+    """
+
+    number: int
+    lanes: list[Lane]
+    is_stream: bool
+    has_given: bool
+    is_one_of_several: bool
+    claims: Claims
+    left_out: int = 0
+    is_over: bool = False
+    is_left: bool = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the consumer has the iterator, and may ask it for more."""
+        return not (self.is_left or self.is_over)
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop goes through this epoch and others, as far as Ctrl-C has not ended it."""
+        return self.is_one_of_several and self.is_under_way and not self.claims.is_unsure
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether all that there is was drawn."""
+        return all(lane.feed.is_over and lane.feed.error is None for lane in self.lanes)
+
+    @property
+    def drew_nothing(self) -> bool:
+        """Whether nothing was drawn so far."""
+        return not any(lane.feed.next for lane in self.lanes)
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches of the epoch; None if it is not known."""
+        feed = self.lanes[0].feed
+        return feed.length if isinstance(feed, Feed) else None
+
+    def position(self) -> Position:
+        """Return what of the epoch was handed over."""
+        on_the_way = self.claims.all()
+        lanes = []
+        for lane in self.lanes:
+            ordinals = [claim.ordinal for claim in on_the_way if claim.lane is lane]
+            lanes.append(lane.position(tuple(each for each in ordinals if each >= 0)))
+        return Position(
+            epoch=self.number, lanes=lanes, is_stream=self.is_stream, length=self.length
+        )
+
+    def skip(self, n: int) -> None:
+        """Leave out the next batches, up to the end, or to an error of the sampler."""
+        self.recover()
+        self.claims.is_unsure = True
+        self.lanes[0].skip(n)
+        self.claims.is_unsure = False
+
+    def recover(self) -> None:
+        """Make sure again what an interrupt has left undone."""
+        if self.claims.is_unsure:
+            for lane in self.lanes:
+                lane.recover()
+
+    def leave(self) -> None:
+        """Forget what is under way: the iterator is gone."""
+        self.is_left = True
+        for lane in self.lanes:
+            lane.leave()
+        for claim in self.claims.all():
+            claim.outcome = None
+            claim.error = None

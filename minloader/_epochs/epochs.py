@@ -1,0 +1,459 @@
+"""The epochs of a loader: which comes next, where it begins, and the one under way.
+
+::
+
+    a state that was loaded --.
+    the end of an epoch ------+--> Position --> Epoch, of lanes --> iterator
+    an epoch that was left ---'       ^                                |
+                                      `------ what was handed over ----'
+
+To begin an epoch, to go on from a state, and to go on to the next epoch are one thing: an epoch is
+made from a position. What the consumer was given is in the epoch under way. Its iterator need not
+tell, and may be gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from minloader import _checks as checks
+from minloader._checks import is_stateful, shown
+from minloader._epochs.epoch import Epoch
+from minloader._epochs.feed import Feed, SamplerSource, check_length
+from minloader._epochs.iterator import Batches
+from minloader._epochs.lane import Lane
+from minloader._epochs.options import Shared
+from minloader._epochs.position import (
+    Known,
+    LanePosition,
+    Position,
+    State,
+    from_state,
+    to_state,
+)
+from minloader._epochs.shard_feed import ShardFeed
+from minloader._memory.files import interrupts_held
+from minloader._memory.pickling import pack
+from minloader._sampling.base import Sampler, with_inner
+
+logger = logging.getLogger("minloader")
+
+
+class Epochs:
+    """The epochs of one loader.
+
+    Args:
+        shared: what they share.
+        sampler: what they are drawn from; None for a stream.
+        dataset: the loader's.
+        shards: how many the stream has; None where the dataset is no stream.
+
+    Attributes:
+        source: the sampler.
+        shards: how many the stream has.
+        resume: where the next epoch begins, if a state was loaded, or batches were left out ahead.
+        under_way: the epochs that the iterator begun last has, the consumer's first; before one
+            was begun there are none.
+    """
+
+    def __init__(self, shared: Shared, sampler: Any, dataset: Any, shards: int | None) -> None:
+        self.shared = shared
+        self.source = SamplerSource(sampler)
+        self.shards = shards
+        self.resume: Position | None = None
+        self.under_way: deque[Epoch] = deque()
+        self._dataset = dataset
+        self._number: int | None = None  # of the next epoch, if the user has set it
+        if shards is None and isinstance(sampler, Sampler):
+            self.resume = _position_of(sampler)
+
+    # --- numbers
+
+    @property
+    def number(self) -> int:
+        """Number of the next epoch."""
+        if self._number is not None:
+            return self._number
+        if self.resume is not None:
+            return self.resume.epoch
+        return self.under_way[0].number + 1 if self.under_way else 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the consumer leaves an epoch if the next one begins now."""
+        return bool(self.under_way) and not self.under_way[0].is_over
+
+    def set_number(self, number: int) -> None:
+        """Set the number of the next epoch.
+
+        Raises:
+            RuntimeError: it is one of several that an iterator goes through.
+        """
+        here = self.under_way[0] if self.under_way else None
+        if here is not None and here.is_in_loop:
+            raise RuntimeError(
+                "the number of an epoch cannot be set while epochs() goes through them: call "
+                "set_epoch before such a loop, or iterate each epoch by itself; a loop that "
+                "was left goes with its iterator, or by "
+                "loader.load_state_dict(loader.state_dict())"
+            )
+        resume = self.resume
+        if resume is not None:
+            resume = resume.at_epoch(number)
+        self.resume = resume
+        self._number = number
+
+    # --- where an epoch begins
+
+    def next_position(self) -> Position:
+        """Return where the next epoch begins, as far as a state can say."""
+        if self.resume is not None:
+            return self.resume
+        number = self.number
+        if not self.under_way:
+            return self._first_position(number)
+        former = self.under_way[0]
+        lanes = []
+        for lane in former.lanes:
+            following = lane.feed.following(number, is_left=not former.is_over)
+            lanes.append(_beginning(following))
+        length = None if former.is_stream else self.source.length_between()
+        return Position(epoch=number, lanes=lanes, is_stream=former.is_stream, length=length)
+
+    def _first_position(self, number: int) -> Position:
+        if self.shards is None:
+            lane = LanePosition(known=self.source.state_before())
+            length = self.source.length_between()
+            return Position(epoch=number, lanes=[lane], length=length)
+        state = None
+        if is_stateful(self._dataset):
+            try:
+                state = pack({"dataset": self._dataset.state_dict()}, down=True)
+            except Exception as error:  # many have none before their first item
+                logger.debug("%s has no state before it is read: %r", shown(self._dataset), error)
+        lane = LanePosition(known=Known(0, state), beginning=state)
+        return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
+
+    def length_ahead(self) -> int:
+        """Return the number of batches of the next epoch.
+
+        Raises:
+            TypeError: it is not known.
+        """
+        sampler = self.source.items
+        if self.source.is_ours:
+            position = self.next_position()
+            known = position.lanes[0].known
+            if known.state is None:
+                sampler._forget()
+                sampler.set_epoch(position.epoch)
+            else:
+                if known.at:
+                    sampler.set_epoch(position.epoch)
+                self.source.put(known.state)
+                if not known.at:
+                    sampler.set_epoch(position.epoch)
+        elif hasattr(type(sampler), "__len__"):
+            self.source.set_epoch(self.number)
+        return len(sampler)
+
+    # --- to begin
+
+    def begin(self, batches: Batches[Any], former: Epoch | None) -> Epoch:
+        """Begin an epoch for an iterator: its first, or the one after another of its epochs.
+
+        Args:
+            batches: the iterator.
+            former: the one before, if it has one.
+        """
+        shared = self.shared
+        shared.check_open()
+        shared.group.tidy()
+        if former is not None:
+            feeds: list[Any] = [lane.feed for lane in former.lanes]
+            number = former.number + 1
+            epoch = self._make(batches, [feed.following(number, is_left=False) for feed in feeds])
+            batches.epochs.append(epoch)
+            return epoch
+        epoch = self._make(batches, self._next_feeds())
+        epoch.has_given = self.resume is not None and self.resume.has_begun
+        for lane in epoch.lanes:
+            if isinstance(lane.feed, Feed):
+                lane.feed.open()
+        shared.group.users.add(batches)
+        batches.shared = shared
+        begun = deque([epoch])
+        # Without a call in between, and so without Ctrl-C. Not before: a state that was refused is
+        # not forgotten. Not after: nothing is drawn for an iterator that the loader does not know.
+        batches.epochs = begun
+        self.under_way = begun
+        self.resume = None
+        self._number = None
+        return epoch
+
+    def begin_again(self, batches: Batches[Any]) -> None:
+        """Have the next epoch be one whose iterator an interrupt has kept from the user."""
+        if self.under_way and self.under_way is batches.epochs:
+            position = self.under_way[0].position()
+            if not position.has_begun and not position.is_stream:
+                position = position.not_begun()
+            self.resume = position
+            self.under_way = deque()
+
+    def _next_feeds(self) -> list[Any]:
+        """Return what the next epoch is drawn from."""
+        resume, number = self.resume, self.number
+        if resume is None and self.under_way:
+            former = self.under_way[0]
+            feeds: list[Any] = [lane.feed for lane in former.lanes]
+            return [feed.following(number, is_left=not former.is_over) for feed in feeds]
+        if resume is None and self.shards is not None:  # each copy begins as it is
+            lanes = [LanePosition() for _ in range(self.shards)]
+            position = Position(epoch=number, lanes=lanes, is_stream=True)
+        else:
+            position = self.next_position()
+        if not position.is_stream:
+            (lane,) = position.lanes
+            is_put = resume is not None
+            length = position.length if is_put else None
+            return [Feed(self.source, number, lane, put_back=is_put, length=length)]
+        if resume is not None and not is_stateful(self._dataset):
+            shards = [lane for lane in position.lanes if lane.known.state is None]
+            checks.tell_rereading([lane.given for lane in shards if not lane.is_ended])
+        total = len(position.lanes)
+        return [
+            ShardFeed(shard, total, number, lane, follows=None)
+            for shard, lane in enumerate(position.lanes)
+        ]
+
+    def _make(self, batches: Batches[Any], feeds: list[Any]) -> Epoch:
+        shared = self.shared
+        is_stream = self.shards is not None
+        resume = self.resume
+        lanes = []
+        for n, feed in enumerate(feeds):
+            position = _beginning(feed)
+            if resume is not None and feed.epoch == resume.epoch:
+                position = replace(position, ahead=resume.lanes[n].ahead)
+            lanes.append(
+                Lane(
+                    shared,
+                    feed,
+                    position,
+                    batches.arrivals,
+                    partial(shared.group.pool, n) if is_stream else shared.group.pool,
+                    share=len(feeds),
+                )
+            )
+        return Epoch(
+            number=feeds[0].epoch,
+            lanes=lanes,
+            is_stream=is_stream,
+            has_given=False,
+            is_one_of_several=batches.is_of_several,
+            claims=batches.claims,
+        )
+
+    # --- states
+
+    def state_dict(self, seed: int) -> State:
+        """Return the state as of what the consumer of the iterator begun last was given."""
+        while True:
+            under_way = self.under_way
+            resume = self.resume
+            with under_way[0].claims.get_lock() if under_way else nullcontext():
+                if resume is None and under_way and not under_way[0].is_over:
+                    position = under_way[0].position()
+                else:
+                    position = self.next_position()
+            if self.under_way is under_way and self.resume is resume:
+                return to_state(position, seed, self.shared.options.batch_size)
+            # Another thread has begun an epoch meanwhile.
+
+    def read_state(self, state: Mapping[str, Any], seed: int | None) -> tuple[Position, int]:
+        """Return the position that a state is of, and its seed.
+
+        Raises:
+            TypeError, ValueError: it is no state, or not of a loader like this one.
+        """
+        return from_state(state, seed, is_stream=self.shards is not None)
+
+    def fitting(
+        self, position: Position, seed: int, *, takes_seed: bool, allow: str | Iterable[str]
+    ) -> Position:
+        """Return a position that was loaded, as one of the sampler here.
+
+        Args:
+            position: as the state says.
+            seed: that of the state.
+            takes_seed: whether the sampler will have that seed, if it is of ours.
+            allow: names of its arguments that may be others, if it is of ours.
+
+        Raises:
+            ValueError: the sampler was another one, as far as that can be told.
+        """
+        sampler = self.source.items
+        if allow and not isinstance(sampler, Sampler):
+            raise ValueError(
+                f"allow is for a sampler of minloader's, but this loader has {shown(sampler)}; "
+                "drop it"
+            )
+        (lane,) = position.lanes
+        if position.epoch:
+            _refuse_own_generator(sampler, is_put_back=lane.known.state is not None)
+        if lane.known.state is not None and not is_stateful(sampler):
+            raise ValueError(
+                f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
+                "load_state_dict; give the loader the sampler that the state was taken with"
+            )
+        if lane.known.state is None or not isinstance(sampler, Sampler):
+            check_length(sampler, position.epoch, self.source.length_between(), position.length)
+            return position
+        former = sampler.seed
+        try:
+            if takes_seed:
+                sampler.seed = seed
+            known = lane.known.state
+            allowed = sampler._check_allowed(allow)
+            if isinstance(known, dict) and sampler._is_dealt_anew(known):
+                return _dealt_anew(position, sampler, allowed)
+            sampler._check(known, allowed)  # says itself what differs
+        finally:
+            sampler.seed = former
+        return position
+
+    def load(self, position: Position, seed: int, sampler_seed: Sampler | None) -> None:
+        """Have the next epoch go on from a position.
+
+        Args:
+            position: checked.
+            seed: of the state.
+            sampler_seed: the sampler that takes the seed; None: it has its own.
+        """
+        with interrupts_held():  # or one of these would have a seed of its own
+            self.shared.group.reseed(seed)
+            if sampler_seed is not None:
+                sampler_seed.seed = seed
+            for user in checks.copied(self.shared.group.users):
+                user.is_superseded = True
+            if position.is_stream:
+                self.shards = len(position.lanes)
+            self.resume = position
+            self._number = None
+            self.under_way = deque()
+
+    def skip(self, n: int) -> None:
+        """Leave out the next batches, of the epoch under way or else of the next."""
+        under_way = self.under_way
+        if self.resume is None and under_way and under_way[0].is_under_way:
+            epoch = under_way[0]
+            with epoch.claims.get_lock():
+                if epoch.claims.has_stage:
+                    raise RuntimeError(
+                        "skip is refused while prefetch takes batches ahead of you: call it before "
+                        "prefetch begins, or after loader.load_state_dict(loader.state_dict()), "
+                        "and then begin another prefetch"
+                    )
+                epoch.skip(n)
+                return
+        self.resume = self.next_position().skipped(n)
+
+
+class Course:
+    """The epochs that one iterator goes through.
+
+    Args:
+        epochs: the loader's.
+        n: how many; None: endlessly many.
+        until: the epoch before which to end, in place of ``n``.
+    """
+
+    def __init__(self, epochs: Epochs, n: int | None, until: int | None = None) -> None:
+        self._epochs = epochs
+        self._n = n
+        self._last: int | None = None if until is None else until - 1
+
+    def begin(self, batches: Batches[Any], former: Epoch | None) -> Epoch | None:
+        """Begin the first of them, or the one after another; return None if there is none."""
+        if former is None and self._n is not None:
+            self._last = self._epochs.number + self._n - 1
+        number = self._epochs.number if former is None else former.number + 1
+        if self._last is not None and number > self._last:
+            return None
+        return self._epochs.begin(batches, former)
+
+
+def _beginning(feed: Any) -> LanePosition:
+    """Return the position that a feed begins at."""
+    return LanePosition(
+        given=feed.next,
+        known=feed.known,
+        check=feed.check,
+        beginning=getattr(feed, "beginning", None),
+        is_ended=feed.is_over,
+        has_failed=getattr(feed, "has_failed", False),
+    )
+
+
+def _position_of(sampler: Sampler) -> Position | None:
+    """Return where a sampler of ours stands, if the user has put it somewhere; else None."""
+    known = sampler._known
+    if sampler._run is not None or known is None:
+        return None
+    epoch, place = known
+    given = 0 if place["between"] else place["batches"]
+    lane = LanePosition(given=given, known=Known(given, sampler.state_dict()))
+    return Position(epoch=epoch, lanes=[lane])
+
+
+def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
+    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back.
+
+    Args:
+        sampler: one of ours, which is judged by those that it reads; or another.
+        is_put_back: whether the state has one of it.
+    """
+    if isinstance(sampler, Sampler):
+        for source in sampler._sources():
+            if source.values is None:
+                _refuse_own_generator(source.items, is_put_back=is_stateful(source.items))
+        return
+    if is_put_back:
+        return
+    others = [each for each in with_inner(sampler) if not isinstance(each, Sampler)]
+    if any(hasattr(each, "set_epoch") for each in others):
+        return  # it is told what its order follows from
+    for each in others:
+        for name, value in getattr(each, "__dict__", {}).items():
+            if type(value).__name__ in ("Random", "Generator", "RandomState"):
+                raise ValueError(
+                    f"the sampler, {shown(sampler)}, draws its order from a generator, {name}, "
+                    "which the state does not have: in a new process it would repeat the order of "
+                    "the first epoch; give it set_epoch, or state_dict and load_state_dict"
+                )
+
+
+def _dealt_anew(position: Position, sampler: Sampler, allow: Sequence[str]) -> Position:
+    """Return a position whose steps were dealt out otherwise as one of the sampler's."""
+    (lane,) = position.lanes
+    known = lane.known
+    sampler._load(known.state, position.epoch, lane.given - known.at, allow)
+    if lane.ahead:
+        raise ValueError(
+            "what is left is to be dealt out anew, since world_size or what limits a batch is "
+            "another, but the state has batches that were delivered before their turn "
+            "(in_order=False), which are others in each rank; end the epoch with the sampler that "
+            "it had, or take a state from between epochs"
+        )
+    length = None
+    with suppress(TypeError):
+        length = len(sampler)
+    # What comes next is another batch now.
+    lane = LanePosition(given=lane.given, known=Known(lane.given, sampler.state_dict()))
+    return replace(position, lanes=[lane], length=length)

@@ -1,0 +1,564 @@
+"""Reads a sampler for one epoch, from an ordinal and a state on: to begin is to go on from 0.
+
+::
+
+    told its epoch, or put back ---> iter ---> passed over ---> drawn, task by task ---> its end
+         (a state)                             up to the ordinal       |                  (a state)
+                                                                       `-- asked for its state
+
+This is the contract with every sampler: the number of the epoch is told by ``set_epoch``, if there
+is one; a state, if there is one, is put back by ``load_state_dict``; then comes ``iter``; then
+items are passed over up to the ordinal. Item k after that is item k: one of them is compared. There
+is one tolerance: what was put back, and ends before it gave anything, is begun once more.
+
+Runs in the consumer's thread. Ctrl-C may come at any instruction. Then :meth:`Feed.recover` makes
+sure that it is known again where the sampler is: what it gave is kept, unless it has a state or its
+own code was interrupted. Then it is read anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any, Final
+
+from minloader._checks import differences, is_stateful, shown
+from minloader._epochs import failures
+from minloader._epochs.position import NOTHING_KNOWN, Check, Known, LanePosition
+from minloader._epochs.task import Task
+from minloader._errors import without_frames
+from minloader._memory.files import SlotAddress
+from minloader._pools.base import HeldItem
+from minloader._sampling.base import Sampler, ranks_of, with_inner
+from minloader._sampling.digest import digest
+from minloader._sampling.source import Repeatable, used_up
+from minloader._worker.messages import Task as Message
+
+logger = logging.getLogger("minloader")
+
+STATE_COST = 100
+"""A sampler is asked for its state only if it last took less than this fraction of the time since
+then. A run that goes on draws a few items more instead."""
+
+ERRORS = 1_000
+"""Where items are drawn again, so many errors in a row are passed over, which had come before."""
+
+BLOCK = 4_096
+"""Items that are passed over in one step."""
+
+DONE: Final = object()
+"""Added to what was drawn in the same step of C: it tells that this was not interrupted."""
+
+RANGE = type(iter(range(0)))
+
+
+class SamplerSource(Repeatable):
+    """The sampler of a loader, which several epochs may read at the same time.
+
+    Attributes:
+        feeds: gives each feed a number.
+        read_by: number of the feed that began to read it last. It tells where that one is.
+        has_given: whether any feed was given an item.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__("sampler", sampler)
+        self.feeds = itertools.count()
+        self.read_by = -1
+        self.has_given = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it tells the truth before its first item, too. Others may be in another epoch."""
+        return isinstance(self.items, Sampler)
+
+    @property
+    def cannot_look(self) -> bool:
+        """Whether it gives the same items however far ahead of the loop it is read."""
+        return all(_cannot_look(each) for each in with_inner(self.items))
+
+    def begin(self, number: int) -> Iterator[Any]:
+        """Begin to read it, for the feed of a number.
+
+        Raises:
+            RuntimeError: it can be read once, and was.
+        """
+        items = self.items
+        iterator: Iterator[Any] = iter(items)
+        if iterator is items and not hasattr(items, "set_epoch"):
+            if is_read_once(items) and self.read_by not in (-1, number):
+                raise used_up(self.name, items)
+            self.is_used_up = is_read_once(items)
+        self.read_by = number
+        return iterator
+
+    @property
+    def plans_late(self) -> bool:
+        """Whether to find the number of its batches takes as long as to plan all of them."""
+        return bool(getattr(self.items, "plans_late", False))
+
+    def length(self) -> int | None:
+        """Return the number of batches of the epoch it was told; None where it is not known."""
+        if self.plans_late:
+            return None  # or the first batch would wait for it
+        try:
+            return len(self.items)
+        except Exception as error:
+            logger.debug("the sampler has no length: %r", error)
+            return None
+
+    def length_between(self) -> int | None:
+        """Return the number of batches of any epoch; None where the next decides it."""
+        return None if hasattr(self.items, "set_epoch") else self.length()
+
+    def state_before(self) -> Known:
+        """Return its state before it was ever read here."""
+        sampler = self.items
+        if isinstance(sampler, Sampler) and sampler._run is not None and not sampler._run.ended:
+            sampler._forget()  # somebody has looked: the next epoch begins anew all the same
+        try:
+            return Known(0, self.state())
+        except Exception as error:  # many have none before their first item
+            if isinstance(sampler, Sampler):
+                raise
+            logger.debug("%s has no state before it is read: %r", shown(sampler), error)
+            return NOTHING_KNOWN
+
+
+def is_read_once(items: Any) -> bool:
+    """Return whether an iterable is an iterator that nothing can begin anew, as far as is known."""
+    if isinstance(items, GeneratorType):
+        return True
+    is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
+    return hasattr(type(items), "__next__") and not is_python
+
+
+_BUILTIN = (list, tuple, range, dict, str, set, frozenset)
+
+
+def _cannot_look(sampler: Any) -> bool:
+    kind = type(sampler)
+    if kind in _BUILTIN or isinstance(sampler, Sampler):
+        return True
+    module = kind.__module__.partition(".")[0]
+    return module in ("numpy", "torch") or kind.__module__ == "minloader.torch.order"
+
+
+class Feed:
+    """What the tasks of one epoch are made of.
+
+    Args:
+        source: the sampler.
+        epoch: number of the epoch.
+        position: where it begins.
+        put_back: whether the sampler must be put there; False: it stands there.
+        length: number of batches that the epoch must have; None for any.
+
+    Attributes:
+        next: ordinal of the next item to draw.
+        known: a state of the sampler, from there or before.
+        at_end: its state at the end of the epoch.
+        is_over: whether there are no more items.
+        error: raised by the sampler, and to be raised in the place of the next item.
+        length: number of batches of the epoch; None if not known when it was begun.
+        last: ordinal and item of the one drawn last.
+        drawing: the task whose items are being drawn.
+        passing: items that are being passed over, since they were handed over before their turn.
+    """
+
+    may_overtake = True
+
+    def __init__(
+        self,
+        source: SamplerSource,
+        epoch: int,
+        position: LanePosition,
+        *,
+        put_back: bool,
+        length: int | None = None,
+    ) -> None:
+        self.source = source
+        self.number = next(source.feeds)
+        self.epoch = epoch
+        self.next = position.given
+        self.known = position.known
+        self.check = position.check
+        self.put_back = put_back
+        self.length = length
+        self.at_end = NOTHING_KNOWN
+        self.is_over = False
+        self.error: Exception | None = None
+        self.last: tuple[int, Any] | None = None
+        self.drawing: Task | None = None
+        self.passing: list[Any] = []
+        self.run: Any = None  # what ``iter`` of the sampler gave
+        self._ranks = ranks_of(
+            source.items
+        )  # each has other items, and the state of one serves all
+        self._iterator: Any = None
+        self._may_begin_again = False
+        self._is_inside = False  # whether the sampler's own code runs
+        self._due = 0.0  # when to ask for its state next
+
+    @property
+    def is_read_last(self) -> bool:
+        """Whether the sampler is where this has left it: nobody has begun to read it since."""
+        source = self.source
+        if source.read_by != self.number:
+            return False
+        return not isinstance(source.items, Sampler) or source.items._run is self.run
+
+    def following(self, epoch: int, *, is_left: bool) -> Feed:
+        """Return what another epoch is drawn from, after this one.
+
+        Args:
+            epoch: its number.
+            is_left: whether the consumer has left this one: then nothing of it is gone on from.
+        """
+        known = NOTHING_KNOWN
+        if not is_left and self.at_end.state is not None:
+            known = Known(0, self.at_end.state)
+        return Feed(self.source, epoch, LanePosition(known=known), put_back=not self.is_read_last)
+
+    # --- to begin, and to go on
+
+    def open(self) -> None:
+        """Begin to read, or go on to where it was. Harmless when repeated.
+
+        Raises:
+            RuntimeError: the sampler is an iterator that is used up.
+            ValueError: the sampler does not give what it gave before.
+        """
+        if self._iterator is not None or self.is_over:
+            return
+        source, known = self.source, self.known
+        is_put = self.put_back and known.state is not None
+        if known.state is None and isinstance(source.items, Sampler):
+            source.items._forget()  # the epoch before was left, however far it was drawn
+        if not is_put or known.at:
+            source.set_epoch(self.epoch)
+        if is_put:
+            source.put(known.state)
+            if not known.at:
+                source.set_epoch(self.epoch)
+        length = source.length()
+        if not source.is_ours:
+            check_length(source.items, self.epoch, length, self.length)
+        self.length = length
+        iterator = source.begin(self.number)
+        if is_put and known.at and iterator is source.items:
+            _check_put_back(source.items, known)
+        self.run = iterator
+        self._may_begin_again = is_put and not known.at and not source.is_ours
+        iterator = self._pass_over(iterator, known.at)
+        if not self.is_over:
+            self._iterator = iterator
+        self.put_back = False
+
+    def open_or_fail(self) -> None:
+        """The same, but what it raises comes in the place of the next item, and ends the epoch."""
+        try:
+            self.open()
+        except Exception as error:
+            self.fail(error)
+            self.is_over = True
+
+    def pass_to(self, ordinal: int) -> None:
+        """Draw items up to an ordinal, and drop them: they were handed over before their turn."""
+        most = ordinal - self.next
+        items: list[Any] = []
+        self.passing = items
+        try:
+            items.extend(map(next, itertools.repeat(self._iterator, most)))
+        except Exception as error:
+            self.error = error  # first: it may not come again
+            self.fail(error)
+        except BaseException:
+            self.put_back = True
+            self._iterator = None
+            self.passing = []
+            raise
+        stop = self.next + len(items)
+        # Without a call in between, and so without Ctrl-C.
+        self.next = stop
+        self.passing = []
+        if stop < ordinal and self.error is None:
+            self._end(stop)
+
+    def _pass_over(self, iterator: Any, here: int) -> Any:
+        """Draw up to the next ordinal, and check that the items are still the same.
+
+        Returns:
+            The iterator to draw from.
+        """
+        check, failed = self.check or Check(-1, None), 0
+        item: Any = None
+        first = here
+        while here < self.next:
+            step = min(BLOCK, self.next - here)
+            if here <= check.ordinal:
+                step = min(step, check.ordinal + 1 - here)
+            block: list[Any] = []
+            try:
+                block.extend(map(next, itertools.repeat(iterator, step)))
+            except Exception:
+                here += len(block)
+                failed += 1
+                if failed == ERRORS:
+                    raise
+                continue
+            here += len(block)
+            if block:
+                item, failed, self._may_begin_again = block[-1], 0, False
+            if len(block) == step:
+                if here - 1 == check.ordinal:
+                    self._compare(item)
+                continue
+            if self._may_begin_again:
+                self._may_begin_again = False
+                iterator = iter(self.source.items)
+                self.run = iterator
+            elif check.ordinal < here:  # no more is known to have been there: the rest was skipped
+                self._iterator = iterator
+                self._end(here)
+                return iterator
+            else:
+                raise ValueError(
+                    f"the state does not fit: it is at batch {self.next}, but the sampler has "
+                    f"ended after {here}"
+                )
+        if here > first:
+            self.last = (here - 1, item)
+        return iterator
+
+    def _compare(self, item: Any) -> None:
+        """Refuse an item that is not the one that it was.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        assert self.check is not None
+        if self.check.digest in (None, self.digest(item)):
+            return
+        raise ValueError(
+            f"the state does not fit: item {self.check.ordinal} of the sampler is {shown(item)}, "
+            "but it was another one when the state was taken; the order must follow "
+            "from the sampler's arguments and set_epoch alone, and these be as they "
+            "were (also seed and number of ranks), or the sampler must have state_dict "
+            "and load_state_dict"
+        )
+
+    def digest(self, item: Any) -> str | None:
+        """Return what an item is recognized by; the number of ranks, where it is one rank's."""
+        bare = item
+        if isinstance(item, HeldItem):
+            if item.may_change and self._ranks is None:
+                return None
+            bare = item.item
+        return digest(bare if self._ranks is None else self._ranks)
+
+    # --- states
+
+    def ask(self) -> None:
+        """Ask the sampler for its state, unless that was done not long ago.
+
+        After the last item it may be in the next epoch already.
+        """
+        now = time.perf_counter()
+        is_first = not self.next and (self.known.state is not None or not self.source.is_ours)
+        if is_first or now < self._due or self.next == self.length:
+            return
+        self.known = self._known_now(self.next)
+        self._due = now + STATE_COST * (time.perf_counter() - now)
+
+    def _known_now(self, ordinal: int) -> Known:
+        """Return the state of the sampler, which is at an ordinal; the last one if it has none."""
+        state = self.source.state(self._iterator) if self.source.read_by == self.number else None
+        return self.known if state is None else Known(ordinal, state)
+
+    def known_behind_error(self) -> Known:
+        """Return a state such that a run that goes on does not meet the error again."""
+        return self._known_now(self.next) if self.source.is_ours else self.known
+
+    def check_at(self, given: int, head: Task | None) -> Check | None:
+        """Return what tells whether the sampler gives again what it has given.
+
+        Args:
+            given: how many items were handed over.
+            head: the first task of which something was not.
+        """
+        if head is not None and given >= head.first:
+            return Check(given, self.digest(head.items[given - head.first]))
+        if self.last is not None:
+            ordinal, item = self.last
+            return Check(ordinal, self.digest(item))
+        return self.check
+
+    # --- of tasks
+
+    def message(self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool) -> Message:
+        """Return what is sent for a task.
+
+        Args:
+            task: which.
+            number: of the task in its pool.
+            slot: where to put the batches; None for the reply itself.
+            alone: whether nothing of another task is to be read meanwhile.
+        """
+        return Message(
+            ordinal=task.first,
+            epoch=self.epoch,
+            items=task.items,
+            slot=slot,
+            id=number,
+            alone=alone,
+        )
+
+    def told_ordinal(self, ordinal: int) -> int:
+        """Return what the user is told for the place of a batch in its epoch."""
+        return ordinal
+
+    def told_item(self, task: Task, n: int) -> Any:
+        """Return what the user is told that a batch was made from."""
+        return task.item(n)
+
+    # --- to draw
+
+    def draw(self, task: Task, hold: Callable[[Any], Any], most: int, until: float) -> None:
+        """Add the next items to a task: so many, or fewer if that takes until later; or end.
+
+        Each goes from the sampler into the task in one step of C, which nothing can interrupt. What
+        the sampler raises is in ``error`` then.
+        """
+        items = task.items
+        # A range need not be asked one by one: it gives numbers, and is never late.
+        step = most if type(self._iterator) is RANGE else 1
+        most += len(items)
+        try:
+            while len(items) < most and not self.is_over:
+                before = len(items)
+                added = itertools.chain(map(next, itertools.repeat(self._iterator, step)), (DONE,))
+                self._is_inside = True
+                items.extend(added)
+                self._is_inside = False
+                del items[-1]
+                if len(items) == before:
+                    if not self._begin_again():
+                        self._end(task.first + before)
+                    continue
+                self._may_begin_again = False
+                items[-1] = hold(items[-1])
+                if self.check is not None and self.check.ordinal == task.first + len(items) - 1:
+                    self._compare(task.item(len(items) - 1))
+                if time.perf_counter() > until:
+                    return
+        except Exception as error:
+            self.error = error  # first: it may not come again
+            self._is_inside = False
+            if items and items[-1] is DONE:
+                del items[-1]
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Have an error of the sampler raised in the place of the next item."""
+        self.error = error
+        without_frames(error)
+        failures.add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
+
+    def _begin_again(self) -> bool:
+        """Begin once more with what was put back and gave nothing."""
+        if not self._may_begin_again:
+            return False
+        self._may_begin_again = False
+        self.run = self._iterator = iter(self.source.items)
+        return True
+
+    def _end(self, ordinal: int) -> None:
+        """Note the state of the epoch's end, which the sampler has just come to, at an ordinal.
+
+        It is asked once, and nothing is drawn afterwards: what it says of its place then may be
+        where another pass begins.
+
+        Raises:
+            RuntimeError: it gave nothing, but it has given something in an earlier pass.
+        """
+        source = self.source
+        at_end = self._known_now(ordinal)
+        nothing: Iterator[Any] = iter(())
+        self._iterator, self.at_end, self.is_over = nothing, at_end, True
+        is_own = self.run is source.items and not hasattr(source.items, "set_epoch")
+        if not ordinal and source.has_given and is_own and not is_stateful(source.items):
+            raise used_up("sampler", source.items)
+
+    def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:
+        """Make sure, after an interrupt, that it is known where the sampler is.
+
+        Args:
+            tasks: those drawn so far, in order.
+            hold: keeps an item as it is now.
+
+        Returns:
+            The tasks that are left.
+        """
+        if self._iterator is not None and self.passing:
+            stop = self.next + len(self.passing)
+            # Without a call in between, and so without Ctrl-C.
+            self.next = stop
+            self.passing = []
+        task, self.drawing = self.drawing, None
+        inside, self._is_inside = self._is_inside, False
+        if task is None:
+            return tasks
+        before = [each for each in tasks if each is not task]
+        items = self.source.items
+        if task.items and task.items[-1] is DONE:
+            inside = False
+            del task.items[-1]
+        is_kept = not inside and (self.error is not None or not is_stateful(items))
+        is_own = self.run is items and not is_stateful(items) and not hasattr(items, "set_epoch")
+        if self._iterator is not None and (is_kept or is_own):
+            if inside:
+                self.fail(
+                    RuntimeError(
+                        f"the sampler, {shown(items)}, is an iterator that can be read "
+                        "once, and Ctrl-C came while its own code ran: what it gives from now on "
+                        "may lack an item; give a list, or an object whose __iter__ begins anew"
+                    )
+                )
+                self.is_over = True
+            task.items[-1:] = map(hold, task.items[-1:])
+            self.next = task.stop
+            if not task.items:
+                return before
+            self.last = (task.stop - 1, task.items[-1])
+            return [*before, task]
+        if self.last is not None:  # what was before it, others have seen
+            ordinal, item = self.last
+            self.check = Check(ordinal, self.digest(item))
+        self.known, self.next = task.known, task.first
+        self.put_back, self._iterator = True, None
+        self.is_over, self.error = False, None
+        return before
+
+
+def check_length(sampler: Any, epoch: int, length: int | None, wanted: int | None) -> None:
+    """Refuse a sampler if its epoch has another number of batches, as far as these are known."""
+    if None not in (length, wanted) and length != wanted:
+        raise ValueError(
+            f"the sampler has {length} batches in epoch {epoch}, but the state is of one "
+            f"with {wanted}; give the loader the sampler that the state was taken with"
+        )
+
+
+def _check_put_back(sampler: Any, known: Known) -> None:
+    """Check that a sampler that is its own iterator says again what it said then."""
+    found = differences(sampler.state_dict(), known.state) if is_stateful(sampler) else []
+    if found:
+        raise ValueError(
+            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"{'; '.join(found)}; its load_state_dict is at fault (lhotse's does so after filter() "
+            "of a sampler: filter the cuts instead)"
+        )

@@ -1,0 +1,73 @@
+"""The checked arguments of a loader that its epochs go by, and what all of its epochs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minloader._epochs.failures import OnError
+from minloader._insight.counters import Counters
+from minloader._pools.group import PoolGroup
+
+PATIENCE = 0.5
+"""Seconds that the consumer waits before it looks whether a worker is stuck."""
+
+CLOSED = "this Loader is closed; make a new one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Arguments of a loader that decide how its batches are made and handed over.
+
+    Attributes:
+        in_order: whether batches come in the sampler's order.
+        retries: how often a batch is tried again whose worker died.
+        timeout: seconds that a batch may take; None for any.
+        memory_limit: bytes that a worker may have for itself; None for any.
+        on_error: what to do with a batch that failed.
+        max_errors: how many batches and samples may fail; None for any.
+        concurrency: most samples that a worker reads at the same time, by ``concurrent``: a task
+            has as many, in as many batches as that takes. 0 without.
+        chunks: whether a task may have several batches, whatever the sampler is.
+        batch_size: samples in a batch of a stream; None if its elements are the batches.
+    """
+
+    in_order: bool
+    retries: int
+    timeout: float | None
+    memory_limit: int | None
+    on_error: OnError
+    max_errors: int | None
+    concurrency: int
+    chunks: bool
+    batch_size: int | None
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait before looking whether a worker is stuck."""
+        return PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 2)
+
+
+@dataclass(eq=False, repr=False)
+class Shared:
+    """What all epochs of a loader share. The loader ends its workers when nobody has this any more.
+
+    Attributes:
+        options: the checked arguments.
+        group: where batches are made.
+        counters: what is counted.
+        chunk: how many batches like those made last fit into a task.
+        is_closed: whether the loader is.
+        said: what the log has said of a stream: "compared" its shards, or that some are "empty".
+    """
+
+    options: Options
+    group: PoolGroup
+    counters: Counters = field(default_factory=Counters)
+    chunk: int = 1
+    is_closed: bool = False
+    said: set[str] = field(default_factory=set)
+
+    def check_open(self) -> None:
+        """Raise an error if the loader is closed."""
+        if self.is_closed:
+            raise RuntimeError(CLOSED)

@@ -1,0 +1,328 @@
+"""Positions: what of an epoch the consumer was given, and how to go on from there.
+
+A position is all that a state of a loader says. Tasks, futures, replies and what was read ahead can
+be made again from it. An epoch that begins goes on from a position, too: one where nothing was
+given.
+
+A state is the JSON of a position. One that is loaded is checked here, as far as that takes neither
+the sampler nor the stream.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from minloader._checks import check_int, part_meant, shown
+
+VERSION = 1
+"""Version of the states."""
+
+State = dict[str, Any]
+
+Range = tuple[int, int]
+"""From, to: some ordinals."""
+
+
+class Known(NamedTuple):
+    """A state of a sampler, or of a shard of a stream.
+
+    Attributes:
+        at: how many items of the epoch had been read before it. With 0 it may be a state from
+            between the epochs: then the number of the epoch is told after it was put back.
+        state: as the sampler gave it; of a stream, packed. None: there is none, and the epoch
+            begins as the sampler or stream begins it.
+    """
+
+    at: int = 0
+    state: Any = None
+
+
+NOTHING_KNOWN = Known()
+
+
+class Check(NamedTuple):
+    """What tells whether a sampler, or a stream, gives again what it gave before.
+
+    Attributes:
+        ordinal: of an item, or of a batch of a shard.
+        digest: of the item; what the samples of the batch are recognized by. None of what cannot
+            be recognized.
+    """
+
+    ordinal: int
+    digest: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePosition:
+    """How far the items of a sampler, or the batches of a shard, were handed over.
+
+    Attributes:
+        given: how many were, without a gap.
+        ahead: those after these that were handed over before their turn, ascending.
+        known: a state from there or before.
+        check: of an item, or a batch, that is not before that state; None: there is none.
+        beginning: of a shard, the state that its epoch began with, packed; None if it had none.
+        is_ended: of a shard, whether there is no more of it. Then ``known`` is from its end.
+        has_failed: of a shard, whether reading it has failed in this epoch.
+    """
+
+    given: int = 0
+    ahead: tuple[Range, ...] = ()
+    known: Known = NOTHING_KNOWN
+    check: Check | None = None
+    beginning: Any = None
+    is_ended: bool = False
+    has_failed: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the epoch was handed over, or left out."""
+        return bool(self.given or self.ahead or self.is_ended)
+
+    def without(self, ordinals: Iterable[int]) -> LanePosition:
+        """Return the position before some of what was handed over has been."""
+        ranges = [(0, self.given), *self.ahead]
+        for ordinal in ordinals:
+            ranges = list(_without(ranges, ordinal))
+        given = 0
+        if ranges and ranges[0][0] == 0:
+            given = ranges.pop(0)[1]
+        return replace(self, given=given, ahead=tuple(ranges))
+
+    def skipped(self, n: int, length: int | None) -> LanePosition:
+        """Return the position after ``n`` more items were left out."""
+        given = self.given
+        ahead = list(self.ahead)
+        while n and (length is None or given < length):
+            given += 1
+            n -= 1
+            while ahead and ahead[0][0] <= given:
+                given = max(given, ahead.pop(0)[1])
+        return replace(self, given=given, ahead=tuple(ahead))
+
+
+def _without(ranges: Iterable[Range], ordinal: int) -> Iterable[Range]:
+    for start, stop in ranges:
+        if start <= ordinal < stop:
+            yield from (
+                each for each in ((start, ordinal), (ordinal + 1, stop)) if each[0] < each[1]
+            )
+        else:
+            yield start, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """What of an epoch was handed over.
+
+    Attributes:
+        epoch: number of the epoch.
+        lanes: one of a sampler, or one for each shard of a stream.
+        is_stream: which of these.
+        length: number of batches of the epoch; None if it is not known.
+    """
+
+    epoch: int
+    lanes: list[LanePosition] = field(default_factory=lambda: [LanePosition()])
+    is_stream: bool = False
+    length: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the epoch was handed over, or left out."""
+        return any(lane.has_begun for lane in self.lanes)
+
+    def at_epoch(self, epoch: int) -> Position | None:
+        """Return where another epoch begins, if this is the beginning of one; else None.
+
+        That other one begins with what the epoch before has left for it.
+        """
+        if epoch == self.epoch:
+            return self
+        # To leave batches out ahead of an epoch reads nothing of it.
+        if any(lane.known.at or lane.is_ended or lane.check for lane in self.lanes):
+            return None
+        lanes = [replace(lane, given=0, ahead=()) for lane in self.lanes]
+        return replace(self, epoch=epoch, lanes=lanes, length=None)
+
+    def skipped(self, n: int) -> Position:
+        """Return the position after ``n`` more batches were left out."""
+        (lane,) = self.lanes
+        return replace(self, lanes=[lane.skipped(n, self.length)])
+
+    def not_begun(self) -> Position:
+        """Return the same beginning, of which another order may be drawn: nobody has seen this."""
+        return replace(self, lanes=[replace(lane, check=None) for lane in self.lanes])
+
+
+# --- as a state
+
+
+def to_state(position: Position, seed: int, batch_size: int | None) -> State:
+    """Return the state of a loader that is at a position.
+
+    Its keys are the same at any time, for torch's distributed checkpoints: these know a state by
+    the path of each of its leaves, and a new loader's state is the template that one is read into.
+    A tuple is a leaf to them, whatever is in it.
+    """
+    state: State = {"version": VERSION, "seed": seed, "epoch": position.epoch}
+    if position.is_stream:
+        shards = [_shard_state(lane) for lane in position.lanes]
+        return state | {"stream": ({"shards": shards, "batch_size": batch_size},)}
+    (lane,) = position.lanes
+    known = None
+    if lane.known.state is not None:
+        known = {"at": lane.known.at, "state": copy.deepcopy(lane.known.state)}
+    return state | {
+        "length": position.length,
+        "batches": lane.given,
+        "delivered_ahead": [list(each) for each in lane.ahead],
+        "sampler": (known,),
+        "check": None if lane.check is None else list(lane.check),
+    }
+
+
+def _shard_state(lane: LanePosition) -> State:
+    return {
+        "batches": lane.given,
+        "delivered_ahead": [list(each) for each in lane.ahead],
+        "at": lane.known.at,
+        "state": _unpacked(lane.known.state),
+        "beginning": _unpacked(lane.beginning),
+        "ended": lane.is_ended,
+        "failed": lane.has_failed,
+        "check": None if lane.check is None else list(lane.check),
+    }
+
+
+def _unpacked(state: bytes | None) -> Any:
+    from minloader._memory import pickling
+
+    return None if state is None else pickling.unpack(state)
+
+
+def _packed(state: Any) -> bytes | None:
+    from minloader._memory import pickling
+
+    return None if state is None else pickling.pack(state, down=True)
+
+
+def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Position, int]:
+    """Return the position that a state is of, and its seed.
+
+    Args:
+        state: what was given as one.
+        seed: the loader's; None if it takes any.
+        is_stream: whether the loader's dataset is a stream.
+
+    Raises:
+        TypeError, ValueError: it cannot be a state, or is not for such a loader.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
+    if not {"version", "seed"} <= state.keys():
+        part = part_meant(state, {"version", "seed", "epoch"})
+        raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
+    if isinstance(state.get("sampler"), str):
+        raise ValueError(
+            f"this is the state of a {state['sampler']}, not of a Loader; give what the loader's "
+            "state_dict() returned, which has it inside"
+        )
+    check_version(state, VERSION)
+    if seed is not None and state.get("seed") != seed:
+        raise ValueError(
+            f"the state is of a loader with seed={state.get('seed')!r}, but this one has "
+            f"seed={seed}; make it with that seed, or with seed=None, which takes the state's"
+        )
+    kinds = {False: "a sampler", True: "a stream (an iterable dataset)"}
+    if ("stream" in state) != is_stream:
+        raise ValueError(
+            f"the state is of a loader with {kinds['stream' in state]}, but this one has "
+            f"{kinds[is_stream]}"
+        )
+    try:
+        seed = check_int("seed", state["seed"], 0)
+        epoch = check_int("epoch", state["epoch"], 0)
+        if is_stream:
+            (stream,) = state["stream"]
+            lanes = [_shard_position(each) for each in stream["shards"]]
+            if not lanes:
+                raise ValueError("it has no shards")
+            return Position(epoch=epoch, lanes=lanes, is_stream=True), seed
+        lane = _sampler_position(state)
+        return Position(epoch=epoch, lanes=[lane], length=state["length"]), seed
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
+
+
+def check_version(state: Mapping[str, Any], newest: int) -> None:
+    """Refuse a state that a later minloader has saved."""
+    if state["version"] not in range(1, newest + 1):
+        raise ValueError(
+            f"the state is of version {state['version']!r}, but this minloader reads versions up "
+            f"to {newest}; load it with the minloader that saved it"
+        )
+
+
+def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
+    (sampler,) = state["sampler"]
+    known = NOTHING_KNOWN
+    if sampler is not None:
+        known = Known(check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"]))
+    return _checked(
+        LanePosition(
+            given=check_int("batches", state["batches"], 0),
+            ahead=_ranges(state),
+            known=known,
+            check=_check(state["check"]),
+        )
+    )
+
+
+def _shard_position(state: Mapping[str, Any]) -> LanePosition:
+    return _checked(
+        LanePosition(
+            given=check_int("batches", state["batches"], 0),
+            ahead=_ranges(state),
+            known=Known(check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))),
+            check=_check(state["check"]),
+            beginning=_packed(copy.deepcopy(state["beginning"])),
+            is_ended=_truth("ended", state),
+            has_failed=_truth("failed", state),
+        )
+    )
+
+
+def _truth(name: str, state: Mapping[str, Any]) -> bool:
+    value = state[name]
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def _check(check: Any) -> Check | None:
+    return None if check is None else Check(check_int("check", check[0], 0), check[1])
+
+
+def _ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
+    found = []
+    for start, stop in state["delivered_ahead"]:
+        found.append(
+            (check_int("delivered_ahead", start, 0), check_int("delivered_ahead", stop, 0))
+        )
+    return tuple(found)
+
+
+def _checked(lane: LanePosition) -> LanePosition:
+    bounds = [lane.given]
+    for start, stop in lane.ahead:
+        bounds += [start, stop]
+    if bounds != sorted(bounds):
+        raise ValueError("delivered_ahead must be ranges that ascend, after batches")
+    if lane.known.at > lane.given or (lane.check is not None and lane.check.ordinal > lane.given):
+        raise ValueError("a state within it, or what it is checked by, is from later")
+    return lane

@@ -1,0 +1,210 @@
+"""What the tasks of a shard of a stream are made of.
+
+A task says which batches it is for, and how whoever reads it gets there: a state of the shard from
+there or before. A worker that stands there goes on; any other opens a copy of the dataset, puts the
+state back, and passes over what lies between. So who had the task before matters for speed alone.
+
+How many batches there are is known when a reply has fewer than were asked for: that is the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from minloader._epochs.position import Check, Known, LanePosition
+from minloader._epochs.task import Task
+from minloader._memory.files import SlotAddress
+from minloader._worker.messages import Failure, Reply, Shard
+from minloader._worker.messages import Task as Message
+from minloader._worker.run import READING
+
+if TYPE_CHECKING:
+    from minloader._epochs.lane import Lane
+
+logger = logging.getLogger("minloader")
+
+_numbers = itertools.count()
+
+
+class ShardFeed:
+    """What the tasks of one epoch of a shard are made of.
+
+    Args:
+        shard: number of the shard.
+        total: number of shards.
+        epoch: number of the epoch.
+        position: where it begins.
+        follows: number of the pass that was read to its end before, so that whoever has done that
+            goes on with the same copy of the stream. None: there is none.
+
+    Attributes:
+        number: of the pass over the shard, which tells it from others in the same epoch.
+        next: ordinal of the next batch to ask for.
+        known: the newest state of the shard that came back.
+        check: what the batch before that state is recognized by.
+        beginning: the state that the epoch began with; None if it had none.
+        at_end: its state at the end of the epoch.
+        is_over: whether the end was seen.
+        has_failed: whether reading has failed in this epoch: then the next one begins as this one
+            did.
+        error: always None: what reading raises has the place of a batch.
+    """
+
+    may_overtake = False
+    error = None
+
+    def __init__(
+        self, shard: int, total: int, epoch: int, position: LanePosition, follows: int | None
+    ) -> None:
+        self.number = next(_numbers)
+        self.shard = shard
+        self.total = total
+        self.epoch = epoch
+        self.next = position.given
+        self.known = position.known
+        self.check = position.check
+        self.beginning = position.beginning
+        self.is_over = position.is_ended
+        self.has_failed = position.has_failed
+        self.at_end = position.known
+        self._follows = follows
+
+    def following(self, epoch: int, *, is_left: bool) -> ShardFeed:
+        """Return what another epoch is read from, after this one.
+
+        Args:
+            epoch: its number.
+            is_left: whether the consumer has left this one: then that one begins as this one did.
+        """
+        beginning = self.beginning
+        begins_anew = is_left or self.has_failed
+        if not begins_anew and self.is_over and self.at_end.state is not None:
+            beginning = self.at_end.state
+        position = LanePosition(known=Known(0, beginning), beginning=beginning)
+        follows = None if begins_anew else self.number
+        return ShardFeed(self.shard, self.total, epoch, position, follows)
+
+    def draw(self, most: int) -> Task:
+        """Return a task for the next batches, so many at most."""
+        return Task(first=self.next, items=[self.shard] * most, known=self.known, check=self.check)
+
+    def message(self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool) -> Message:
+        """Return what is sent for a task.
+
+        Args:
+            task: which.
+            number: of the task in its pool.
+            slot: where to put the batches; None for the reply itself.
+            alone: whether nothing of another task is to be read meanwhile.
+        """
+        shard = Shard(
+            id=self.shard,
+            total=self.total,
+            first=task.first,
+            at=task.known.at,
+            state=task.known.state,
+            check=task.check,
+            number=self.number,
+            follows=self._follows,
+        )
+        return Message(
+            ordinal=task.first,
+            epoch=self.epoch,
+            items=task.items,
+            slot=slot,
+            id=number,
+            shard=shard,
+        )
+
+    def told_ordinal(self, ordinal: int) -> int:
+        """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
+        return ordinal * self.total + self.shard
+
+    def told_item(self, task: Task, n: int) -> Any:
+        """Return what the user is told that a batch was made from: shard, and place in it."""
+        return self.shard, task.first + n
+
+    def known_behind_error(self) -> Known:
+        """Return a state behind an error, of which there is none here."""
+        return self.known
+
+    def check_at(self, given: int, head: Task | None) -> Check | None:
+        """Return what tells whether the shard gives again what it has given.
+
+        Args:
+            given: how many batches were handed over.
+            head: the first task of which something was not.
+        """
+        if head is None:
+            return self.check
+        n = given - head.first
+        if n > 0 and head.reply is not None and n <= len(head.reply.lasts):
+            return Check(given - 1, head.reply.lasts[n - 1])
+        return head.check
+
+    def receive(self, task: Task, reply: Reply, lane: Lane) -> None:
+        """Make available what has come back of a task.
+
+        Args:
+            task: which.
+            reply: to it.
+            lane: that has it.
+        """
+        made = len(reply.outcomes)
+        shipment = task.shipment
+        assert shipment is not None
+        is_end = reply.ended
+        known = task.known
+        check = task.check
+        if made and reply.lasts:
+            check = Check(task.first + made - 1, reply.lasts[-1])
+        if reply.state is not None and not is_end:
+            known = Known(task.first + made, reply.state)
+        behind = [each for each in lane.tasks if each.first > task.first]
+        for each in behind[:1]:
+            each.known = known
+            each.check = check
+        if not behind:
+            self.known = known
+            self.check = check
+        if is_end:
+            task.items = task.items[:made]
+        self.has_failed |= any(map(_failed_reading, reply.outcomes))
+        task.reply = reply
+        task.memory = shipment.memory
+        task.outcomes = reply.outcomes
+        task.shipment = None
+        if is_end and not self.is_over:
+            self._end(task, Known(task.first + made, reply.state), lane)
+
+    def _end(self, task: Task, at_end: Known, lane: Lane) -> None:
+        """Note that a shard has no more batches after a task, and forget what was asked for."""
+        if task.outcomes and _failed_reading(task.outcomes[-1]):
+            logger.warning(
+                "shard %d of the stream ended with the error in its batch %d: an iterator that "
+                "raised, as a generator does, cannot continue",
+                self.shard,
+                task.stop - 1,
+            )
+        lane.drop_behind(task)
+        self.next = task.stop
+        self.at_end = at_end
+        self.is_over = True
+
+    def end_before(self, task: Task, lane: Lane) -> None:
+        """End the shard before a task: no worker gets there."""
+        logger.warning(
+            "shard %d of the stream ends: no worker gets past its batch %d",
+            self.shard,
+            task.first - 1,
+        )
+        task.items = []
+        task.outcomes = []
+        task.shipment = None
+        self._end(task, Known(task.first, None), lane)
+
+
+def _failed_reading(outcome: Any) -> bool:
+    return type(outcome) is Failure and outcome.stage == READING

@@ -1,0 +1,68 @@
+"""Says in the log, once, what looks wrong with the shards of a stream."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from minloader._epochs.lane import Lane
+from minloader._epochs.options import Shared
+from minloader._insight.leaves import Leaves, first_leaves
+
+logger = logging.getLogger("minloader")
+
+
+class ShardWatch:
+    """Compares the first batches of two shards, and counts those that gave nothing.
+
+    Args:
+        total: number of shards.
+        shared: what the loader's epochs share: it knows what was said before.
+        compares: whether each shard begins, so that their first batches can be compared.
+    """
+
+    def __init__(self, total: int, shared: Shared, *, compares: bool) -> None:
+        self._total = total
+        self._shared = shared
+        if total == 1 or not compares:
+            shared.said.add("compared")
+        self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
+
+    def compare(self, lane: Lane, batch: Any) -> None:
+        """Compare the first batches of two shards: alike, each shard is all of the data."""
+        if "compared" in self._shared.said:
+            return
+        shard: int = lane.feed.shard  # type: ignore[union-attr]
+        leaves: Leaves = {}
+        try:
+            leaves = first_leaves(batch)
+        except Exception as error:  # of the user's own objects; the batch matters more
+            logger.debug("a batch cannot be compared: %r", error)
+        first = self._first
+        self._first = (shard, leaves)
+        if first is None:
+            return
+        self._shared.said.add("compared")
+        if shard != first[0] and leaves == first[1] != {}:
+            logger.warning(
+                "shards %d and %d of the stream begin with the same batch: unless that is chance, "
+                "each of the %d workers reads all of the data, and all of it comes %d times; have "
+                "__iter__ read a part, by the id and the num_workers of get_worker_info()",
+                first[0],
+                shard,
+                self._total,
+                self._total,
+            )
+
+    def count_empty(self, lanes: list[Lane]) -> None:
+        """Count the shards that gave nothing in an epoch that has ended."""
+        empty = sum(not lane.taken for lane in lanes)
+        if 0 < empty < self._total and "empty" not in self._shared.said:
+            self._shared.said.add("empty")
+            logger.warning(
+                "%d of the %d shards of the stream gave no batch, and their workers did nothing: "
+                "share the data out evenly, by get_worker_info(), or set num_workers=%d",
+                empty,
+                self._total,
+                self._total - empty,
+            )

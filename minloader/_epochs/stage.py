@@ -1,0 +1,207 @@
+"""The last hop: a function is called on each batch ahead of the consumer, in a thread.
+
+::
+
+      |=========== the consumer ===========|           |=== the thread ===|
+       taken ahead --> claim --> queue -------------------> fn(batch)
+                                                                |
+       the consumer  <--------- claim <------------------ what it made
+
+A claim that is ahead of the consumer is a cache like all else: the position of the epoch counts
+what the consumer was given. The thread knows the queue, not the iterator, which can therefore be
+collected. It is a daemon: nobody waits for longer than a moment for a function that does not
+return.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from minloader._epochs.epoch import Claim
+
+GRACE = 0.5
+"""Seconds that closing waits for the thread, which may be inside the function. An idle thread needs
+none. One that takes longer is left to end by itself: what it still makes is dropped."""
+
+CLOSED = "this prefetch is closed; make a new one"
+
+
+class Work:
+    """A batch on its way through the thread.
+
+    Attributes:
+        batch: what the function is called on, in a list that the thread empties.
+        made: what the function raised, and what it returned. The first of them counts: from the
+            thread, or from :meth:`drop`.
+        is_sent: whether the thread has it.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch: list[Any] = [batch]
+        self.made: list[tuple[BaseException | None, Any]] = []
+        self.is_sent = False
+        # No future: Ctrl-C within one of its locks would leave that taken.
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def finish(self, error: BaseException | None, value: Any = None) -> None:
+        """Say what has come of the batch. From any thread."""
+        self.made.append((error, value))
+        with suppress(RuntimeError):  # somebody has said so before
+            self._done.release()
+
+    def wait(self) -> tuple[BaseException | None, Any]:
+        """Wait until it is made; return the error, or what was made."""
+        while not self.made:
+            self._done.acquire()
+            with suppress(RuntimeError):
+                self._done.release()  # another thread may wait
+        return self.made[0]
+
+    def drop(self) -> None:
+        """Have it come to an error, unless it was made."""
+        self.batch.clear()
+        self.finish(RuntimeError(CLOSED))
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class StagedClaim(Claim):
+    """A batch that was taken ahead of the consumer, or an error in its place.
+
+    Attributes:
+        work: in the thread; None for an error.
+    """
+
+    work: Work | None = None
+
+    def drop(self) -> None:
+        """Have the thread not make it, if it has not begun."""
+        if self.work is not None:
+            self.work.drop()
+
+
+class Stage:
+    """A function that is called in a thread of its own, with the context variables of its maker.
+
+    Args:
+        fn: called with each batch. It may have a method ``keep``, which is called before that in
+            the consumer's thread and returns what to call it with.
+        depth: most batches that are ready, or being made ready, beyond the one that the consumer
+            has.
+        receive: called in the consumer's thread with what ``fn`` has made, just before it is handed
+            over; returns the batch. None: that is the batch.
+    """
+
+    def __init__(
+        self, fn: Callable[[Any], Any], depth: int, receive: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.depth = depth
+        self._functions = [fn]
+        self._context = contextvars.copy_context()
+        self._receive = receive
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._end: Any = None
+        self.is_closed = False
+
+    def follow(self, former: Stage) -> None:
+        """Call the functions of another stage first."""
+        self._functions = [*former._functions, *self._functions]
+
+    def keep(self, batch: Any) -> Any:
+        """Return a batch that nobody else changes meanwhile. In the consumer's thread."""
+        keep = getattr(self._functions[0], "keep", None)
+        return batch if keep is None else keep(batch)
+
+    def send(self, claims: Iterable[StagedClaim]) -> None:
+        """Have the thread make the batches that it does not have."""
+        for claim in claims:
+            work = claim.work
+            if work is not None and not work.is_sent:
+                self.send_work(work)
+
+    def send_work(self, work: Work) -> None:
+        """Have the thread make a batch."""
+        self.check_open()
+        if self._end is None:
+            self.start()
+        self._tasks.put(work)  # twice, if an interrupt comes now: the thread makes it once
+        work.is_sent = True
+
+    def start(self) -> None:
+        """Start the thread."""
+        thread = threading.Thread(
+            target=self._context.run,
+            args=(_run, self._functions, self._tasks),
+            name="minloader-prefetch",
+            daemon=True,
+        )
+        # At exit it runs before the loader's, which was made earlier.
+        self._end = weakref.finalize(self, _end, self._tasks, thread)
+        self._thread = thread
+        thread.start()
+
+    def receive(self, staged: StagedClaim, claim: Claim) -> None:
+        """Wait for a batch that was taken ahead, and have it, or the error, in another claim."""
+        if staged.work is None:
+            claim.error = staged.error
+            return
+        error, value = staged.work.wait()
+        claim.outcome, claim.error = self.finished(error, value)
+
+    def finished(self, error: BaseException | None, value: Any) -> tuple[Any, BaseException | None]:
+        """Make the last of a batch, in the consumer's thread."""
+        if error is not None or self._receive is None:
+            return value, error
+        return self._receive(value), None
+
+    def check_open(self) -> None:
+        """Raise an error if it is closed."""
+        if self.is_closed:
+            raise RuntimeError(CLOSED)
+
+    def close(self) -> None:
+        """End the thread, waiting for it for a moment. Harmless when repeated."""
+        self.is_closed = True
+        if self._end is not None:
+            self._end()
+
+
+def _run(functions: list[Callable[[Any], Any]], tasks: queue.SimpleQueue[Any]) -> None:
+    """Call the functions on each batch. Runs in the thread, which has none while it waits."""
+    while (work := tasks.get()) is not None:
+        with suppress(IndexError):  # it was made already, or is not wanted any more
+            batch = [work.batch.pop()]
+            error, value = _attempt(functions, batch)
+            work.finish(error, value)
+            del error, value
+        del work
+
+
+def _attempt(
+    functions: list[Callable[[Any], Any]], batch: list[Any]
+) -> tuple[BaseException | None, Any]:
+    try:
+        for function in functions:
+            batch.append(function(batch.pop()))
+        return None, batch.pop()
+    except StopIteration as error:  # it would end the consumer's loop
+        stop = RuntimeError("fn raised StopIteration")
+        stop.__cause__ = error
+        return stop, None
+    except BaseException as error:  # SystemExit too: the consumer's to see
+        return error, None
+
+
+def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End the thread. Called from any thread."""
+    tasks.put(None)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(GRACE)

@@ -1,0 +1,192 @@
+"""A task: some batches of a lane that are made together, and what has become of it.
+
+::
+
+    drawn             sent              arrived, in a thread of the pool
+    first, items ----------> Shipment ---------------------------------> reply, or lost
+                                                                            | Lane.receive()
+                                                                            v
+                                                                  outcomes, handed over one by one
+
+What a task is for is in its first fields, and never changes. All else is a cache: it may be thrown
+away at any instruction, and the task be sent again.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from minloader._epochs.position import Check, Known
+from minloader._errors import without_frames
+from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
+from minloader._memory.slots import Slot, Slots
+from minloader._pools.base import HeldItem
+from minloader._worker.messages import Failure, Reply
+
+Arrivals = SimpleQueue["Shipment"]
+"""What has come back to an iterator, of all its lanes. Other threads put it there."""
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Task:
+    """Batches that are made together, mostly one.
+
+    Attributes:
+        first: ordinal of the first of them in its lane.
+        items: what the sampler gave for each; of a shard, its number for each.
+        known: a state of the sampler, or of the shard, from the first of them or before.
+        check: of a shard, what a batch before the first is recognized by.
+        tries: how often a worker has died with it.
+        shipment: what was sent; None if it was not, or that was lost.
+        reply: to that; None where the outcomes are not a worker's.
+        memory: that the reply's batches lie in.
+        outcomes: what has become of each item; None before the reply was received.
+        is_begun: whether the consumer has come to it.
+    """
+
+    first: int
+    items: list[Any]
+    known: Known
+    check: Check | None = None
+    tries: int = 0
+    shipment: Shipment | None = None
+    reply: Reply | None = None
+    memory: Any = None
+    outcomes: list[Any] | None = None
+    is_begun: bool = False
+
+    @property
+    def stop(self) -> int:
+        """Ordinal behind its last batch."""
+        return self.first + len(self.items)
+
+    def part(self, start: int, stop: int, *, tries: int | None = None) -> Task:
+        """Return a task for some of the items, by their places in it, which is not sent."""
+        return Task(
+            first=self.first + start,
+            items=self.items[start:stop],
+            known=self.known,
+            check=self.check,
+            tries=self.tries if tries is None else tries,
+        )
+
+    def failed(self, *errors: Exception, stage: str = "", fatal: bool = False) -> Task:
+        """Have it come to errors, one for each item, which no worker has sent. Return it."""
+        for each in errors:
+            without_frames(each)
+        self.outcomes = [
+            Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors
+        ]
+        return self
+
+    def item(self, n: int) -> Any:
+        """Return what the sampler gave for a batch."""
+        item = self.items[n]
+        return item.item if isinstance(item, HeldItem) else item
+
+    def unpack(self, n: int) -> Any:
+        """Return an outcome as it is handed over: a batch, SKIP, or a failure."""
+        assert self.outcomes is not None
+        outcome = self.outcomes[n]
+        kind = type(outcome)
+        try:
+            if kind is PackedBatch:
+                return unpack_batch(outcome, self.memory)
+            if kind is bytes and self.reply is not None and self.reply.packed:
+                return unpack(outcome)
+        except (Exception, SystemExit) as error:
+            return Failure.of(error, packed=False, stage="when the batch was unpickled")
+        return outcome
+
+    def forget(self) -> None:
+        """Let go of what was sent and made: what is queued need not run."""
+        shipment, self.shipment = self.shipment, None
+        self.reply = self.memory = self.outcomes = None
+        if shipment is not None:
+            shipment.cancel()
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Shipment:
+    """A task that was sent to a pool, until its reply is here.
+
+    Attributes:
+        task: which.
+        arrivals: where this is put when it is done.
+        slots, slot: the memory that travels with it.
+        id: of the task in its pool.
+        future: of the pool; None while it is being sent.
+        reply: of the worker.
+        memory: that the reply's batches lie in.
+        lost: why there is no reply.
+        is_unwanted: whether its task was forgotten.
+    """
+
+    task: Task
+    arrivals: Arrivals
+    slots: Slots | None
+    slot: Slot | None = None
+    id: int = 0
+    future: Future[Reply] | None = field(default=None)
+    reply: Reply | None = None
+    memory: Any = None
+    lost: BaseException | None = None
+    is_unwanted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come back, or was lost."""
+        return self.reply is not None or self.lost is not None
+
+    def arrived(self, future: Future[Reply]) -> None:
+        """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes, if there is one."""
+        try:
+            error = future.exception()
+            if error is None:
+                self._settle(future.result())
+        except Exception as failure:  # cancelled; or no room for a batch in this process
+            failure.__context__ = None  # who keeps an error, in a log, would keep this frame
+            error = failure.with_traceback(None)
+        if self.is_unwanted:
+            self.memory = None
+        if error is not None:
+            self.lose(error)
+        elif not self.is_unwanted:
+            self.arrivals.put(self)
+
+    def lose(self, error: BaseException) -> None:
+        """Note that nothing comes back."""
+        self._discard_slot()
+        self.lost = error
+        if not self.is_unwanted:
+            self.arrivals.put(self)
+
+    def _settle(self, reply: Reply) -> None:
+        slots = self.slots
+        slot = self.slot
+        if slots is not None and slot is not None:
+            slots.settle(slot, reply.slot_size, reply.size)
+            if any(type(outcome) is PackedBatch for outcome in reply.outcomes):
+                self.memory = slots.lease(slot, retire=reply.slot_retired)
+            else:
+                slots.free(slot, retire=reply.slot_retired)
+        self.reply = reply
+
+    def _discard_slot(self) -> None:
+        """Give up the memory that was lent to the task: somebody may still write to it."""
+        if self.slots is not None and self.slot is not None:
+            self.slots.free(self.slot, retire=True)
+
+    def cancel(self) -> None:
+        """Have it come to nothing, if no worker has begun with it; nobody looks at it any more."""
+        self.is_unwanted = True
+        self.memory = None
+        future = self.future
+        self.future = None  # it leads here, and would keep the memory
+        if future is not None:
+            future.cancel()
+        elif not self.is_done:  # interrupted while it was sent: somebody may write to the slot
+            self._discard_slot()

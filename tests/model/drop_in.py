@@ -1,0 +1,398 @@
+"""Random programs with ``minloader.torch.DataLoader``, in loops that call ``set_epoch``.
+
+What an epoch gives follows from where torch's generators are as it begins, or were when a state
+fixed that, and from the epoch that the loop has set: torch's own loader says what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from interrupts import interrupted
+from kinds import Told, ToldWithState
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch_helpers import Drawing, DrawingStream, Eager
+
+from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, prefetch
+from minloader.torch import DataLoader
+
+from .machine import counts, failures
+
+Arguments = dict[str, Any]
+
+
+def ours(make: Callable[[int], Any]) -> Callable[..., Arguments]:
+    return lambda n, generator: {"batch_sampler": make(n)}
+
+
+def one_by_one(make: Callable[[int], Any]) -> Callable[..., Arguments]:
+    return lambda n, generator: {"sampler": make(n), "batch_size": 2}
+
+
+KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
+    "shuffle": lambda n, generator: {"shuffle": True, "batch_size": 3},
+    "own generator": lambda n, generator: {
+        "shuffle": True,
+        "batch_size": 3,
+        "generator": generator,
+    },
+    "sampler's generator": lambda n, generator: {
+        "sampler": RandomSampler(range(n), replacement=True, generator=generator),
+        "batch_size": 2,
+    },
+    "weighted": one_by_one(lambda n: WeightedRandomSampler([1.0] * n, n)),
+    "eager": one_by_one(Eager),
+    "list": one_by_one(lambda n: list(range(n))),
+    "distributed": one_by_one(lambda n: DistributedSampler(range(n), 2, 1)),
+    "told": one_by_one(Told),
+    "told with state": one_by_one(ToldWithState),
+    "shuffled": ours(lambda n: BatchSampler(n, 2, shuffle=True)),
+    "shuffled one by one": one_by_one(lambda n: BatchSampler(n, None, shuffle=True)),
+    "rolling": ours(lambda n: BatchSampler(n, 3, shuffle=True, last_batch="rollover")),
+    "dynamic": ours(
+        lambda n: DynamicBatchSampler([1 + k % 3 for k in range(n)], max_total=4, shuffle=True)
+    ),
+    "mixture": ours(
+        lambda n: MixtureSampler(
+            [BatchSampler(n, None, shuffle=True), 1 + n // 2], [2, 1], 2, stop="last"
+        )
+    ),
+    "stream": lambda n, generator: {"dataset": DrawingStream(n, False), "batch_size": 2},
+    "stream with state": lambda n, generator: {"dataset": DrawingStream(n, True), "batch_size": 2},
+}
+
+
+@dataclass
+class Fixed:
+    """Where the generators were, and what torch's loader would have drawn, as an epoch begins."""
+
+    shared: torch.Tensor
+    own: torch.Tensor
+    seeded: bool
+    twice: bool
+
+
+@dataclass
+class Place:
+    """Where a consumer is.
+
+    Attributes:
+        number: of the epoch, counted by the loader.
+        told: the epoch that the loop has set.
+        chain: epochs that came to their end before, without another that was left.
+        rest: what is to come, by place in the epoch; None: the epoch has not begun.
+        fixed: what the order follows from, when the epoch has begun, or a state has fixed that.
+    """
+
+    number: int = 0
+    told: int = 0
+    chain: tuple[int, ...] = ()
+    rest: dict[int, Any] | None = None
+    fixed: Fixed | None = None
+
+
+@dataclass
+class Saved:
+    """A checkpoint: the loader's state, what the script saves beside it, and where that is."""
+
+    state: Any
+    shared: torch.Tensor
+    place: Place
+
+
+@dataclass
+class DropIn:
+    """A program, of one step after the other.
+
+    Args:
+        kind: of sampler or stream, by name.
+        n: indices or samples.
+        num_workers: of the loader.
+        persistent: whether workers keep the dataset.
+    """
+
+    kind: str
+    n: int
+    num_workers: int
+    persistent: bool
+    steps: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps.append(f"{self.kind}, n={self.n}, {self.num_workers}, {self.persistent}")
+        if self.is_stream:
+            self.persistent = False  # nobody tells the workers' copies the epoch, as with torch
+        self.shards = max(1, self.num_workers)
+        self.place = Place()
+        self.draws: dict[Any, Any] = {}
+        self.saved: list[Saved] = []
+        self.batches: Any = None
+        self.told = 0  # the epoch that the loop has set last
+        self.entered = False  # whether the first next was called since
+        self.left = False  # whether the epoch of the place was; states are still of that
+        self.loader = self.make()
+
+    @property
+    def is_stream(self) -> bool:
+        return "stream" in self.kind
+
+    def arguments(self, generator: torch.Generator) -> Arguments:
+        return {"dataset": Drawing(self.n), "collate_fn": list} | KINDS[self.kind](
+            self.n, generator
+        )
+
+    def make(self) -> DataLoader[Any]:
+        self.generator = torch.Generator().manual_seed(5)
+        persistent = self.persistent and self.num_workers > 0
+        given = self.arguments(self.generator)
+        return DataLoader(**given, num_workers=self.num_workers, persistent_workers=persistent)
+
+    def right(self, place: Place) -> list[Any]:
+        """What torch gives in an epoch that begins there."""
+        generator = torch.Generator()
+        fixed = place.fixed
+        assert fixed is not None
+        given = self.arguments(generator)
+        if self.is_stream:
+            numbers = [range(k, self.n, self.shards) for k in range(self.shards)]
+            cut = [[list(part[i : i + 2]) for i in range(0, len(part), 2)] for part in numbers]
+            turns = itertools.chain(*itertools.zip_longest(*cut))
+            return [[1000 * place.told + k for k in batch] for batch in turns if batch]
+        theirs = TorchLoader(**given)
+        with torch.random.fork_rng(devices=[]):
+            found: list[Any] = []
+            for epoch in (*place.chain, place.told):
+                for sampler in theirs.sampler, theirs.batch_sampler:
+                    getattr(sampler, "set_epoch", int)(epoch)
+                torch.set_rng_state(fixed.shared)
+                generator.set_state(fixed.own)
+                begun = iter(theirs.batch_sampler)
+                if fixed.seeded:
+                    torch.empty((), dtype=torch.int64).random_(generator=given.get("generator"))
+                if fixed.twice:
+                    begun = iter(theirs.batch_sampler)
+                found = [list(item) for item in begun]
+        return found
+
+    # --- the loop
+
+    def begin(self, epoch: int | None) -> None:
+        """Begins an epoch, or goes on with the state's; the loop sets it, if it has a number."""
+        self.steps.append(f"begin, set_epoch({epoch})")
+        if epoch is not None:
+            self.loader.set_epoch(epoch)
+            self.told = epoch
+            if not self.left:
+                self.place.told = epoch
+        self.batches, self.entered = iter(self.loader), False
+
+    def prefetch(self, depth: int) -> None:
+        self.steps.append(f"prefetch, depth={depth}")
+        self.batches = prefetch(self.loader, same, depth)
+        self.take(1)
+
+    def fix(self) -> None:
+        if self.place.fixed is None:
+            persists = self.persistent and self.num_workers > 0
+            self.place.fixed = Fixed(
+                shared=torch.get_rng_state(),
+                own=self.generator.get_state(),
+                seeded=not persists or not self.place.number,
+                twice=self.num_workers > 0,
+            )
+
+    def enter(self) -> None:
+        """Does what the first ``next`` does."""
+        self.entered = True
+        if self.left:
+            self.place = Place(self.place.number + 1, self.told)
+            self.left = False
+        place = self.place
+        if place.rest is None:
+            self.fix()
+            place.rest = dict(enumerate(self.right(place)))
+
+    def take(self, count: int, interrupt: int | None = None) -> None:
+        self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
+        self.enter()
+        for _ in range(count):
+            if interrupt is not None:
+                outcome = interrupted(lambda: next(self.batches, END), interrupt)
+                batch = next(self.batches, END) if outcome.interrupted else outcome.value
+                interrupt = None
+            else:
+                batch = next(self.batches, END)
+            if batch is END:
+                self.end()
+                return
+            self.given(batch)
+
+    def given(self, batch: list[Any]) -> None:
+        place = self.place
+        assert place.rest, f"{batch}, but nothing is to come"
+        ordinal = min(place.rest)
+        item = place.rest.pop(ordinal)
+        found = [plain(index) for index, _ in batch]
+        assert found == [plain(each) for each in item], f"{found} instead of {item}"
+        drawn = [draw for _, draw in batch]
+        known = self.draws.setdefault((place.number, ordinal, str(item), self.shards), drawn)
+        assert known == drawn, f"{item} has drawn {drawn}, but before {known}"
+
+    def end(self) -> None:
+        place = self.place
+        assert not place.rest, f"the end, but {place.rest} are to come"
+        chain = (*place.chain, place.told)
+        self.place = Place(place.number + 1, place.told, chain)
+        self.batches = None
+
+    def leave(self) -> None:
+        self.steps.append("leave")
+        self.left |= self.entered  # iter alone begins nothing
+        self.batches = None
+
+    # --- states
+
+    def note(self) -> None:
+        self.steps.append("state")
+        before = torch.get_rng_state(), self.generator.get_state()
+        state = json.loads(json.dumps(self.loader.state_dict()))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(self.generator.get_state(), before[1])
+        self.fix()
+        self.saved.append(Saved(state, before[0], copy.deepcopy(self.place)))
+
+    def load(self, which: int, num_workers: int | None, restores: bool) -> None:
+        """Goes on from a state, in a new loader if a number of workers is given."""
+        self.steps.append(f"load state {which}, workers {num_workers}, restores {restores}")
+        saved = self.saved[which]
+        self.batches = None
+        if num_workers is not None:
+            self.loader.close()
+            self.num_workers = num_workers
+            self.loader = self.make()
+        self.loader.load_state_dict(copy.deepcopy(saved.state))
+        self.place, self.left = copy.deepcopy(saved.place), False
+        if restores:
+            torch.set_rng_state(saved.shared)
+
+    def draw(self) -> None:
+        self.steps.append("torch.rand")
+        torch.rand(1)
+
+    def close(self) -> None:
+        self.batches = None
+        self.loader.close()
+
+
+END = object()
+"""What ``next`` gives in place of a batch at the end."""
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def plain(index: Any) -> Any:
+    return list(index) if isinstance(index, tuple) else index
+
+
+class TorchPrograms(RuleBasedStateMachine):
+    """Its rules are what a script does."""
+
+    workers = (0, 0, 0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.program: DropIn
+
+    @initialize(data=st.data())
+    def begin_program(self, data: Any) -> None:
+        counts["programs"] += 1
+        self.program = DropIn(
+            kind=data.draw(st.sampled_from(list(KINDS)), label="kind"),
+            n=data.draw(st.integers(5, 14), label="n"),
+            num_workers=data.draw(st.sampled_from(self.workers), label="num_workers"),
+            persistent=data.draw(st.booleans(), label="persistent"),
+        )
+
+    @contextlib.contextmanager
+    def noted(self, name: str) -> Iterator[DropIn]:
+        counts[f"torch: {name}"] += 1
+        try:
+            yield self.program
+        except BaseException as error:
+            error.add_note("\n".join(["the program:", *self.program.steps]))
+            failures.append(error)
+            raise
+
+    def teardown(self) -> None:
+        if hasattr(self, "program"):
+            self.program.close()
+
+    @property
+    def live(self) -> bool:
+        return hasattr(self, "program") and self.program.batches is not None
+
+    @precondition(lambda self: not self.live)
+    @rule(again=st.booleans(), depth=st.integers(0, 2))
+    def begin(self, again: bool, depth: int) -> None:
+        """As a loop does, also once more in the epoch that a state is of."""
+        with self.noted("begin") as program:
+            goes_on = program.place.rest is not None and not program.left
+            epoch = program.place.told if goes_on else program.place.number + program.left
+            program.begin(None if goes_on and not again else epoch)
+            if depth:
+                program.prefetch(depth)
+
+    @precondition(lambda self: self.live)
+    @rule(count=st.integers(1, 4), place=st.none() | st.none() | st.integers(0, 1_000))
+    def take(self, count: int, place: int | None) -> None:
+        with self.noted("next") as program:
+            program.take(count, place)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def finish(self) -> None:
+        with self.noted("next to the end") as program:
+            program.take(100)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def leave(self) -> None:
+        with self.noted("leave") as program:
+            program.leave()
+
+    @rule()
+    def note(self) -> None:
+        with self.noted("state_dict") as program:
+            program.note()
+
+    @rule()
+    def draw(self) -> None:
+        with self.noted("torch.rand") as program:
+            program.draw()
+
+    @precondition(lambda self: self.program.saved)
+    @rule(which=st.integers(0, 9), data=st.data(), restores=st.booleans())
+    def load(self, which: int, data: Any, restores: bool) -> None:
+        with self.noted("load_state_dict") as program:
+            workers = data.draw(st.none() | st.sampled_from(self.workers), label="num_workers")
+            if program.is_stream and workers is not None:
+                workers = program.shards if program.num_workers else 0
+            program.load(which % len(program.saved), workers, restores)
+
+
+class TorchProgramsInProcesses(TorchPrograms):
+    """The same with worker processes, most of the time."""
+
+    workers = (0, 1, 2)
