@@ -1651,3 +1651,10 @@ def test_a_fork_while_a_thread_waits_for_a_batch_has_the_state():
         thread.join()
         assert answer == "2"
         assert list(batches) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("way", ["inline", "threads"])
+def test_nothing_is_waited_for_before_an_error_of_a_sampler(way, monkeypatch):
+    monkeypatch.setattr("minloader._epochs.options.PATIENCE", 900)  # longer than a test may take
+    with Loader(Echo(), Failing(4, 2), **WAYS[way]) as loader:
+        assert list(outcomes_of(iter(loader))) == [0, 1, f"{BAD_ITEM} is bad", 2, 3]
