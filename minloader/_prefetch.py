@@ -7,7 +7,6 @@ counts what the consumer was given. Over any other iterable it is a small iterat
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
@@ -106,7 +105,7 @@ def prefetched(
 class Prefetched(Generic[B]):
     """Iterator over batches of any iterable that a thread makes ready.
 
-    Ctrl-C may lose the batch that is being taken from the iterable.
+    Ctrl-C loses nothing, unless it comes within the code of the iterable.
 
     Args:
         batches: what was given; it may have a ``state_dict``.
@@ -120,8 +119,9 @@ class Prefetched(Generic[B]):
         self._batches = batches
         self._process = lifetimes.process
         self._is_over = False  # whether the consumer was told that there is no more
+        self._taken: list[Any] = []  # a batch of the source that is not yet in ``_ahead``
         # Work in the thread, or an error of the source; and the state as of it.
-        self._ahead: deque[tuple[Work | Exception, Callable[[], Any]]] = deque()
+        self._ahead: tuple[tuple[Work | Exception, Callable[[], Any]], ...] = ()
         self._state = self._state_now()
 
     def _state_now(self) -> Callable[[], Any]:
@@ -144,7 +144,10 @@ class Prefetched(Generic[B]):
         if self._is_over:
             raise StopIteration
         self._stage.check_open()
-        while self._source is not None and len(self._ahead) <= self._stage.depth:
+        while True:
+            self._stage.send([work for work, _ in self._ahead if isinstance(work, Work)])
+            if self._source is None or len(self._ahead) > self._stage.depth:
+                break
             self._take(self._source)
         if not self._ahead:
             self._is_over = True
@@ -160,7 +163,9 @@ class Prefetched(Generic[B]):
             error, value = made.wait()
             self._stage.check_open()  # another thread may have closed it meanwhile
             outcome, error = self._stage.finished(error, value)
-        self._ahead.popleft()
+        rest = self._ahead[1:]
+        # No call behind this line, so no Ctrl-C: the batch is the consumer's.
+        self._ahead = rest
         self._state = state
         if error is None:
             return outcome  # type: ignore[no-any-return]
@@ -170,19 +175,23 @@ class Prefetched(Generic[B]):
             del error, made  # its traceback holds this frame
 
     def _take(self, source: Iterator[Any]) -> None:
-        taken: list[Any] = []
+        """Take a batch ahead of the consumer, or an error in its place."""
+        made: Work | Exception
         try:
-            taken.extend(map(next, repeat(source, 1)))
-            if not taken:
+            if not self._taken:
+                self._taken.extend(map(next, repeat(source, 1)))
+            if not self._taken:
                 self._source = None
                 return
-            work = Work(self._stage.keep(taken.pop()))
+            made = Work(self._stage.keep(self._taken[0]))
         except Exception as error:
             without_frames(error)
-            self._ahead.append((error, self._state_now()))
-            return
-        self._ahead.append((work, self._state_now()))
-        self._stage.send_work(work)
+            made = error
+        ahead = (*self._ahead, (made, self._state_now()))
+        nothing: list[Any] = []
+        # Without a call in between, and so without Ctrl-C.
+        self._ahead = ahead
+        self._taken = nothing
 
     def state_dict(self) -> Any:
         """Return the state of ``batches`` as of the batch that the consumer was given last.
@@ -200,7 +209,7 @@ class Prefetched(Generic[B]):
         for made, _ in self._ahead:
             if isinstance(made, Work):
                 made.drop()
-        self._ahead.clear()
+        self._ahead = ()
 
     def __enter__(self) -> Self:
         return self

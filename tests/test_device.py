@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import decimal
 import gc
+import itertools
 import json
 import os
 import queue
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
 from helpers import Echo, Faulty, Gate, Squares
+from interrupts import interrupted
 
 from minloader import BatchSampler, Loader, prefetch
 from minloader._inspect import inspect
@@ -407,6 +409,41 @@ loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EX
 {SCRIPTS[name]}
 """
     printed_by(script)
+
+
+@pytest.mark.parametrize("over", ["an iterator", "a loader"])
+def test_an_interrupt_anywhere_loses_no_batch(over):
+    """Also not between taking a batch and sending it to the thread."""
+    for step in itertools.count():
+        source = Loader(same, range(6), num_workers=0) if over == "a loader" else iter(range(6))
+        with prefetch(source, lambda n: -n, depth=2) as batches:
+            outcome = interrupted(batches.__next__, step)
+            given = [*batches] if outcome.interrupted else [outcome.value, *batches]
+        assert given == [0, -1, -2, -3, -4, -5], step
+        assert outcome.interrupted == outcome.reached
+        if not outcome.reached:
+            break
+    assert step > 30
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_an_interrupt_while_the_thread_is_started(monkeypatch, runs):
+    """Whether there is a thread then or not: the function is called by one, once a batch."""
+    start = threading.Thread.start
+    called: list[int] = []
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        if runs:
+            start(thread)
+        raise KeyboardInterrupt
+
+    batches = prefetch(iter(range(4)), called.append, depth=2)
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert list(batches) == [None] * 4
+    assert called == [0, 1, 2, 3]
 
 
 def test_ctrl_c_in_the_consumer():

@@ -607,7 +607,7 @@ class Batches(Iterator[B], Generic[B]):
         if not self._is_over:
             stage.check_open()
         while True:
-            stage.send(self.claims.ahead)
+            stage.send([staged.work for staged in self.claims.ahead])
             if not self._may_take_ahead(stage):
                 break
             try:

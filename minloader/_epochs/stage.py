@@ -107,7 +107,8 @@ class Stage:
         self._context = contextvars.copy_context()
         self._receive = receive
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the one that was started last
+        self._running: list[threading.Thread] = []  # the first of them calls the functions
         self._end: Any = None
         self.is_closed = False
 
@@ -120,33 +121,33 @@ class Stage:
         keep = getattr(self._functions[0], "keep", None)
         return batch if keep is None else keep(batch)
 
-    def send(self, claims: Iterable[StagedClaim]) -> None:
+    def send(self, works: Iterable[Work | None]) -> None:
         """Have the thread make the batches that it does not have."""
-        for claim in claims:
-            work = claim.work
+        for work in works:
             if work is not None and not work.is_sent:
-                self.send_work(work)
-
-    def send_work(self, work: Work) -> None:
-        """Have the thread make a batch."""
-        self.check_open()
-        if self._end is None:
-            self.start()
-        self._tasks.put(work)  # twice, if an interrupt comes now: the thread makes it once
-        work.is_sent = True
+                self.check_open()
+                self.start()
+                self._tasks.put(work)  # twice, if Ctrl-C comes now: the thread makes it once
+                work.is_sent = True
 
     def start(self) -> None:
-        """Start the thread."""
-        thread = threading.Thread(
-            target=self._context.run,
-            args=(_run, self._functions, self._tasks),
+        """Start the thread, if that was not done.
+
+        Ctrl-C may come within ``Thread.start``, so that nobody knows whether there is a thread. So
+        another one is started where none is seen; one of them calls the functions.
+        """
+        thread = self._thread
+        if self._running or (thread is not None and thread.is_alive()):
+            return
+        if self._end is None:  # at exit it runs before the loader's, which was made earlier
+            self._end = weakref.finalize(self, _end, self._tasks, self._running)
+        self._thread = threading.Thread(
+            target=self._context.copy().run,
+            args=(_run, self._functions, self._tasks, self._running),
             name="minloader-prefetch",
             daemon=True,
         )
-        # At exit it runs before the loader's, which was made earlier.
-        self._end = weakref.finalize(self, _end, self._tasks, thread)
-        self._thread = thread
-        thread.start()
+        self._thread.start()
 
     def receive(self, staged: StagedClaim, claim: Claim) -> None:
         """Wait for a batch that was taken ahead, and have it, or the error, in another claim."""
@@ -174,8 +175,15 @@ class Stage:
             self._end()
 
 
-def _run(functions: list[Callable[[Any], Any]], tasks: queue.SimpleQueue[Any]) -> None:
+def _run(
+    functions: list[Callable[[Any], Any]],
+    tasks: queue.SimpleQueue[Any],
+    running: list[threading.Thread],
+) -> None:
     """Call the functions on each batch. Runs in the thread, which has none while it waits."""
+    running.append(threading.current_thread())
+    if running[0] is not threading.current_thread():
+        return
     while (work := tasks.get()) is not None:
         with suppress(IndexError):  # it was made already, or is not wanted any more
             batch = [work.batch.pop()]
@@ -200,8 +208,8 @@ def _attempt(
         return error, None
 
 
-def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def _end(tasks: queue.SimpleQueue[Any], running: list[threading.Thread]) -> None:
     """End the thread. Called from any thread."""
     tasks.put(None)
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join(GRACE)
+    if running and running[0] is not threading.current_thread():
+        running[0].join(GRACE)
