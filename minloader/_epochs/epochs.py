@@ -150,15 +150,7 @@ class Epochs:
         if self.source.is_ours:
             position = self.next_position()
             known = position.lanes[0].known
-            if known.state is None:
-                sampler._forget()
-                sampler.set_epoch(position.epoch)
-            else:
-                if known.at:
-                    sampler.set_epoch(position.epoch)
-                self.source.put(known.state)
-                if not known.at:
-                    sampler.set_epoch(position.epoch)
+            self.source.prepare(position.epoch, at=known.at, state=known.state)
         elif hasattr(type(sampler), "__len__"):
             self.source.set_epoch(self.number)
         return len(sampler)
@@ -220,9 +212,8 @@ class Epochs:
             position = self.next_position()
         if not position.is_stream:
             (lane,) = position.lanes
-            is_put = resume is not None
-            length = position.length if is_put else None
-            return [Feed(self.source, number, lane, put_back=is_put, length=length)]
+            length = None if resume is None else position.length
+            return [Feed(self.source, number, lane, length=length)]
         if resume is not None and not is_stateful(self._dataset):
             shards = [lane for lane in position.lanes if lane.known.state is None]
             checks.tell_rereading([lane.given for lane in shards if not lane.is_ended])

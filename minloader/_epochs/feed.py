@@ -22,7 +22,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from types import GeneratorType
 from typing import Any, Final
 
 from minloader._checks import differences, is_stateful, shown
@@ -34,7 +33,7 @@ from minloader._memory.files import SlotAddress
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler, ranks_of, with_inner
 from minloader._sampling.digest import digest
-from minloader._sampling.source import Repeatable, used_up
+from minloader._sampling.source import Source
 from minloader._worker.messages import Task as Message
 
 logger = logging.getLogger("minloader")
@@ -55,45 +54,16 @@ DONE: Final = object()
 RANGE = type(iter(range(0)))
 
 
-class SamplerSource(Repeatable):
-    """The sampler of a loader, which several epochs may read at the same time.
-
-    Attributes:
-        feeds: gives each feed a number.
-        read_by: number of the feed that began to read it last. It tells where that one is.
-        has_given: whether any feed was given an item.
-    """
+class SamplerSource(Source):
+    """The sampler of a loader, which several epochs may read at the same time."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__("sampler", sampler)
-        self.feeds = itertools.count()
-        self.read_by = -1
-        self.has_given = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it tells the truth before its first item, too. Others may be in another epoch."""
-        return isinstance(self.items, Sampler)
 
     @property
     def cannot_look(self) -> bool:
         """Whether it gives the same items however far ahead of the loop it is read."""
         return all(_cannot_look(each) for each in with_inner(self.items))
-
-    def begin(self, number: int) -> Iterator[Any]:
-        """Begin to read it, for the feed of a number.
-
-        Raises:
-            RuntimeError: it can be read once, and was.
-        """
-        items = self.items
-        iterator: Iterator[Any] = iter(items)
-        if iterator is items and not hasattr(items, "set_epoch"):
-            if is_read_once(items) and self.read_by not in (-1, number):
-                raise used_up(self.name, items)
-            self.is_used_up = is_read_once(items)
-        self.read_by = number
-        return iterator
 
     @property
     def plans_late(self) -> bool:
@@ -120,20 +90,14 @@ class SamplerSource(Repeatable):
         if isinstance(sampler, Sampler) and sampler._run is not None and not sampler._run.ended:
             sampler._forget()  # somebody has looked: the next epoch begins anew all the same
         try:
-            return Known(0, self.state())
+            state = self.state()
         except Exception as error:  # many have none before their first item
-            if isinstance(sampler, Sampler):
+            if self.is_ours:
                 raise
             logger.debug("%s has no state before it is read: %r", shown(sampler), error)
             return NOTHING_KNOWN
-
-
-def is_read_once(items: Any) -> bool:
-    """Return whether an iterable is an iterator that nothing can begin anew, as far as is known."""
-    if isinstance(items, GeneratorType):
-        return True
-    is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
-    return hasattr(type(items), "__next__") and not is_python
+        self.stand(state)
+        return Known(0, state)
 
 
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)
@@ -154,7 +118,6 @@ class Feed:
         source: the sampler.
         epoch: number of the epoch.
         position: where it begins.
-        put_back: whether the sampler must be put there; False: it stands there.
         length: number of batches that the epoch must have; None for any.
 
     Attributes:
@@ -177,16 +140,14 @@ class Feed:
         epoch: int,
         position: LanePosition,
         *,
-        put_back: bool,
         length: int | None = None,
     ) -> None:
         self.source = source
-        self.number = next(source.feeds)
+        self.number = next(source.numbers)
         self.epoch = epoch
         self.next = position.given
         self.known = position.known
         self.check = position.check
-        self.put_back = put_back
         self.length = length
         self.at_end = NOTHING_KNOWN
         self.is_over = False
@@ -203,14 +164,6 @@ class Feed:
         self._is_inside = False  # whether the sampler's own code runs
         self._due = 0.0  # when to ask for its state next
 
-    @property
-    def is_read_last(self) -> bool:
-        """Whether the sampler is where this has left it: nobody has begun to read it since."""
-        source = self.source
-        if source.read_by != self.number:
-            return False
-        return not isinstance(source.items, Sampler) or source.items._run is self.run
-
     def following(self, epoch: int, *, is_left: bool) -> Feed:
         """Return what another epoch is drawn from, after this one.
 
@@ -221,7 +174,7 @@ class Feed:
         known = NOTHING_KNOWN
         if not is_left and self.at_end.state is not None:
             known = Known(0, self.at_end.state)
-        return Feed(self.source, epoch, LanePosition(known=known), put_back=not self.is_read_last)
+        return Feed(self.source, epoch, LanePosition(known=known))
 
     # --- to begin, and to go on
 
@@ -234,16 +187,9 @@ class Feed:
         """
         if self._iterator is not None or self.is_over:
             return
-        source, known = self.source, self.known
-        is_put = self.put_back and known.state is not None
-        if known.state is None and isinstance(source.items, Sampler):
-            source.items._forget()  # the epoch before was left, however far it was drawn
-        if not is_put or known.at:
-            source.set_epoch(self.epoch)
-        if is_put:
-            source.put(known.state)
-            if not known.at:
-                source.set_epoch(self.epoch)
+        source = self.source
+        known = self.known
+        is_put = source.prepare(self.epoch, at=known.at, state=known.state)
         length = source.length()
         if not source.is_ours:
             check_length(source.items, self.epoch, length, self.length)
@@ -256,7 +202,6 @@ class Feed:
         iterator = self._pass_over(iterator, known.at)
         if not self.is_over:
             self._iterator = iterator
-        self.put_back = False
 
     def open_or_fail(self) -> None:
         """The same, but what it raises comes in the place of the next item, and ends the epoch."""
@@ -277,7 +222,6 @@ class Feed:
             self.error = error  # first: it may not come again
             self.fail(error)
         except BaseException:
-            self.put_back = True
             self._iterator = None
             self.passing = []
             raise
@@ -485,13 +429,11 @@ class Feed:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier pass.
         """
-        source = self.source
         at_end = self._known_now(ordinal)
         nothing: Iterator[Any] = iter(())
         self._iterator, self.at_end, self.is_over = nothing, at_end, True
-        is_own = self.run is source.items and not hasattr(source.items, "set_epoch")
-        if not ordinal and source.has_given and is_own and not is_stateful(source.items):
-            raise used_up("sampler", source.items)
+        if self.source.read_by == self.number:
+            self.source.end(self.run, ordinal, at_end.state)
 
     def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:
         """Make sure, after an interrupt, that it is known where the sampler is.
@@ -539,7 +481,7 @@ class Feed:
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
         self.known, self.next = task.known, task.first
-        self.put_back, self._iterator = True, None
+        self._iterator = None
         self.is_over, self.error = False, None
         return before
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 from minloader._checks import check_bool, check_choice, check_int, shown
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import Reading, Source
+from minloader._sampling.source import ItemSource, Reading, Resettable
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
@@ -206,7 +206,7 @@ class Run(Iterator[Any]):
         return {**sampler._identity(), "epoch": self.epoch, **place}
 
 
-class Sampler:
+class Sampler(Resettable):
     """The seed, epoch, rank and state of a sampler."""
 
     # Attributes that decide the order; and those that decide how steps are dealt out to ranks: the
@@ -215,7 +215,7 @@ class Sampler:
     _dealt_by: tuple[str, ...] = ("world_size",)
     _begin: type[Run]  # the batches of an epoch, from a place on
     sampler: Any = None  # what this one reads its items from
-    _source = Source("nothing", 0)  # the same, or lazy lengths
+    _source = ItemSource("nothing", 0)  # the same, or lazy lengths
 
     def __init__(self, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self.shuffle = check_bool("shuffle", shuffle)
@@ -246,8 +246,6 @@ class Sampler:
         if known is None or known[0] != epoch:  # what was put back might begin anew
             for source in self._sources():
                 source.set_epoch(epoch)
-                if known is not None and not known[1]["between"]:
-                    source.stands = None
 
     def __iter__(self) -> Iterator[Any]:
         place = self._position()
@@ -371,7 +369,7 @@ class Sampler:
 
     def _restore(self, epoch: int, place: Place) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
-        self._source.restore(epoch, place["source"])
+        self._source.restore(place["source"])
 
     def _legs(self, place: Place) -> list[list[Any]]:
         """Return the legs before a place, this world's too."""
@@ -386,7 +384,7 @@ class Sampler:
         for source in self._sources():
             source.forget()
 
-    def _sources(self) -> Sequence[Source]:
+    def _sources(self) -> Sequence[ItemSource]:
         """Return all that this one reads."""
         return [self._source]
 

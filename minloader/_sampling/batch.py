@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from minloader._checks import check_choice, check_int, shown
 from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.source import Source, plain, unplain
+from minloader._sampling.source import ItemSource, plain, unplain
 
 
 class StepRun(Run):
@@ -135,7 +135,7 @@ class BatchSampler(StepSampler):
     ) -> None:
         super().__init__(batch_size, shuffle, seed, rank, world_size)
         order = self._derive if self.shuffle else None
-        self._source = Source("n_or_sampler", n_or_sampler, order)
+        self._source = ItemSource("n_or_sampler", n_or_sampler, order)
         self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
         self.n = None if self._source.values is None else len(self._source)
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))

@@ -18,7 +18,7 @@ from minloader._checks import check_choice, shown
 from minloader._sampling.base import Place
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import LookUp, Reading, Source, look_up
+from minloader._sampling.source import ItemSource, LookUp, Reading, look_up
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -52,7 +52,7 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def source_of(number: int, part: Any, shuffle: bool, seed: int) -> Source:
+def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
     """Return what the items of a part are read from.
 
     Args:
@@ -75,7 +75,7 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> Source:
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
         part = len(part)
     is_shuffled = shuffle and not hasattr(part, "__iter__")
-    return Source(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
+    return ItemSource(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
 
 
 class Draws:
@@ -298,7 +298,7 @@ class MixtureSampler(StepSampler):
         weights = self.weights(epoch, step)
         return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
-    def _sources(self) -> Sequence[Source]:
+    def _sources(self) -> Sequence[ItemSource]:
         return self._parts
 
     def _beginning(self) -> Place:
@@ -325,5 +325,5 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {here}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (number, at) in zip(self._parts, known["parts"], strict=True):
-            part.restore(epoch + number * PASS, at)
+        for part, (_, at) in zip(self._parts, known["parts"], strict=True):
+            part.restore(at)

@@ -1,17 +1,24 @@
-"""What a sampler reads its items from, and how far it has read.
+"""What is read once in each epoch: a loader's sampler, and what a sampler of ours reads itself.
 
-A *place* in it is a list of plain values, ``[read, state, over]``: how many items of the epoch were
-asked for, the one that was not there any more included; the state of what is read, if it has one;
-and whether that is from an epoch's end: of this one, or if nothing was asked for, of the one
-before.
+This is the contract with all of them (its page is docs/contract.md): the number of the epoch is
+told by ``set_epoch``, if there is one; a state, if there is one, is put back by
+``load_state_dict``; then comes ``iter``; then items are passed over up to where reading goes on.
+There is one tolerance: what was put back, and ends before it gave anything, is begun once more.
+
+A *place* in what a sampler of ours reads is a list of plain values, ``[read, state, over]``: how
+many items of the epoch were asked for, the one that was not there any more included; the state of
+what is read, if it has one; and whether that is from an epoch's end: of this one, or if nothing was
+asked for, of the one before.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
+from types import GeneratorType
 from typing import Any, Protocol
 
 from minloader._checks import check_int, is_stateful, shown
@@ -24,6 +31,20 @@ millisecond. With fewer, numpy's overhead counts; more of them do not fit into t
 BEGINNING: list[Any] = [0, None, False]
 
 
+class Resettable:
+    """A sampler of ours. Its state is true also before it was read. Others may be in another epoch.
+
+    Attributes:
+        _run: the iterator made last.
+    """
+
+    _run: Any = None
+
+    def _forget(self) -> None:
+        """Have the next epoch begin with nothing that the one before has left."""
+        raise NotImplementedError
+
+
 def used_up(name: str, iterator: Any) -> RuntimeError:
     """Return the error for an argument that cannot serve a second epoch."""
     return RuntimeError(
@@ -32,50 +53,118 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
     )
 
 
-class Repeatable:
-    """An iterable that is told its epochs, and refuses one that would be silently empty.
+def is_read_once(items: Any) -> bool:
+    """Return whether an iterable is an iterator that nothing can begin anew, as far as is known."""
+    if isinstance(items, GeneratorType):
+        return True
+    is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
+    return hasattr(type(items), "__next__") and not is_python
+
+
+class Source:
+    """An iterable that is read once in each epoch. Several epochs may read it at the same time.
 
     Args:
         name: name of the argument that it was given as.
         items: the iterable.
+
+    Attributes:
+        numbers: gives a number to each who reads it.
+        read_by: number of the one that began to read it last; -1 if none has.
+        has_given: whether any of them was given an item.
     """
 
     def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
-        self.is_used_up = False
+        self.numbers = itertools.count()
+        self.read_by = -1
+        self.has_given = False
+        # The state that it is in while nobody reads it; and the iterator that had been made then.
+        self._stands: tuple[Any, Any] = (None, None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a sampler of ours."""
+        return isinstance(self.items, Resettable)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether it is told the number of the epoch."""
+        return hasattr(self.items, "set_epoch")
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether it is an iterator that has served its one epoch."""
+        # One with epochs (lhotse's samplers) begins anew with each of them.
+        return self.read_by >= 0 and is_read_once(self.items) and not self.has_epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the iterable the number of the epoch, if it wants to know."""
-        if hasattr(self.items, "set_epoch"):
+        """Tell it the number of the epoch, if it wants to know."""
+        if self.has_epochs:
             self.items.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self.items)
-        # An iterator with epochs (lhotse's samplers) begins anew with each of them.
-        if iterator is self.items and not hasattr(iterator, "set_epoch"):
-            if self.is_used_up:
-                raise used_up(self.name, iterator)
-            self.is_used_up = True
-        return iterator
-
-    def state(self, iterator: Any = None) -> Any:
-        """Return the state of the iterable, if it has one.
+    def prepare(self, epoch: int, *, at: int, state: Any) -> bool:
+        """Have it go on at a state, or begin an epoch. Return whether it was put back for that.
 
         Args:
-            iterator: the one over it whose place is asked for. Others' samplers know that of the
+            epoch: number of the epoch.
+            at: how many items of the epoch were before the state.
+            state: None to begin as it begins an epoch.
+        """
+        is_put = state is not None and not self._is_at(state)
+        self._stands = (None, None)
+        if state is None and isinstance(self.items, Resettable):
+            self.items._forget()  # the epoch before was left, however far it was read
+        if at or not is_put:
+            self.set_epoch(epoch)
+        if is_put:
+            self.put(state)
+            if not at:
+                self.set_epoch(epoch)
+        return is_put
+
+    def begin(self, number: int) -> Iterator[Any]:
+        """Return an iterator over it, for the one of a number.
+
+        Raises:
+            RuntimeError: it can be read once, and was.
+        """
+        items = self.items
+        iterator: Iterator[Any] = iter(items)
+        if iterator is items and self.is_used_up and self.read_by != number:
+            raise used_up(self.name, items)
+        self.read_by = number
+        return iterator
+
+    def end(self, iterator: Any, read: int, state: Any) -> None:
+        """Note the state that it has ended with.
+
+        Raises:
+            RuntimeError: it gave nothing, but it has given something in an earlier epoch.
+        """
+        self._stands = (state, iterator if self.is_ours else None)
+        is_own = iterator is self.items and not self.has_epochs
+        if not read and self.has_given and is_own and not is_stateful(self.items):
+            raise used_up(self.name, self.items)
+
+    def state(self, iterator: Any = None) -> Any:
+        """Return its state, if it has one.
+
+        Args:
+            iterator: the one over it whose state is asked for. Others' samplers know that of the
                 iterator made last only.
         """
         if not is_stateful(self.items):
             return None
-        is_run = hasattr(self.items, "_forget") and hasattr(iterator, "state")  # of ours
+        is_run = self.is_ours and hasattr(iterator, "state")
         try:
             return copy.deepcopy(iterator.state() if is_run else self.items.state_dict())
         except NotImplementedError:  # inherited, but not meant
             return None
 
     def put(self, state: Any) -> None:
-        """Put the iterable to a state.
+        """Put it back to a state.
 
         Raises:
             ValueError: it has ended before that.
@@ -87,6 +176,18 @@ class Repeatable:
                 f"the state does not fit: the {self.name}, {shown(self.items)}, has ended before "
                 "it was where the state was taken"
             ) from error
+
+    def stand(self, state: Any) -> None:
+        """Note the state that it is in, so that it need not be put there."""
+        self._stands = (state, self._run)
+
+    def _is_at(self, state: Any) -> bool:
+        found, run = self._stands
+        return found is state and run is self._run
+
+    @property
+    def _run(self) -> Any:
+        return self.items._run if isinstance(self.items, Resettable) else None
 
 
 def plain(item: Any) -> Any:
@@ -142,8 +243,8 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
     return noted
 
 
-class Source(Repeatable):
-    """A number of indices, a sequence or an iterable, which is read once in each epoch.
+class ItemSource(Source):
+    """A number of indices, a sequence or an iterable, which a sampler of ours reads.
 
     Args:
         name: name of the argument that it was given as.
@@ -161,9 +262,6 @@ class Source(Repeatable):
         if not hasattr(items, "__iter__"):
             self.values = range(check_int(name, items, 0))
         self._order = order
-        self.stands: Any = None  # the state that it was put to, or has ended with
-        self.was_put = False  # by a state, and not read since; others than ours
-        self._is_fresh = True  # neither put nor read so far
 
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
@@ -173,54 +271,38 @@ class Source(Repeatable):
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
-        is_ours = hasattr(self.items, "_beginning")  # and may read one that cannot be told
-        if not self._is_fresh or (hasattr(self.items, "set_epoch") and not is_ours):
+        if self.read_by >= 0 or (self.has_epochs and not self.is_ours):
             return BEGINNING
-        self.stands = self.state()  # nobody can tell it the epoch again
-        return BEGINNING if self.stands is None else [0, self.stands, True]
+        state = self.state()  # nobody can tell it the epoch again; and ours may read such a one
+        self.stand(state)
+        return BEGINNING if state is None else [0, state, True]
 
     def forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
-        self.stands = None
-        if hasattr(self.items, "_forget"):
+        if isinstance(self.items, Resettable):
             self.items._forget()
 
-    def restore(self, epoch: int, place: Sequence[Any]) -> None:
-        """Put the iterable to a place.
+    def restore(self, place: Sequence[Any]) -> None:
+        """Check a place that was loaded; put a sampler of ours there, which says what differs.
 
         Raises:
             ValueError: it cannot be put there.
         """
         read, state, _ = place
         check_int(f"items read of {self.name}", read, 0)
-        if state is None or state is self.stands:
+        if state is None:
             return
         if not is_stateful(self.items):
             raise ValueError(
                 f"the state holds one of {self.name}, but {shown(self.items)} has no "
                 "load_state_dict; make the sampler over one of the same kind"
             )
-        self.set_epoch(epoch)
-        self.put(state)
-        self.stands, self._is_fresh = state, False
-        self.was_put = not hasattr(self.items, "_forget")  # ours need not be begun to begin anew
+        if self.is_ours:
+            self.put(state)
+            self.stand(state)
+            self.read_by = next(self.numbers)  # it is not at its beginning any more
 
-    def prepare(self, epoch: int, place: Sequence[Any]) -> Sequence[Any]:
-        """Put the iterable to where an epoch goes on; return that place, with its state."""
-        self.restore(epoch, place)
-        if place[1] is None or place[2]:
-            self.set_epoch(epoch)
-        if list(place) == BEGINNING:
-            self.forget()  # ours would begin with what they still have, which no state tells of
-            if self.was_put and iter(self.items) is not self.items:
-                with suppress(Exception):  # it comes again, in its turn
-                    next(iter(self.items), None)  # else it would go on where it was put
-            if not hasattr(self.items, "set_epoch") and (state := self.state()) is not None:
-                place = [0, state, True]  # nobody can tell it the epoch again
-        self.stands, self._is_fresh = None, False
-        return place
-
-    def begin(self, epoch: int, at: int) -> Iterator[Any]:
+    def values_from(self, epoch: int, at: int) -> Iterator[Any]:
         """Return an iterator over the items of a sequence, from one of them on."""
         n = len(self.values)
         places: Iterator[int] = iter(range(at, n))
@@ -247,25 +329,33 @@ class Reading:
         ended: whether there are no more.
     """
 
-    def __init__(self, source: Source, epoch: int, place: Sequence[Any]) -> None:
-        self._source, self._epoch = source, epoch
+    def __init__(self, source: ItemSource, epoch: int, place: Sequence[Any]) -> None:
+        self._source = source
+        self._number = next(source.numbers)
+        self._epoch = epoch
         # Until it has given an item: a generator tells the truth about its place from then on.
         self._known: Sequence[Any] | None = place
         self.read: int = place[0]
         self.ended = bool(place[2] and self.read)
         self._pass_by = 0
+        self._may_begin_again = False
         self._items: Any = None  # to begin at the next item
 
     def _begin(self) -> None:
         """Begin with the next item."""
         source = self._source
         if source.values is not None:
-            self._items = source.begin(self._epoch, self.read)
+            self._items = source.values_from(self._epoch, self.read)
             return
+        read, state, over = self._known or BEGINNING
         try:
-            self._known = source.prepare(self._epoch, self._known or BEGINNING)
-            self._pass_by = self.read if self._known[1] is None else 0
-            self._items = iter(source)
+            is_put = source.prepare(self._epoch, at=0 if over else read, state=state)
+            if state is None and not source.has_epochs and not read:
+                state = source.state()  # nobody can tell it the epoch again
+                self._known = [0, state, state is not None]
+            self._pass_by = read if state is None else 0
+            self._may_begin_again = is_put and over and not source.is_ours
+            self._items = source.begin(self._number)
         except Exception:
             self.ended = True  # what cannot be begun is over
             raise
@@ -275,7 +365,9 @@ class Reading:
 
         What an item raises is raised here, once: the items before it are in the list.
         """
-        source, before, failed = self._source, len(into), False
+        source = self._source
+        before = len(into)
+        failed = False
         if self.ended:
             return
         if self._items is None:
@@ -296,17 +388,27 @@ class Reading:
             moved = len(into) - before + failed
             self.read += moved
             if moved:
-                self._known, source.was_put = None, False
+                self._known = None
+                self._may_begin_again = False
+                source.has_given = True
         if moved == most:
             return
-        if source.was_put and self._known and self._known[2]:
-            # Some say once more that the epoch is over whose state they were put to.
-            source.was_put, self._items = False, iter(source)
+        if self._may_begin_again:
+            self._may_begin_again = False
+            self._items = iter(source.items)
             self.take(into, most)
             return
-        self.ended, self.read = True, self.read + 1
-        source.stands = source.state(self._items)
-        self._known = [self.read, source.stands, True]
+        self._end()
+
+    def _end(self) -> None:
+        """Note the state that the source has ended with."""
+        source = self._source
+        read = self.read
+        state = source.state(self._items)
+        self.ended = True
+        self.read += 1
+        self._known = [self.read, state, True]
+        source.end(self._items, read, state)
 
     def place(self) -> Sequence[Any]:
         """Return where this stands."""

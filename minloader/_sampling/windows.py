@@ -33,7 +33,7 @@ from minloader._checks import check_choice, check_iterable, shown
 from minloader._errors import without_frames
 from minloader._sampling.base import Place, Run, Sampler
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import Source, look_up, plain
+from minloader._sampling.source import ItemSource, look_up, plain
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
@@ -184,7 +184,7 @@ class WindowSampler(Sampler):
         self.n: int | None = None
         if sampler is not None:
             check_iterable("sampler", sampler)
-            self.sampler, self._source = sampler, Source("sampler", sampler)
+            self.sampler, self._source = sampler, ItemSource("sampler", sampler)
             self._length_of = look_up(lengths)
             self.lengths = "of a sampler"
         elif isinstance(lengths, Mapping):
@@ -204,7 +204,7 @@ class WindowSampler(Sampler):
                 digest.update(self._all.samples.data)
             self.lengths = digest.hexdigest()
         else:
-            self._source = Source("lengths", lengths)
+            self._source = ItemSource("lengths", lengths)
 
     def _foreseen(self, place: Place) -> tuple[int, int]:
         if self._all is None:
