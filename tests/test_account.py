@@ -1586,6 +1586,26 @@ def test_an_iterator_that_begins_anew_serves_all_epochs(way):
             list(loader)
 
 
+INNER: dict[str, Callable[[Any], Any]] = {
+    "batches": lambda items: BatchSampler(items, 1),
+    "lengths looked up": lambda items: DynamicBatchSampler([1, 1, 1], max_total=1, sampler=items),
+    "parts": lambda items: MixtureSampler([items], [1], 1),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_an_inner_iterator_that_begins_anew_serves_all_epochs(inner):
+    """A sampler of ours asks it as the loader would."""
+    with Loader(Echo(), INNER[inner](BeginsAnew()), num_workers=0) as loader:
+        epochs = [list(loader) for _ in range(3)]
+        assert [len(epoch) for epoch in epochs] == [3] * 3
+        assert epochs == [epochs[0]] * 3
+    with Loader(Echo(), INNER[inner](ServesOnce()), num_workers=0) as loader:
+        assert list(loader) == epochs[0]
+        with pytest.raises(RuntimeError, match="serves one epoch"):
+            list(loader)
+
+
 def test_a_sampler_that_was_put_somewhere_is_gone_on_with():
     sampler = BatchSampler(10, 2, shuffle=True)
     sampler.set_epoch(2)
