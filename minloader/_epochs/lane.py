@@ -2,9 +2,9 @@
 
 ::
 
-    draw() ---> tasks [ given, given, to give | received | under way | under way | not sent ]
-                            |                     |            |
-                            |                     |            `-- lost: in pieces, in its place
+    draw() ---> tasks [ given, given, to give | received | sent | sent | not sent ]
+                            |                     |         |
+                            |                     |         `-- lost: in pieces, in its place
                             |                     `-- cut short: the rest is sent, in its place
                             `--> the consumer
 
@@ -109,7 +109,7 @@ class Lane:
 
     @property
     def under_way(self) -> int:
-        """How many tasks were sent that the consumer has not come to."""
+        """How many tasks were drawn that the consumer has not come to, also those received."""
         return sum([not task.is_begun for task in copied(self.tasks)])
 
     @property
@@ -162,7 +162,7 @@ class Lane:
     @property
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
-        for task in reversed(self.tasks):  # of hundreds most are under way
+        for task in reversed(self.tasks):  # of hundreds most were sent
             if task.shipment is None and task.outcomes is None:
                 break
         else:
