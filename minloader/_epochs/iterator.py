@@ -504,7 +504,11 @@ class Batches(Iterator[B], Generic[B]):
     # --- down
 
     def _send(self, lanes: list[Lane]) -> bool:
-        """Have the next batch under way, and others. Return whether any was sent."""
+        """Have the next batch under way, and others. Return whether any was sent.
+
+        The next one is sent even where :meth:`fill` has no room, since the consumer waits for it.
+        With ``num_workers=0`` there never is room, and this is what makes a batch.
+        """
         lane = lanes[0]
         head = lane.head
         is_sent = False
