@@ -291,7 +291,8 @@ class Lane:
     def next_received(self) -> Task | None:
         """Return a task that has something to hand over, if one is here.
 
-        It is the first one, or with ``in_order=False`` any.
+        It is the first one, or with ``in_order=False`` any, unless the feed is one of a shard:
+        shards may overtake each other, the batches of one may not.
         """
         if self.shared.options.in_order or not self.feed.may_overtake:
             task = self.head

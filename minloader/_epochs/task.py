@@ -39,7 +39,8 @@ class Task:
         items: what the sampler gave for each; of a shard, its number for each.
         known: a state of the sampler, or of the shard, from the first of them or before.
         check: of a shard, what a batch before the first is recognized by.
-        tries: how often a worker has died with it.
+        tries: how often it was lost and may be to blame: a worker died with it, or its reply did
+            not get here. Not when another worker of its executor died.
         shipment: what was sent; None if it was not, or that was lost.
         reply: to that; None where the outcomes are not a worker's.
         memory: that the reply's batches lie in.

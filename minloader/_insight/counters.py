@@ -54,7 +54,8 @@ class Stats:
 
     Attributes:
         batches: number of batches delivered.
-        bytes: their size, packed; 0 where batches never leave the process.
+        bytes: size of the batches that workers have sent, packed, delivered or not; 0 where
+            batches never leave the process.
         skipped: number of batches that failed and were skipped, or of which no sample was left.
         skipped_samples: number of samples that were left out of their batches.
         failed: number of batches that failed, whatever became of them, and of samples that were

@@ -58,7 +58,7 @@ class PoolGroup:
         budget: most bytes of shared memory; None for a share of what is free, 0 for none.
         timeout: seconds that a batch may take.
         streams: whether each worker needs a pool of its own.
-        users: epochs that have tasks under way.
+        users: iterators, which may have tasks under way.
     """
 
     job: Job

@@ -128,7 +128,7 @@ class Reply(NamedTuple):
         began: when the worker began with them, by ``time.perf_counter``.
         seconds: what they took.
         timings: of these, seconds of transforming, collating and packing.
-        size: bytes they have, packed, more or less.
+        size: bytes they have, packed, more or less; 0 if they are not packed.
         slot_size: bytes that the slot has now; None if the worker did not open it.
         slot_retired: whether the worker still uses memory of it.
         overflowed: how many batches found no room in shared memory.
