@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TransportError,
         WorkerDied,
     )
-    from minloader._insight.counters import Stats
+    from minloader._insight.stats import Stats
     from minloader._loader import Loader
     from minloader._memory.cache import cached
     from minloader._memory.shared_list import SharedList
@@ -74,7 +74,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
-    "_insight.counters": "Stats",
+    "_insight.stats": "Stats",
     "_loader": "Loader",
     "_memory.cache": "cached",
     "_memory.shared_list": "SharedList",

@@ -61,8 +61,9 @@ from minloader._epochs.failures import OnError
 from minloader._epochs.feed import Feed
 from minloader._epochs.iterator import Batches
 from minloader._epochs.options import Options, Shared
-from minloader._insight.counters import Counters, Stats
-from minloader._insight.trace import Trace
+from minloader._insight.counters import Counters
+from minloader._insight.stats import Stats
+from minloader._insight.timeline import EventFile
 from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler, rank_of, rank_of_stream
 from minloader._sampling.batch import BatchSampler
@@ -261,7 +262,7 @@ class Loader(Generic[B]):
         self._end = weakref.finalize(self._shared, _finish, group, self._shared.counters)
         if trace is not None:
             try:
-                self._shared.counters.trace = Trace(trace)
+                self._shared.counters.log.file = _open_trace(trace)
             except BaseException:
                 self.close()
                 raise
@@ -316,16 +317,16 @@ class Loader(Generic[B]):
         group = self._shared.group
         slots = [pool.slots for pool in group.pools if pool.slots is not None]
         used = [each.used for each in slots]
-        return self._shared.counters.snapshot(
-            executor=group.kind,
-            num_workers=group.num_workers,
-            reads=self._shared.options.concurrency,
-            in_flight=group.in_flight,
-            slots=sum(count for count, _ in used),
-            slot_bytes=sum(size for _, size in used),
-            slot_limit=sum(each.budget for each in slots),
-            replaced=group.replaced,
-        )
+        stats = self._shared.counters.snapshot()
+        stats.workers.executor = group.kind
+        stats.workers.count = group.num_workers
+        stats.workers.concurrency = self._shared.options.concurrency
+        stats.workers.in_flight = group.in_flight
+        stats.memory.slots = sum(count for count, _ in used)
+        stats.memory.slot_bytes = sum(size for _, size in used)
+        stats.memory.slot_limit = sum(each.budget for each in slots)
+        stats.errors.replaced = group.replaced
+        return stats
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -344,16 +345,16 @@ class Loader(Generic[B]):
             RuntimeError: a trace is being written already, or the loader is closed.
         """
         self._check_open()
-        counters = self._shared.counters
-        if counters.trace is not None:
+        log = self._shared.counters.log
+        if log.file is not None:
             raise RuntimeError(
-                f"a trace is being written to {counters.trace.path} already; end that first"
+                f"a trace is being written to {log.file.path} already; end that first"
             )
-        counters.trace = Trace(path)
+        log.file = _open_trace(path)
         try:
             yield
         finally:
-            counters.end_trace()
+            log.end_file()
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -542,7 +543,7 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._check_open()
-        self._shared.counters._began_early = True
+        self._shared.counters.workers.started_early = True
         self._shared.group.start()
 
     def close(self) -> None:
@@ -561,13 +562,20 @@ class Loader(Generic[B]):
         self.close()
 
 
+def _open_trace(path: str | os.PathLike[str]) -> EventFile:
+    """Open a file for the timeline. Few write one: what does so is imported here."""
+    from minloader._insight.trace import Trace
+
+    return Trace(path)
+
+
 def _finish(group: PoolGroup, counters: Counters) -> None:
     if group.needs(threading.current_thread()):  # it would wait for itself: the collector came here
         _finish_later(group, counters)
         return
     try:
         group.close()
-        counters.end_trace()
+        counters.log.end_file()
     except Exception:
         raise
     except BaseException:  # Ctrl-C: nobody asks again, and the exit would wait for the batches

@@ -415,6 +415,20 @@ class Guarded:
         pool.pack = checked
 
 
+def stats_of(**figures: Any) -> Any:
+    """Stats with these figures, by the names that ``as_dict`` has: ``time_wait=1.0``."""
+    from minloader import Stats
+
+    stats = Stats()
+    for name, value in figures.items():
+        part, _, inner = name.partition("_")
+        if inner:
+            setattr(getattr(stats, part), inner, value)
+        else:
+            setattr(stats, name, value)
+    return stats
+
+
 class Stateful:
     """A sampler with a state, as torchdata's: iterators are generators, and count on the object."""
 

@@ -549,7 +549,7 @@ def test_an_interrupt_anywhere_loses_nothing(case, way, places):
         given = taken_through(begin(loader), some_steps(places, places, most))
         assert given == list(itertools.islice(expected(), len(given)))
         # What was being sent when an interrupt came may be under way: then a shard is read again.
-        assert loader.stats.reread == 0 or way != "inline"
+        assert loader.stats.errors.reread == 0 or way != "inline"
 
 
 def indices_of(number: int) -> list[int]:
@@ -1006,7 +1006,7 @@ def test_an_interrupt_while_lost_tasks_are_sent_again_loses_nothing(data, tmp_pa
     deadly = Deadly(set(range(100, 10**5, 300)), str(tmp_path))
     with Loader(*data, transform=deadly, retries=5, **PROCESSES) as loader:
         given = taken_through(iter(loader), some_steps(7, 200, 2_000))
-        assert loader.stats.replaced
+        assert loader.stats.errors.replaced
     assert given == list(range(len(given)))
 
 
@@ -1242,7 +1242,7 @@ def test_an_epoch_of_which_all_was_left_out_on_purpose_is_no_error(make):
     """The dataset says SKIP itself."""
     loader = make(lambda item: SKIP, range(3))
     assert list(loader) == []
-    assert loader.stats.skipped == 3
+    assert loader.stats.errors.skipped == 3
 
 
 @pytest.mark.parametrize("where", ["sampler", "dataset", "iter"])

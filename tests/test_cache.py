@@ -352,7 +352,7 @@ def test_a_worker_is_killed_while_it_keeps_a_sample(tmp_path):
         for _ in range(2):
             numbers = [batch["number"] for batch in loader if (batch["image"][:, 0] >= 0).all()]
             assert np.concatenate(numbers).tolist() == list(range(40))
-        assert loader.stats.replaced
+        assert loader.stats.errors.replaced
     assert shared.kept[0] == 40
     calls = dataset.calls()
     assert calls.count(11) == 2

@@ -228,7 +228,7 @@ def test_killed_workers_change_nothing(variant, starting):
                 stop = length if draw.random() < 0.5 else draw.randrange(length)  # or left early
                 compare(plain, loader, stop, whole=stop == length, ordered=variant != "unordered")
                 made += stop
-            replaced += loader.stats.replaced
+            replaced += loader.stats.errors.replaced
         killer.loader = None
         del plain, loader
         gc.collect()

@@ -91,7 +91,7 @@ def test_tiny_batches_travel_together(make, monkeypatch):
     assert sum(size for _, size in sent) >= 3000
     if make.name != "inline":
         assert 1 < max(size for _, size in sent) <= CHUNK_MOST
-        assert loader.stats.chunk_size > 1
+        assert loader.stats.workers.chunk_size > 1
         assert len(sent) < 1500
 
 
@@ -126,7 +126,7 @@ def test_batches_share_a_slot_and_no_memory():
             kept.append(batch)
         assert all((batch == n + 1000).all() for n, batch in enumerate(kept))
         assert len(sent) < N
-        assert loader.stats.slots <= len(sent) + 4
+        assert loader.stats.memory.slots <= len(sent) + 4
 
 
 # --- each batch is on its own ------------------------------------------------------------------
@@ -283,11 +283,11 @@ def test_slow_batches_end_the_chunks_at_once(make):
     epoch = epoch_of(loader, 64)
     for n in range(60):
         assert next(epoch) == n
-        assert n < 10 or loader.stats.chunk_size <= 4
+        assert n < 10 or loader.stats.workers.chunk_size <= 4
         # What a chunk left undone is not made all at once, which could take much memory.
         assert len({ordinal for ordinal, _ in sent if ordinal > n}) <= 16
     assert max(size for _, size in sent) > 16  # cut short by the worker
-    assert loader.stats.chunk_size == 1
+    assert loader.stats.workers.chunk_size == 1
 
 
 def test_a_slow_sampler_is_not_read_ahead_for_a_chunk(make):

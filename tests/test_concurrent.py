@@ -126,7 +126,7 @@ def test_errors_are_those_of_their_samples(options, caplog):
         assert next(taken) == [1, 2]
     with Loader(dataset, [[8, 0, 9]], collate_fn=list, on_error="skip_sample", **options) as loader:
         assert list(loader) == [[0]]
-        assert loader.stats.skipped_samples == 2
+        assert loader.stats.errors.skipped_samples == 2
     assert "left out sample 9" in caplog.text
     caplog.clear()  # with the errors, which hold the dataset, which holds the threads
 

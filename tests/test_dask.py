@@ -134,7 +134,7 @@ def test_batches_are_those_without_workers(make):
     assert_same(batches, expected)
     for batch in batches:
         batch["large"] += 1
-    assert loader.stats.slots == 0
+    assert loader.stats.memory.slots == 0
     loader.set_epoch(0)
     loader.num_workers = 4
     next(iter(loader))  # left early

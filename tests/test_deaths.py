@@ -210,9 +210,11 @@ def harmless():
     with Loader(trouble.Cages(), items, num_workers=2, retries=0) as loader:
         results = outcomes(iter(loader))
         assert len(results) == len(items)
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
         # A slot that is lent takes what it may grow to: none is lent for ever.
-        assert sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.slot_bytes
+        assert (
+            sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.memory.slot_bytes
+        )
     found = {}
     for n, name in enumerate(HARMLESS):
         array, nothing = results[2 * n + 1]
@@ -252,10 +254,12 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
         else:
             assert type(results[2]) is expected
             assert matches(texts, str(results[2]))
-        assert loader.stats.replaced == (expected is WorkerDied)
+        assert loader.stats.errors.replaced == (expected is WorkerDied)
         del results
         # A slot that is lent takes what it may grow to: none is lent for ever.
-        assert sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.slot_bytes
+        assert (
+            sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.memory.slot_bytes
+        )
 
 
 @pytest.mark.parametrize(
@@ -298,9 +302,9 @@ def test_a_worker_that_never_gets_ready(start, way, num_workers):
             death = "exit code 7" if os._exit in way else "SIGSEGV"
             text = rf"workers cannot be started: \d+ in a row died .*{death}.*worker_init_fn"
             assert all(re.match(text, str(error), re.DOTALL) for error in errors)
-            tries = loader.stats.replaced
+            tries = loader.stats.errors.replaced
             assert spawned.MOST_FAILED_STARTS * (epoch + 1) <= tries <= 10 * (epoch + 1)
-        assert loader.stats.retries == 0
+        assert loader.stats.errors.retries == 0
 
 
 @pytest.mark.parametrize("start", [SpringsWhenLoaded, SpringsAtStart])
@@ -311,7 +315,7 @@ def test_a_fork_made_at_the_start_is_no_worker(start):
         arguments = {"dataset": Zoo(print), "worker_init_fn": start(*way)}
     with Loader(sampler=range(8), num_workers=2, **arguments) as loader:
         assert [int(array[0]) for array, _ in loader] == list(range(8))
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 def test_workers_get_ready_when_the_cause_is_gone(tmp_path):
@@ -324,14 +328,14 @@ def test_workers_get_ready_when_the_cause_is_gone(tmp_path):
         bad.unlink()
         loader.start()
         assert list(loader) == [i * i for i in range(6)]
-        assert loader.stats.retries == 0
+        assert loader.stats.errors.retries == 0
 
 
 def test_a_worker_that_is_ready_at_the_third_try(tmp_path):
     init = trouble.Until(tmp_path, 3, trouble.die)
     with Loader(Squares(6), worker_init_fn=init, num_workers=1, retries=0) as loader:
         assert list(loader) == [i * i for i in range(6)]
-        assert (loader.stats.retries, loader.stats.replaced) == (0, 2)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 2)
 
 
 STARTS = ["spawn", "forkserver"]
@@ -347,7 +351,7 @@ def test_a_worker_that_dies_before_it_is_told_what_to_run(method, monkeypatch):
     ):
         assert list(loader) == [i * i for i in range(6)]
         assert len(pids) == 3
-        assert (loader.stats.retries, loader.stats.replaced) == (0, 3)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 3)
         assert not any(map(psutil.pid_exists, pids))
 
 
@@ -404,7 +408,7 @@ def test_a_fork_outlives_the_worker(way, always, tmp_path):
         if always:
             assert type(results[2]) is WorkerDied
             assert "(SIGKILL)" in str(results[2])
-        assert loader.stats.retries == 1
+        assert loader.stats.errors.retries == 1
     Path(path).touch()  # lets those go that are nobody's any more
 
 
@@ -454,7 +458,7 @@ def test_no_signal_goes_to_a_pid_that_was_reaped(method, tmp_path, monkeypatch):
     options = {"num_workers": 2, "mp_context": method}
     with Loader(Scripted(script), range(8), **options) as loader:
         assert list(loader) == list(range(8))
-        assert loader.stats.retries == 1
+        assert loader.stats.errors.retries == 1
         assert eventually(lambda: not groups(pids[:2]))
     assert len(pids) >= 3
     assert eventually(lambda: not groups(pids))
@@ -481,8 +485,10 @@ def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path
     dataset = Noisy(deeds, tmp_path, size)
     with Loader(dataset, range(16), num_workers=num_workers, retries=1) as loader:
         assert_equal(list(loader), expected)
-        assert 1 <= loader.stats.retries <= 4  # two may die at once, and one be taken for ended
-        assert loader.stats.replaced == loader.stats.retries
+        assert (
+            1 <= loader.stats.errors.retries <= 4
+        )  # two may die at once, and one be taken for ended
+        assert loader.stats.errors.replaced == loader.stats.errors.retries
         assert loader.stats.batches == 16
 
 
@@ -494,7 +500,7 @@ def test_a_disturbed_epoch_out_of_order(tmp_path):
     with Loader(dataset, range(30), num_workers=2, in_order=False) as loader:
         assert_equal(sorted(loader, key=lambda batch: batch[0]), expected)
         # Not 4 in any case: who dies just when another's death is found may be taken for ended.
-        assert 1 <= loader.stats.retries <= 4
+        assert 1 <= loader.stats.errors.retries <= 4
 
 
 def test_several_disturbed_epochs_at_once(tmp_path):
@@ -547,7 +553,7 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
         assert (first, rest) == (0, [2, 3])
         assert type(error) is WorkerDied
         assert lines(calls) == ["0", "0"]
-        assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
 
 
 def test_two_killers_at_once(tmp_path):
@@ -563,7 +569,7 @@ def test_two_killers_at_once(tmp_path):
         assert [type(result) for result in results[:2]] == [WorkerDied] * 2
         assert results[2:] == [2, 3, 4, 5]
         assert [result.ordinal for result in results[:2]] == [0, 1]
-        assert loader.stats.replaced == 2
+        assert loader.stats.errors.replaced == 2
 
 
 def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
@@ -579,7 +585,7 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         assert eventually(lambda: losses(loader))
         (tmp_path / "go").touch()
         assert list(batches) == list(range(6))
-        assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
         assert len(lines(tmp_path / "begun")) == 2
 
 
@@ -593,15 +599,15 @@ def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path, monkeypatc
     with Loader(dataset, range(1000), num_workers=1, retries=1) as loader:
         batches = iter(loader)
         assert_equal([next(batches) for _ in range(600)], expected[:600])
-        assert loader.stats.chunk_size > 1
+        assert loader.stats.workers.chunk_size > 1
         results = outcomes(batches)
         error = results.pop(100) if always else None
         assert_equal(results, expected[600:700] + expected[700 + always :])
         if always:
             assert (type(error), error.ordinal, error.item) == (WorkerDied, 700, 700)
             assert "(tried 2 times)" in str(error)
-        assert loader.stats.retries == 1
-        assert loader.stats.replaced == 1 + always
+        assert loader.stats.errors.retries == 1
+        assert loader.stats.errors.replaced == 1 + always
 
 
 @pytest.mark.slow
@@ -611,7 +617,7 @@ def test_many_killers_in_chunks():
     dataset = Noisy(dict.fromkeys(deadly, trouble.Exit(1)))
     with Loader(dataset, range(1000), num_workers=2, retries=0, on_error="skip") as loader:
         assert [batch[0] for batch in loader] == [n for n in range(1000) if n not in deadly]
-        assert loader.stats.replaced == 5
+        assert loader.stats.errors.replaced == 5
 
 
 class TornWrite(Noisy):
@@ -632,7 +638,7 @@ def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
         sums = [(float(array[0]), float(array.sum())) for array in loader]
         assert sums == [(n, n * 1e6) for n in range(10)]
         # One that is killed with its pool, a moment before it would have died, is not accused.
-        assert 1 <= loader.stats.retries <= 4
+        assert 1 <= loader.stats.errors.retries <= 4
 
 
 def test_large_items_on_their_way_down(tmp_path):
@@ -641,7 +647,7 @@ def test_large_items_on_their_way_down(tmp_path):
     dataset = trouble.FirstByte(str(tmp_path / "did"))
     with Loader(dataset, items, num_workers=2, prefetch_factor=4, retries=1) as loader:
         assert list(loader) == list(range(8))
-        assert loader.stats.retries == 1
+        assert loader.stats.errors.retries == 1
 
 
 @variants("on_error", ["skip", "replace", "decline", "raise another"])
@@ -660,7 +666,7 @@ def test_on_error_is_asked_about_deaths_and_hangs(error_type, on_error, caplog):
     options["on_error"] = "skip" if on_error == "skip" else handle
     with Loader(Scripted({2: [step]}), range(5), **options) as loader:
         results = outcomes(iter(loader))
-        assert loader.stats.replaced == 1
+        assert loader.stats.errors.replaced == 1
     if on_error == "raise another":
         assert type(results.pop(2)) is LookupError
     assert results == [0, 1, *[-1] * (on_error == "replace"), 3, 4]
@@ -691,7 +697,7 @@ def test_each_try_is_counted_for_its_own_batch(tmp_path):
     script = {n: [("call", trouble.Until(tmp_path / f"{n}", 3, trouble.die), None)] for n in (2, 3)}
     with Loader(Scripted(script), range(6), num_workers=1, retries=2) as loader:
         assert list(loader) == list(range(6))
-        assert loader.stats.retries == 4
+        assert loader.stats.errors.retries == 4
 
 
 def test_a_foreign_executor_that_breaks_fails_every_batch_at_once():
@@ -897,7 +903,7 @@ def test_a_batch_that_hangs_once_is_made_again(way, tmp_path):
     dataset = Noisy({4: way}, tmp_path)
     with Loader(dataset, range(10), num_workers=2, timeout=HANG, retries=1) as loader:
         assert_equal(list(loader), expected)
-        assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
 
 
 def test_a_hang_that_uses_up_its_tries(caplog):
@@ -905,7 +911,7 @@ def test_a_hang_that_uses_up_its_tries(caplog):
         first, error, last = outcomes(iter(loader))
         assert (first, type(error), last) == (0, BatchTimeout, 2)
         assert "took longer than timeout allows (tried 3 times)" in str(error)
-        assert (loader.stats.retries, loader.stats.replaced) == (2, 3)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (2, 3)
     assert [line for line in caplog.messages if "a batch took too long" in line] == caplog.messages
     assert len(caplog.messages) == 3
 
@@ -916,7 +922,7 @@ def test_a_hang_in_the_middle_of_a_chunk(monkeypatch):
     with Loader(dataset, range(1000), num_workers=1, timeout=HANG, retries=0) as loader:
         batches = iter(loader)
         assert [next(batches)[0] for _ in range(600)] == list(range(600))
-        assert loader.stats.chunk_size > 1
+        assert loader.stats.workers.chunk_size > 1
         results = outcomes(batches)
         error = results.pop(100)
         assert [batch[0] for batch in results] == [n for n in range(600, 1000) if n != 700]
@@ -930,7 +936,7 @@ def test_two_workers_hang_at_once():
         results = outcomes(iter(loader))
         assert [type(error) for error in results[:2]] == [BatchTimeout] * 2
         assert [error.ordinal for error in results[:2]] == [0, 1]
-        assert loader.stats.replaced == 2
+        assert loader.stats.errors.replaced == 2
         assert results[2:] == [2, 3]
 
 
@@ -947,7 +953,7 @@ def test_time_in_the_queue_and_at_the_start_does_not_count():
     dataset = trouble.Slow(HANG / 4, start=1.25 * HANG)
     with Loader(dataset, range(6), num_workers=1, prefetch_factor=6, timeout=HANG) as loader:
         assert list(loader) == list(range(6))
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
@@ -955,7 +961,7 @@ def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
     script = {n: [("once", tmp_path / f"{n}", ("work", HANG / 4))] for n in range(300, 306)}
     with Loader(Scripted(script), range(400), num_workers=1, timeout=HANG) as loader:
         assert list(loader) == list(range(400))
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 @variants("shared_memory", [False, True])
@@ -970,7 +976,7 @@ def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
             assert batch == bytes([n]) * 8_000_000
             if n in (2, 6):
                 ctypes.PyDLL(None).usleep(int(1.25e6 * HANG))
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
@@ -984,7 +990,7 @@ def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
         held.add_done_callback(lambda _: never.wait(1.25 * HANG))
         gate.touch()
         assert [batch[0] for batch in batches] == [1, 2, 3, 4, 5, 6, 7]
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 def test_threads_that_hang_are_left_alone():
@@ -1001,7 +1007,7 @@ def test_threads_that_hang_are_left_alone():
             assert (caught.value.ordinal, caught.value.item) == (2, 2)
             assert caught.value.pid == os.getpid()
             assert list(batches) == [n * n for n in range(3, 8)]
-            assert loader.stats.replaced == 1
+            assert loader.stats.errors.replaced == 1
             assert list(iter(loader))[:2] == [0, 1] if trouble.RELEASED.is_set() else True
     finally:
         trouble.RELEASED.set()
@@ -1013,7 +1019,7 @@ def test_all_threads_hang(caplog):
     try:
         with Loader(trouble.Stuck(), [2, 2, 3, 2, 4], **options) as loader:
             assert list(loader) == [9, 16]
-            assert loader.stats.replaced == 3
+            assert loader.stats.errors.replaced == 3
     finally:
         trouble.RELEASED.set()
     assert sum(line.startswith("skipped") for line in caplog.messages) == 3
@@ -1064,7 +1070,7 @@ def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
             assert len(batch) == 50_000_000
             assert batch[0] == batch[-1] == n
         assert (tmp_path / "did").exists()
-        assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
 
 
 def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
@@ -1087,7 +1093,7 @@ def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
     with Loader(Squares(20), **options) as loader:
         assert list(loader) == [n * n for n in range(20)]
         assert (tmp_path / "did").exists()
-        assert (loader.stats.retries, loader.stats.replaced) == (0, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
 
 
 def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
@@ -1098,7 +1104,7 @@ def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
     with Loader(dataset, range(8), worker_memory_limit=base() + 20_000_000, **options) as loader:
         batches = iter(loader)
         first = next(batches)
-        assert eventually(lambda: loader.stats.replaced == 2)
+        assert eventually(lambda: loader.stats.errors.replaced == 2)
         (tmp_path / "go").touch()
         assert [len(batch) for batch in [first, *batches]] == [3] * 3 + [4_000_000] + [3] * 4
         assert (tmp_path / "did").exists()
@@ -1113,7 +1119,7 @@ for method in ("spawn", "fork", "forkserver"):
     with Loader(Noisy({{3: die}}, {folder!r} + method), range(20), num_workers=1,
                 prefetch_factor=8, mp_context=method) as loader:
         assert [batch[0] for batch in loader] == list(range(20))
-        assert loader.stats.replaced == 1
+        assert loader.stats.errors.replaced == 1
 print("end")
 """
 
@@ -1164,7 +1170,7 @@ def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
         first, *rest = outcomes(iter(loader))
         assert (first == 0) if dies == "at once" else (type(first) is WorkerDied)
         assert rest == list(range(1, 8))
-        assert loader.stats.replaced == 1
+        assert loader.stats.errors.replaced == 1
 
 
 def test_the_death_of_the_last_worker_that_started_is_seen(tmp_path):
@@ -1201,7 +1207,7 @@ def test_ctrl_c_in_the_middle_of_a_start(monkeypatch, method):
         assert pressed
         assert [worker.number for worker in inspect(loader).workers] == [0, 1, 2]
         assert list(loader) == [n * n for n in range(20)]
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
     if method == "forkserver":
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
@@ -1267,7 +1273,7 @@ def test_a_start_that_hangs_is_a_failed_one(monkeypatch, tmp_path, caplog):
         trouble.HangsInAnImport(tmp_path / "did"), range(4), num_workers=1, timeout=2
     ) as loader:
         assert list(loader) == [0, 1, 2, 3]
-        assert loader.stats.replaced >= 1  # on a busy machine others take too long
+        assert loader.stats.errors.replaced >= 1  # on a busy machine others take too long
     assert "its start took too long, here:" in caplog.text
     assert "in hang" in caplog.text
 
@@ -1281,7 +1287,7 @@ def test_a_worker_that_is_too_large_is_replaced_once(caplog):
         for _ in range(5):
             pool.renew(pid, "it takes more than worker_memory_limit")
         assert len(list(batches)) == 19
-        assert loader.stats.replaced == 2
+        assert loader.stats.errors.replaced == 2
     assert caplog.text.count("takes more than worker_memory_limit") == 1
 
 
@@ -1310,8 +1316,8 @@ def test_workers_that_leak_are_replaced(caplog):
         assert_equal(batches, expected)
         # Of two workers one may do all that is done before both are replaced.
         assert len(pids) >= 3
-        assert loader.stats.replaced >= 2
-        assert loader.stats.retries == 0
+        assert loader.stats.errors.replaced >= 2
+        assert loader.stats.errors.retries == 0
     said = (
         rf"worker \d \(pid \d+\) takes more than worker_memory_limit={limit}: it has [\d.]+ MB for "
         r"itself \(it began with [\d.]+ MB\) since batch \d+ of epoch 0: all workers are replaced"
@@ -1325,7 +1331,7 @@ def test_a_limit_below_what_a_start_takes():
         assert [type(error) for error in errors] == [MemoryError] * 3
         text = r"worker_memory_limit is 1000000 bytes, but a worker takes \d+ before it makes"
         assert re.match(text, str(errors[0]))
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 def test_a_death_leaves_the_programs_of_new_workers_alone(tmp_path):
@@ -1352,7 +1358,7 @@ def test_an_address_space_that_ends():
         assert results[::2] == [1000, 2000, 3000]
         assert [isinstance(error, MemoryError) for error in results[1::2]] == [True, True]
         assert "Unable to allocate" in str(results[1])
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
 
 
 GREEDY = """
@@ -1368,7 +1374,7 @@ with Loader(Greedy(), [1000, 2_000_000_000, 2000], retries=1) as loader:
     except WorkerDied as error:
         print(error)
     print(next(batches))
-    print(loader.stats.retries)
+    print(loader.stats.errors.retries)
 """
 
 
@@ -1403,7 +1409,7 @@ def test_thirty_deaths_in_one_loader_leave_nothing(tmp_path):
             assert batch[0] == n
             if n % 10 == 1:  # it has killed, and the next one does not
                 seen.append(belongings())
-        assert loader.stats.replaced == 30
+        assert loader.stats.errors.replaced == 30
         del batch
     assert len(seen) == 7
     assert (np.array(seen[-1]) <= np.array(seen[0]) + 2).all(), seen

@@ -21,10 +21,10 @@ import pytest
 from conftest import eventually, require
 
 from minloader import Loader
-from minloader._insight.counters import Stats
 from minloader._inspect import inspect
 from minloader.doctor import Report, Row, examination, examine, findings, main, trials
 from minloader.testing import NewLoaders
+from tests.helpers import stats_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -202,7 +202,13 @@ def trial(
     """A trial of a second, in which all workers were busy."""
     method = stats.pop("start_method", "spawn")
     row = Row(workers, 2, method, 100, rate, steady, 0.0, 1.0, 1.0, 1, first)
-    counted = Stats(batches=100, wait=1.0, dataset=workers, num_workers=workers, **stats)
+    counted = stats_of(
+        batches=100,
+        time_wait=1.0,
+        time_dataset=workers,
+        workers_count=workers,
+        **{f"workers_{name}": value for name, value in stats.items()},
+    )
     return trials.Trial(row, counted, None, False)
 
 

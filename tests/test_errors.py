@@ -198,7 +198,7 @@ def test_a_batch_that_always_kills_its_worker(num_workers, retries):
         assert error.exitcode == -signal.SIGKILL
         assert "killed by signal 9 (SIGKILL): the machine may be out of memory" in str(error)
         assert not alive(error.pid)
-        assert (loader.stats.retries, loader.stats.replaced) == (retries, retries + 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (retries, retries + 1)
 
 
 def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():

@@ -83,7 +83,7 @@ def test_what_an_executor_loses_comes_again_or_as_an_error_in_its_place(dataset,
             assert 40 in lost
             assert sorted(got + lost) == list(range(100))
             assert all("in the parent, in the executor" in error.__notes__[0] for error in errors)
-        assert loader.stats.retries > 0
+        assert loader.stats.errors.retries > 0
 
 
 class Forgetful(ThreadPoolExecutor):
@@ -103,7 +103,7 @@ class Forgetful(ThreadPoolExecutor):
 def test_a_task_that_is_lost_once_is_made_again(caplog):
     with Forgetful(2) as executor, Loader(Echo(), range(9), executor=executor) as loader:
         assert list(loader) == list(range(9))
-        assert loader.stats.retries == 1
+        assert loader.stats.errors.retries == 1
     assert "the executor lost batch 2, again: too many values" in caplog.text
 
 

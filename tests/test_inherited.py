@@ -38,7 +38,7 @@ def test_each_kind_reaches_each_worker(method):
             expected = dataset.prepare(number)
             assert dict(zip(KINDS, loader, strict=True)) == expected, change
             dataset.check(number)
-        assert loader.stats.replaced >= 1
+        assert loader.stats.errors.replaced >= 1
     dataset.close()
 
 

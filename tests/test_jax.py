@@ -181,7 +181,7 @@ def test_contents_never_change_though_slots_are_used_again():
             if n % 8 == 0:
                 kept.append(batch["image"])
         assert len(kept) == 5 <= len(inspect(loader).leased_slots)  # nothing was copied
-        assert loader.stats.slots < 30  # so that many batches lay where others had
+        assert loader.stats.memory.slots < 30  # so that many batches lay where others had
         for n, images in enumerate(kept):
             assert (images[:, 1, 1] == np.arange(32 * n, 32 * n + 4)).all()
         del batch, images

@@ -96,7 +96,7 @@ print(sum(int((folder / name).read_text()) for name in names if (folder / name).
 with Loader(np.ones, [1_000_000] * 8, num_workers=1) as loader:
     for batch in loader:
         assert batch.sum() == 1_000_000
-    print(loader.stats.overflowed)
+    print(loader.stats.memory.overflowed)
 """
 
 

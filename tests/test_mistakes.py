@@ -141,7 +141,7 @@ def test_sys_exit_in_a_dataset_is_the_error_of_its_batch(anywhere):
     assert next(batches) == 2
     loader = anywhere(exits, range(3), on_error="skip")
     assert list(loader) == [0, 2]
-    assert loader.stats.skipped == 1
+    assert loader.stats.errors.skipped == 1
 
 
 def exits_at_once(*ignored: Any) -> Any:
@@ -403,11 +403,11 @@ def test_a_stream_that_is_read_again_is_told(anywhere, caplog):
         f"the stream is read again from its beginning, past {4 * shards} batches in {shards} shards"
     )
     assert "state_dict and load_state_dict" in message
-    assert loader.stats.reread == 4 * shards
+    assert loader.stats.errors.reread == 4 * shards
     assert "read again" in str(loader.stats)
     assert len(list(loader)) == 9 * shards
     assert len(caplog.messages) == 1
-    assert first.stats.reread == 0
+    assert first.stats.errors.reread == 0
 
 
 # --- arguments and attributes ----------------------------------------------------------------

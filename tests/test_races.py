@@ -461,22 +461,22 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
         epochs = [iter(loader), iter(loader)]
         group = inspect(loader).group
         group.users = disturbed(group.users)
-        assert loader.stats.in_flight > 0
+        assert loader.stats.workers.in_flight > 0
         group.users = disturbed(group.users)
         assert [next(each) for each in epochs] == [0, 0]
         group.users = disturbed(group.users)
         group.tidy()
         counted = inspect(loader).counters
-        counted.records = disturbed(counted.records)
-        assert len(loader.stats.events) >= len(counted.records) > 1
+        counted.log.events = disturbed(counted.log.events)
+        assert len(loader.stats.events) >= len(counted.log.events) > 1
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])
 def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
     def begin() -> None:
-        counted.trace = Trace(tmp_path / "trace")
+        counted.log.file = Trace(tmp_path / "trace")
 
     counted = Counters()
     call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
-    assert at_each_step(where, call, counted.end_trace, begin) > 20
-    counted.end_trace()
+    assert at_each_step(where, call, counted.log.end_file, begin) > 20
+    counted.log.end_file()

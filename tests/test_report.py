@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 
 from minloader import Loader
 from minloader._checks import duration
-from minloader._insight.counters import Stats
 from minloader._insight.page import data as page_data
 from minloader._insight.page import fragment, render
 from minloader._insight.page import text as page_text
-from minloader._insight.trace import Event
+from minloader._insight.stats import Stats
+from minloader._insight.timeline import Event, Timeline
 from tests.helpers import Squares
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -319,7 +319,7 @@ def padded(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 
 def test_the_clock_counts_from_the_first_epoch():
     died = event("worker 0", "died", 12.0, 0.0, cause="SIGKILL")
-    stats = Stats(_records=(died,), _began=10.5)
+    stats = Stats(timeline=Timeline(events=(died,), began=10.5))
     assert page_data(stats)["events"] == [died._replace(start=1.5)]
 
 

@@ -170,7 +170,7 @@ def test_a_death_in_the_first_half_of_a_later_epoch_loses_nothing(tmp_path, monk
     with Loader(stream, transform=deadly, num_workers=1) as loader:
         for epoch in range(2):
             assert sorted(loader) == list(range(100 * epoch, 100 * epoch + 14))
-        assert loader.stats.retries == 2
+        assert loader.stats.errors.retries == 2
 
 
 @pytest.mark.parametrize("options", list(WAYS.values())[:2])

@@ -80,19 +80,19 @@ def lists(loader: Loader) -> list[Any]:
 def test_samples_that_the_dataset_skips(make, dataset):
     with make(dataset, BatchSampler(12, 4), collate_fn=np.stack) as loader:
         assert lists(loader) == [[0, 1, 2], [6], [8, 9, 10, 11]]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (0, 4)
+        assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (0, 4)
 
 
 def test_a_batch_of_none_is_skipped(make):
     with make(Readings(), batch_size=3) as loader:
         assert lists(loader) == [[0, 1, 2], [6, 8], [9, 10, 11]]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (1, 4)
+        assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (1, 4)
 
 
 def test_samples_that_transform_skips(make):
     with make(Readings(), batch_size=4, transform=skip_odd) as loader:
         assert lists(loader) == [[0, 2], [6], [8, 10]]
-        assert loader.stats.skipped_samples == 4 + 3
+        assert loader.stats.errors.skipped_samples == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,10 @@ def test_samples_that_transform_skips(make):
 def test_samples_that_fail(make, caplog, options, batches, skipped):
     with make(Faulty(), transform=refuse_odd, on_error="skip_sample", **options) as loader:
         assert lists(loader) == batches
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (skipped, 4 + 3)
+        assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (
+            skipped,
+            4 + 3,
+        )
     if make.name in ("inline", "thread"):
         assert "left out sample 3: OSError: sample 3 is corrupt" in caplog.text
         assert "left out sample 9: ValueError: 9 is odd" in caplog.text
@@ -131,8 +134,8 @@ def test_a_callable_that_is_asked_per_sample(make):
     """In whatever executor, where the sample is made; what it returns takes the sample's place."""
     with make(Faulty(), batch_size=3, transform=refuse_odd, on_error=Mending()) as loader:
         assert lists(loader) == [[0, -1, 2], [-100], [6, -7, 8], [-9, 10, -11]]
-        errors = sorted((sample, error) for _, _, sample, error in loader.stats.errors)
-        assert loader.stats.skipped_samples == 0
+        errors = sorted((sample, error) for _, _, sample, error in loader.stats.errors.last)
+        assert loader.stats.errors.skipped_samples == 0
     assert [sample for sample, _ in errors] == [1, 3, 4, 5, 7, 7, 9, 11]  # -7 is odd, too
     assert errors[1] == (3, "OSError: sample 3 is corrupt")
 
@@ -152,7 +155,7 @@ def test_a_callable_that_is_asked_per_sample_of_a_stream(options):
     options = {"batch_size": 3, "transform": refuse_odd, "on_error": Fixed()} | options
     with Loader(Stream(), **options) as loader:
         assert lists(loader) == [[0, -1, 2], [6, 8], [-1, 10]]
-        assert loader.stats.failed == 3
+        assert loader.stats.errors.failed == 3
 
 
 def test_what_is_asked_per_sample_must_be_a_function():
@@ -175,21 +178,21 @@ def test_what_is_no_samples_fault_is_raised(make):
 def test_an_item_that_is_the_batch(make):
     with make(Readings(), range(12)) as loader:
         assert lists(loader) == [0, 1, 2, 6, 8, 9, 10, 11]
-        assert loader.stats.skipped == 4
+        assert loader.stats.errors.skipped == 4
 
 
 def test_batches_of_several_shards_stay_whole(make):
     items = [[[0, 1], [2, 6]], [[1, 3], [6, 7]], [[3, 4], [6, 8]]]
     with make(Readings(), items, collate_fn=list) as loader:
         assert list(loader) == [[[0, 1], [2, 6]], [[1], [6]]]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (1, 4)
+        assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (1, 4)
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {}, {"executor": "thread"}])
 def test_streams(options):
     with Loader(Stream(), batch_size=3, transform=skip_odd, **options) as loader:
         assert lists(loader) == [[0, 2], [6, 8], [10]]
-        assert (loader.stats.skipped, loader.stats.skipped_samples) == (1, 7)
+        assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (1, 7)
     with Loader(Stream(), **options) as loader:
         assert lists(loader) == [0, 1, 2, 6, 8, 9, 10, 11]
 
@@ -197,7 +200,7 @@ def test_streams(options):
 def test_the_same_after_a_kill(tmp_path):
     with Loader(Deadly(tmp_path), batch_size=4, num_workers=2) as loader:
         assert lists(loader) == [[0, 1, 2], [6], [8, 9, 10, 11]]
-        assert (loader.stats.replaced, loader.stats.skipped_samples) == (1, 4)
+        assert (loader.stats.errors.replaced, loader.stats.errors.skipped_samples) == (1, 4)
 
 
 @variants("k", range(4))
@@ -232,8 +235,8 @@ def test_what_failed_is_a_list(make):
         for _ in range(2):
             list(loader)
         stats = loader.stats
-    assert stats.failed == 14
-    assert sorted(stats.errors) == [
+    assert stats.errors.failed == 14
+    assert sorted(stats.errors.last) == [
         (epoch, sample // 3, sample, error)
         for epoch in (0, 1)
         for sample, error in [
@@ -256,16 +259,20 @@ def test_batches_that_failed_are_in_the_list(make, on_error):
             except StopIteration:
                 break
         stats = loader.stats
-    assert stats.failed == 3
-    assert [(batch, sample) for _, batch, sample, _ in stats.errors] == [(1, 3), (2, 4), (3, 7)]
+    assert stats.errors.failed == 3
+    assert [(batch, sample) for _, batch, sample, _ in stats.errors.last] == [
+        (1, 3),
+        (2, 4),
+        (3, 7),
+    ]
 
 
 def test_of_many_errors_the_last_are_kept():
     options = {"num_workers": 0, "on_error": "skip", "max_errors": 1500}
     with Loader(Faulty(), [3] * 1500 + [0], **options) as loader:
         assert list(loader) == [0]
-        assert (loader.stats.failed, len(loader.stats.errors)) == (1500, 1000)
-        assert loader.stats.errors[0][1] == 500
+        assert (loader.stats.errors.failed, len(loader.stats.errors.last)) == (1500, 1000)
+        assert loader.stats.errors.last[0][1] == 500
 
 
 @pytest.mark.parametrize(
@@ -279,7 +286,7 @@ def test_too_many_errors_end_the_run(make, on_error, given):
         batches = iter(loader)
         with pytest.raises(BatchError) as caught:
             found.extend(np.asarray(batch).tolist() for batch in batches)
-        assert loader.stats.failed >= 3
+        assert loader.stats.errors.failed >= 3
         rest = [np.asarray(batch).tolist() for batch in _going_on(batches)]
     if given is not None:
         assert [each for (each,) in found] == before

@@ -203,8 +203,8 @@ def test_whatever_is_sent_arrives_and_is_private(make):
         held[:] = [*held[-3:], (next(iter(loader)), items[0])]
 
     check()
-    assert (loader.stats.slots > 0) == ("process" in make.name)
-    assert loader.stats.overflowed == 0
+    assert (loader.stats.memory.slots > 0) == ("process" in make.name)
+    assert loader.stats.memory.overflowed == 0
 
 
 # --- how long it lives -------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_a_slot_lives_as_long_as_any_view(kind, size):
         for n, batch in enumerate(batches, len(kept)):
             assert (batch == n).all()
         assert_unchanged()
-        assert 0 < loader.stats.slots <= len(kept) + 4 + 2
+        assert 0 < loader.stats.memory.slots <= len(kept) + 4 + 2
     assert_unchanged()
     pool = inspect(loader).slots
     del loader, batches, batch
@@ -264,15 +264,15 @@ def test_slots_are_used_again_when_nothing_is_kept():
     with Loader(numbered, range(100), num_workers=2) as loader:
         for n, batch in enumerate(loader):
             assert (batch == n).all()
-        assert 0 < loader.stats.slots <= 4 + 2
+        assert 0 < loader.stats.memory.slots <= 4 + 2
         for _ in range(20):  # left early
             for n, batch in enumerate(loader):
                 assert (batch == n).all()
                 if n == 3:
                     break
         assert sum(1 for _ in loader) == 100
-        assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
-        assert loader.stats.slot_bytes <= 6 * 3 * slot_writer.GRAIN
+        assert eventually(lambda: loader.stats.memory.slots <= 4 + 2), loader.stats
+        assert loader.stats.memory.slot_bytes <= 6 * 3 * slot_writer.GRAIN
 
 
 def test_the_end_of_a_batch_while_its_slots_are_ended(bench, monkeypatch):
@@ -305,7 +305,7 @@ def test_nothing_accumulates():
         """Descriptors but for slots, threads; and the same of the workers."""
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         counts = [count for each in processes for count in (each.num_fds(), each.num_threads())]
-        return [counts[0] - loader.stats.slots, *counts[1:]]
+        return [counts[0] - loader.stats.memory.slots, *counts[1:]]
 
     sizes = [1_000, 20_000, 5_000_000, 300_000, 1_200_000]
     items = [(n, sizes[n % 5]) for n in range(150)]
@@ -316,13 +316,13 @@ def test_nothing_accumulates():
                 assert (batch == n).all()
             moments.append(held(loader))
             assert len(moments) < 6, moments  # the workers have long started
-        assert loader.stats.slots <= 4 + 2
+        assert loader.stats.memory.slots <= 4 + 2
         pids = [process.pid for process in workers(loader)]
         kept = list(loader)
-        assert loader.stats.slots > 50
+        assert loader.stats.memory.slots > 50
         del kept  # most slots are closed now, and the workers are to notice
         assert sum(1 for _ in loader) == 150
-        assert loader.stats.slots <= 4 + 2
+        assert loader.stats.memory.slots <= 4 + 2
         for pid in pids:
             assert len(mapped_files(pid)) <= 20
 
@@ -549,7 +549,11 @@ def test_without_shared_memory():
         for n, batch in enumerate(list(loader)):
             assert (batch == n).all()
             batch += 1
-        assert (loader.stats.slots, loader.stats.slot_bytes, loader.stats.overflowed) == (0, 0, 0)
+        assert (
+            loader.stats.memory.slots,
+            loader.stats.memory.slot_bytes,
+            loader.stats.memory.overflowed,
+        ) == (0, 0, 0)
 
 
 def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
@@ -557,14 +561,14 @@ def test_beyond_the_budget_batches_come_through_the_pipe(caplog):
     with Loader(numbered, range(60), num_workers=2, shared_memory=1_000_000) as loader:
         for batch in loader:
             kept.append(batch)
-            assert loader.stats.slot_bytes <= 1_000_000
-        assert 30 < loader.stats.overflowed < 60
+            assert loader.stats.memory.slot_bytes <= 1_000_000
+        assert 30 < loader.stats.memory.overflowed < 60
         kept[:-5] = [batch.copy() for batch in kept[:-5]]
         batch = None
-        before = loader.stats.overflowed
+        before = loader.stats.memory.overflowed
         for n, batch in enumerate(loader):
             assert (batch == n).all()
-        assert loader.stats.overflowed < before + 60
+        assert loader.stats.memory.overflowed < before + 60
     for n, batch in enumerate(kept):
         assert (batch == n).all()
         batch += 1
@@ -585,7 +589,7 @@ def test_the_number_that_is_told_is_enough(caplog):
         with Loader(in_parts, range(40), num_workers=2, shared_memory=shared_memory) as loader:
             for n, batch in enumerate(loader):
                 assert all((part == n).all() for part in batch)
-            return loader.stats.overflowed
+            return loader.stats.memory.overflowed
 
     assert overflowed(10_000_000) < 30
     assert overflowed(15_000_000) < 24
@@ -607,10 +611,10 @@ def test_memory_is_given_back_without_another_epoch():
     with Loader(in_parts, range(20), num_workers=2) as loader:
         kept = list(loader)
         pids = [os.getpid(), *(process.pid for process in workers(loader))]
-        assert loader.stats.slot_bytes >= 20 * 3_000_000
+        assert loader.stats.memory.slot_bytes >= 20 * 3_000_000
         del kept
-        assert loader.stats.slots == 5
-        told = loader.stats.slot_bytes
+        assert loader.stats.memory.slots == 5
+        told = loader.stats.memory.slot_bytes
         assert told < 5 * 4_000_000
         assert max(map(resident, pids)) < told + 100_000  # heartbeats are mapped, too
 
@@ -623,7 +627,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import helpers, minloader
 with minloader.Loader(helpers.sized, [(n, 40_000) for n in range(300)], num_workers=2) as loader:
     kept = list(loader)
-    assert loader.stats.overflowed < 100 and loader.stats.slots > 0, loader.stats
+    assert loader.stats.memory.overflowed < 100 and loader.stats.memory.slots > 0, loader.stats
 assert all((batch == n).all() for n, batch in enumerate(kept)) and len(kept) == 300
 """
     assert printed_by(code) == ""
@@ -735,11 +739,11 @@ from minloader._inspect import inspect
 with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
     folder = inspect(loader).slots.folder
     kept = list(loader)
-    assert loader.stats.slots > 0 and loader.stats.overflowed == 0
+    assert loader.stats.memory.slots > 0 and loader.stats.memory.overflowed == 0
     del kept[:20]
     kept[:0] = list(loader)[:20]
     assert sum(1 for _ in loader) == 40
-    assert 0 < len(os.listdir(folder)) <= loader.stats.slots < 50
+    assert 0 < len(os.listdir(folder)) <= loader.stats.memory.slots < 50
 assert not os.path.exists(folder)
 assert all((batch == n).all() for n, batch in enumerate(kept))
 print(folder)
@@ -783,7 +787,7 @@ def test_where_dev_shm_cannot_be_used(monkeypatch, tmp_path):
         assert os.path.dirname(inspect(loader).slots.folder) == str(tmp_path)
         for n, batch in enumerate(loader):
             assert (batch == n).all()
-        assert loader.stats.slots > 0
+        assert loader.stats.memory.slots > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -809,7 +813,7 @@ with minloader.Loader(helpers.sized, items, num_workers=4, shared_memory=1 << 32
         assert (batch == n).all() and batch.nbytes == items[n][1]
         if n == 0:
             kept = batch
-    assert (loader.stats.overflowed > 0) == {named}, loader.stats
+    assert (loader.stats.memory.overflowed > 0) == {named}, loader.stats
 assert (kept == 0).all()
 """
     printed_by("import logging; logging.disable()\n" + NAMED * named + code, before=small_machine)
@@ -832,7 +836,7 @@ def test_trouble_after_a_part_was_born():
                     next(batches)
             else:
                 kept.append((n, *next(batches)))
-        assert loader.stats.overflowed == 0
+        assert loader.stats.memory.overflowed == 0
         assert len(kept) == 30
         for n, array, other in kept:
             assert set(array) == {n}
@@ -842,7 +846,7 @@ def test_trouble_after_a_part_was_born():
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()
-        assert eventually(lambda: loader.stats.slots <= 4 + 2), loader.stats
+        assert eventually(lambda: loader.stats.memory.slots <= 4 + 2), loader.stats
 
 
 @pytest.mark.slow
@@ -919,8 +923,8 @@ with minloader.Loader(helpers.numbered, range(60), num_workers=2) as loader:
     del batch
     os.write(writer, b"x")
     assert os.waitpid(child, 0)[1] == 0
-    assert loader.stats.slots <= 6 and loader.stats.overflowed == 0
-    assert files() <= loader.stats.slots + 3
+    assert loader.stats.memory.slots <= 6 and loader.stats.memory.overflowed == 0
+    assert files() <= loader.stats.memory.slots + 3
 """
     printed_by(code, options=["-W", "ignore::DeprecationWarning"])
 

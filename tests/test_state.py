@@ -88,7 +88,7 @@ def test_chunks(monkeypatch):
         loader.set_epoch(0)
         batches = iter(loader)
         states = [(k, loader.state_dict()) for k, _ in enumerate(batches, 1)]
-        assert loader.stats.chunk_size > 1
+        assert loader.stats.workers.chunk_size > 1
     with Loader(Guarded(), range(400), num_workers=0) as loader:
         for k, state in states[::23]:
             loader.load_state_dict(state)

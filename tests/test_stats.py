@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,15 @@ import numpy as np
 import pytest
 
 from minloader import SKIP, Loader, concurrent
-from minloader._insight.counters import Stats
-from minloader._insight.memory import WorkerCount
 from minloader._insight.page import table
-from minloader._insight.trace import Event
+from minloader._insight.stats import Stats
+from minloader._insight.timeline import Event, Timeline
+from minloader._insight.workers import WorkerCount
 from minloader._inspect import inspect
 from minloader._worker import lifetimes, processor_time
 from minloader._worker.messages import Reply
 from tests.conftest import WAYS, eventually, variants
-from tests.helpers import Squares
+from tests.helpers import Squares, stats_of
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -129,20 +128,28 @@ def test_what_is_counted_and_how_it_is_shown(make):
                 time.sleep(0.001)
         stats = loader.stats
     assert stats.batches == 14
-    assert stats.skipped == stats.retries == stats.replaced == stats.overflowed == 0
-    assert stats.consumer >= 14 * 0.001
-    assert 0 < stats.startup <= stats.wait
-    assert stats.seconds == stats.wait + stats.consumer
-    for part in (stats.sampler, stats.dataset, stats.collate, stats.unpacking):
+    assert (
+        stats.errors.skipped
+        == stats.errors.retries
+        == stats.errors.replaced
+        == stats.memory.overflowed
+        == 0
+    )
+    assert stats.time.consumer >= 14 * 0.001
+    assert 0 < stats.time.startup <= stats.time.wait
+    assert stats.seconds == stats.time.wait + stats.time.consumer
+    for part in (stats.time.sampler, stats.time.dataset, stats.time.collate, stats.time.unpacking):
         assert part > 0
-    assert stats.transform == 0
+    assert stats.time.transform == 0
     assert (stats.bytes > 0) == ("process" in make.name)
     assert all(0 < share <= 1 for share in stats.busy.values())
-    assert stats.in_flight == 0
+    assert stats.workers.in_flight == 0
     workers = {"inline": 1, "thread": 3, "process-1": 1, "process-2": 2}.get(make.name, 2)
     assert 1 <= len(stats.busy) <= workers
     kinds = {"inline": "inline", "foreign-process": "foreign"}
-    assert stats.executor == kinds.get(make.name, "thread" if "thread" in make.name else "process")
+    assert stats.workers.executor == kinds.get(
+        make.name, "thread" if "thread" in make.name else "process"
+    )
 
     table = str(stats)
     for name in ("batches", "consumer waited", "sampler", "dataset", "collate", "transport"):
@@ -154,7 +161,7 @@ def test_what_is_counted_and_how_it_is_shown(make):
     figures = stats.as_dict()
     assert all(type(value) in (int, float) for value in figures.values())
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in figures)
-    assert (figures["batches"], figures["failed"]) == (14, 0)
+    assert (figures["batches"], figures["errors_failed"]) == (14, 0)
     for name in ("busy", "median", "p95"):
         (value, *_) = getattr(stats, name).values()
         assert value in [figures[each] for each in figures if each.startswith(f"{name}_")]
@@ -175,11 +182,11 @@ def test_the_parts_add_up(make):
         items, slow = [[0], [1], [2]], {"transform": slow_transform, "collate_fn": slow_collate}
         with make(Sleepy(6), items, **slow) as loader:
             stats = run(loader)
-        assert stats.dataset >= 3 * SLOW
-        assert stats.transform >= 3 * 2 * SLOW
-        assert stats.collate >= 3 * 3 * SLOW
+        assert stats.time.dataset >= 3 * SLOW
+        assert stats.time.transform >= 3 * 2 * SLOW
+        assert stats.time.collate >= 3 * 3 * SLOW
         assert stats.slowest >= 6 * SLOW
-        return stats.dataset < stats.transform < stats.collate
+        return stats.time.dataset < stats.time.transform < stats.time.collate
 
     assert eventually(in_order)
 
@@ -194,9 +201,9 @@ def test_streams_are_counted():
             stats = run(loader)
         shards = max(1, options["num_workers"])
         assert stats.batches == 2 * shards
-        assert stats.dataset >= 4 * shards * SLOW
-        assert stats.transform >= 4 * shards * SLOW
-        assert stats.unpacking < stats.wait / 2
+        assert stats.time.dataset >= 4 * shards * SLOW
+        assert stats.time.transform >= 4 * shards * SLOW
+        assert stats.time.unpacking < stats.time.wait / 2
 
 
 def test_every_moment_of_the_loop_is_waiting_or_the_consumers_own(make):
@@ -226,7 +233,7 @@ def test_what_is_between_epochs_is_nobodys(way):
         assert len(list(loader)) == 4
         time.sleep(1)
         list(loader)
-        assert loader.stats.consumer < 1
+        assert loader.stats.time.consumer < 1
 
 
 def test_work_before_the_first_next_is_no_start_of_workers():
@@ -236,13 +243,13 @@ def test_work_before_the_first_next_is_no_start_of_workers():
         time.sleep(0.5)  # its own work
         list(batches)
         stats = loader.stats
-    assert stats.startup <= stats.wait
+    assert stats.time.startup <= stats.time.wait
     assert "-" not in stats.verdict
 
 
 def test_the_verdict_and_the_table_use_one_clock():
-    figures = {"batches": 100, "wait": 4.0, "consumer": 1.0, "startup": 3.0, "num_workers": 2}
-    stats = Stats(**figures)
+    loop = {"time_wait": 4.0, "time_consumer": 1.0, "time_startup": 3.0}
+    stats = stats_of(batches=100, workers_count=2, **loop)
     assert "the consumer waited 50 % of the time" in stats.verdict
     rows = {name: (value, remark) for name, value, remark in table(stats)}
     assert rows["consumer waited"] == ("4 s", "50 %, without the 3 s until workers were ready")
@@ -254,7 +261,10 @@ def test_starting_earlier_is_no_advice_for_who_does(started):
     with Loader(Quick(), num_workers=1) as loader:
         if started:
             loader.start()
-        stats = replace(loader.stats, batches=1, wait=9.0, startup=9.0)
+        stats = loader.stats
+    stats.batches = 1
+    stats.time.wait = 9.0
+    stats.time.startup = 9.0
     assert ("; loader.start() begins earlier" in stats.verdict) is not started
 
 
@@ -267,7 +277,7 @@ def test_failures_are_counted(make):
     with make(fail, range(10), on_error=lambda error: SKIP) as loader:
         assert list(loader) == [0, 2, 4, 6, 8]
         stats = loader.stats
-    assert (stats.batches, stats.skipped) == (5, 5)
+    assert (stats.batches, stats.errors.skipped) == (5, 5)
     failed = [event for event in stats.events if event.name == "failed"]
     assert [event.args["batch"] for event in failed] == [1, 3, 5, 7, 9]
     assert failed[0].args["error"] == "ValueError: 1"
@@ -277,9 +287,9 @@ def test_tasks_in_flight():
     with Loader(Sleepy(), range(40), num_workers=2, prefetch_factor=3) as loader:
         iterator = iter(loader)
         next(iterator)
-        assert loader.stats.in_flight == 6
+        assert loader.stats.workers.in_flight == 6
         del iterator
-        assert loader.stats.in_flight == 0
+        assert loader.stats.workers.in_flight == 0
 
 
 def test_stats_are_for_any_thread_to_ask():
@@ -303,9 +313,9 @@ def test_stats_are_for_any_thread_to_ask():
     with Loader(Sleepy(), range(40), num_workers=2) as loader:
         epochs = [iter(loader)]
         inspect(loader).group.users = Disturbed(epochs)
-        assert loader.stats.in_flight == 4 * looks
+        assert loader.stats.workers.in_flight == 4 * looks
         assert Disturbed.times == looks + 1  # once for the beginning of the other
-        assert loader.stats.in_flight == 8
+        assert loader.stats.workers.in_flight == 8
         epochs.clear()
 
 
@@ -425,7 +435,7 @@ class Burning:
 def test_what_programs_compute_counts_as_computing(where):
     with Loader(Burning(where), range(10), num_workers=1) as loader:
         stats = run(loader)
-    assert stats.computing >= 0.5  # of 1 s: all but that of the last samples
+    assert stats.workers.computing >= 0.5  # of 1 s: all but that of the last samples
     assert "\ncomputing " in str(stats)
 
 
@@ -438,10 +448,12 @@ def test_waiting_for_a_processor_is_not_waiting_for_files():
             stats = run(loader)
     finally:
         os.sched_setaffinity(0, before)
-    assert stats.queued > max(0.2 * stats.computing, 2 * stats.asleep), str(stats)
+    assert stats.workers.queued > max(0.2 * stats.workers.computing, 2 * stats.workers.asleep), str(
+        stats
+    )
     with Loader(Sleepy(seconds=0.2), num_workers=2) as loader:
         stats = run(loader)
-    assert stats.asleep > 2 * (stats.computing + stats.queued), str(stats)
+    assert stats.workers.asleep > 2 * (stats.workers.computing + stats.workers.queued), str(stats)
 
 
 @pytest.mark.slow
@@ -454,7 +466,7 @@ def test_what_comes_before_the_first_batch_is_not_computed_for_it():
 def test_threads_are_not_told_apart():
     with Loader(Sleepy(3), num_workers=2, executor="thread") as loader:
         stats = run(loader)
-    assert stats.computing == stats.queued == stats.asleep == 0
+    assert stats.workers.computing == stats.workers.queued == stats.workers.asleep == 0
     assert "computing" not in str(stats)
 
 
@@ -513,19 +525,25 @@ def test_what_no_descriptor_is_left_for_is_not_told():
     assert told is None
 
 
-BUSY_WORKERS: dict[str, Any] = {"batches": 100, "wait": 1.0, "dataset": 1.96, "num_workers": 2}
+BUSY_WORKERS: dict[str, Any] = {
+    "batches": 100,
+    "time_wait": 1.0,
+    "time_dataset": 1.96,
+    "workers_count": 2,
+}
 LOOP = "the limit, with 100 % of the work: all 2 workers were busy 98 %, the consumer waited 100 %"
 
 
 def spent(computing: float, queued: float, asleep: float, **others: int) -> dict[str, Any]:
     """What the workers did in their time, as figures of stats."""
-    return {"computing": computing, "queued": queued, "asleep": asleep, **others}
+    figures = {"computing": computing, "queued": queued, "asleep": asleep, **others}
+    return {f"workers_{name}": value for name, value in figures.items()}
 
 
 def foreign(tasks: int) -> dict[str, Any]:
     """Figures of two threads of a cluster, and of so many tasks under way."""
     worked = {"process 1, thread 1": 0.98, "process 1, thread 2": 0.98}
-    return {"num_workers": tasks, "executor": "foreign", "_worked": worked}
+    return {"workers_count": tasks, "workers_executor": "foreign", "workers_seconds": worked}
 
 
 @pytest.mark.parametrize(
@@ -551,11 +569,11 @@ def foreign(tasks: int) -> dict[str, Any]:
         (spent(7.5, 0.1, 0.0), 8, "make it cheaper: there are 8 processors, which it keeps busy"),
         (spent(1.2, 0.2, 0.6), 2, "make it cheaper: there are 2 processors"),
         (
-            spent(0.1, 0.0, 1.8, reads=3),
+            spent(0.1, 0.0, 1.8, concurrency=3),
             2,
             "a larger limit of minloader.concurrent would help (3 now)",
         ),
-        (spent(1.8, 0.0, 0.1, reads=3), 2, "make it cheaper: there are 2 processors"),
+        (spent(1.8, 0.0, 0.1, concurrency=3), 2, "make it cheaper: there are 2 processors"),
         (foreign(8), 2, f"{LOOP} of the time; more workers of"),
         (foreign(2), 2, "more workers would help (num_workers), if the executor has them"),
     ],
@@ -563,17 +581,17 @@ def foreign(tasks: int) -> dict[str, Any]:
 def test_the_advice_depends_on_who_works_where(monkeypatch, figures, cpus, said):
     """Of a cluster those threads count that have made batches, where there are more tasks."""
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
-    assert said in Stats(**BUSY_WORKERS | figures).verdict
+    assert said in stats_of(**BUSY_WORKERS | figures).verdict
 
 
 def test_processors_that_the_process_may_not_use(monkeypatch):
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     for figures in (spent(1.9, 0.05, 0.05), spent(1.0, 0.9, 0.1), spent(1.2, 0.2, 0.6)):
-        told = Stats(**BUSY_WORKERS | figures).verdict
+        told = stats_of(**BUSY_WORKERS | figures).verdict
         assert "; the machine has 64, of which this process may use 2 (its CPU affinity" in told
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert "the machine has" not in Stats(**BUSY_WORKERS | spent(1.9, 0.05, 0.05)).verdict
+    assert "the machine has" not in stats_of(**BUSY_WORKERS | spent(1.9, 0.05, 0.05)).verdict
 
 
 @pytest.mark.parametrize(
@@ -586,9 +604,15 @@ def test_processors_that_the_process_may_not_use(monkeypatch):
 )
 def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said):
     monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
-    spent = {"computing": 0.5 - queued, "queued": queued, "dataset": 0.5}
     slow = Event("worker 0", "task", 0.0, 0.1, {"count": 1})
-    stats = Stats(batches=100, wait=1.0, num_workers=4, _records=(slow,), **spent)
+    stats = stats_of(
+        batches=100,
+        time_wait=1.0,
+        time_dataset=0.5,
+        workers_count=4,
+        timeline=Timeline(events=(slow,)),
+        **spent(0.5 - queued, queued, 0.0),
+    )
     assert "but the workers were idle 88 %" in stats.verdict
     assert said in stats.verdict
 
@@ -598,8 +622,8 @@ def test_shared_memory_is_what_is_used_and_the_limit_apart():
     with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:
         for _ in loader:
             stats = loader.stats
-            assert stats.slot_bytes <= stats.slots * 2**20
-            assert stats.slot_limit == 10**9
+            assert stats.memory.slot_bytes <= stats.memory.slots * 2**20
+            assert stats.memory.slot_limit == 10**9
     assert re.search(r"^shared memory .* slots, 1 GB at most$", str(stats), re.M), str(stats)
 
 
@@ -637,7 +661,7 @@ def test_the_timeline_has_all_that_was_done(make):
     draws = sum(event.args["count"] for event in events if event.name == "draw")
     assert draws == 3
     waits = sum(event.seconds for event in events if event.name == "wait")
-    assert waits == pytest.approx(stats.wait - stats.unpacking)
+    assert waits == pytest.approx(stats.time.wait - stats.time.unpacking)
 
 
 def read_trace(path):
@@ -758,8 +782,8 @@ def test_deaths_and_what_is_sent_again_are_in_the_timeline(tmp_path):
     assert "signal 9" in died[0].args["cause"] or "SIGKILL" in died[0].args["cause"]
     again = [event.args["batch"] for event in stats.events if event.name == "again"]
     assert 3 in again
-    assert stats.retries == 1
-    assert eventually(lambda: loader.stats.replaced == 1)
+    assert stats.errors.retries == 1
+    assert eventually(lambda: loader.stats.errors.replaced == 1)
 
 
 # --- the time of a batch, memory, and figures for a logger
@@ -772,7 +796,7 @@ def task(worker: str, start: float, seconds: float, count: int = 1) -> Event:
 def test_the_times_of_a_batch_are_of_the_last_minutes():
     records = [task("worker 0", 1000.0 + n, 0.01 * n) for n in range(1, 101)]
     records += [task("worker 1", 1100.0, 0.8, count=4), task("worker 1", 0.0, 50.0)]
-    stats = Stats(_records=tuple(records), _at=1110.0)
+    stats = Stats(timeline=Timeline(events=tuple(records), taken_at=1110.0))
     assert stats.median == pytest.approx({"worker 0": 0.51, "worker 1": 0.2})
     assert stats.p95 == pytest.approx({"worker 0": 0.96, "worker 1": 0.2})
     assert stats.slowest == pytest.approx(1.0)
@@ -791,10 +815,10 @@ def test_figures_of_the_time_between_two_copies():
         assert before.since(before).batches == 0
         list(loader)
         stats = loader.stats.since(before)
-    assert (stats.batches, stats.skipped, stats.failed) == (4, 1, 1)
-    assert [epoch for epoch, *_ in stats.errors] == [1]
-    assert 0 < stats.dataset < loader.stats.dataset
-    assert stats.num_workers == 0
+    assert (stats.batches, stats.errors.skipped, stats.errors.failed) == (4, 1, 1)
+    assert [epoch for epoch, *_ in stats.errors.last] == [1]
+    assert 0 < stats.time.dataset < loader.stats.time.dataset
+    assert stats.workers.count == 0
     assert {event.args["epoch"] for event in stats.events if event.name == "task"} == {1}
 
 
@@ -827,15 +851,15 @@ class Keeping:
 def test_memory_that_grows_is_told_once(caplog):
     with Loader(Keeping(1000), [*range(1000)], num_workers=1) as loader:
         for _ in loader:
-            if loader.stats.growth:
+            if loader.stats.memory.growth:
                 break
         stats = loader.stats
-    assert stats.growth["worker 0"] > 16 << 20
-    assert stats.memory["worker 0"] > stats.memory_at_start["worker 0"] + (16 << 20)
+    assert stats.memory.growth["worker 0"] > 16 << 20
+    assert stats.memory.workers["worker 0"] > stats.memory.at_start["worker 0"] + (16 << 20)
     (line,) = [line for line in caplog.messages if " grew by " in line]
     assert re.match(r"worker 0 grew by [\d.]+ MB in \d+ batches, 1\.\d+ MB each: the dataset", line)
     assert "worker 0 grows steadily" in str(stats)
-    assert stats.as_dict()["growth_worker_0"] == stats.growth["worker 0"]
+    assert stats.as_dict()["memory_growth_worker_0"] == stats.memory.growth["worker 0"]
 
 
 class KeepsOne(Sleepy):
@@ -851,21 +875,21 @@ class KeepsOne(Sleepy):
 def test_the_sample_by_which_a_worker_grew_is_told(options):
     with Loader(KeepsOne(20, 0.03), num_workers=1, **options) as loader:
         stats = run(loader)
-    (jump,) = stats.jumps
+    (jump,) = stats.memory.jumps
     assert (jump.worker, jump.epoch, jump.item) == ("worker 0", 0, str(jump.batch))
     assert jump.batch == 13 if options else jump.batch >= 13  # else it is looked at now and then
     assert jump.bytes > 75_000_000
     assert re.search(
         r"\ngrew at once +8\d MB +worker 0, at 1\d \(batch 1\d of epoch 0\)", str(stats)
     )
-    assert "jumps" not in stats.as_dict()
+    assert "memory_jumps" not in stats.as_dict()
 
 
 def test_memory_is_told_of_our_processes_only(make):
     with make(Sleepy(10, 0.01)) as loader:
         stats = run(loader)
-    known = set(stats.memory)
-    assert known == set(stats.memory_at_start)
+    known = set(stats.memory.workers)
+    assert known == set(stats.memory.at_start)
     assert known <= {f"worker {n}" for n in range(3)}
     if not make.name.startswith("process"):
         assert known == set()
@@ -906,13 +930,13 @@ def test_a_worker_that_takes_the_place_of_another_begins_anew():
 
 def test_reads_at_the_same_time_are_known():
     with Loader(concurrent(Sleepy(4), limit=3), batch_size=2, num_workers=0) as loader:
-        assert loader.stats.reads == 3
+        assert loader.stats.workers.concurrency == 3
 
 
 @pytest.mark.parametrize(("gil", "said"), [(True, True), (False, False)])
 def test_processes_are_the_advice_where_there_is_a_gil(monkeypatch, gil, said):
     monkeypatch.setattr("minloader._insight.verdict.has_gil", lambda: gil)
-    stats = Stats(**BUSY_WORKERS, executor="thread")
+    stats = stats_of(**BUSY_WORKERS, workers_executor="thread")
     assert ("executor='process' would help" in stats.verdict) == said
 
 

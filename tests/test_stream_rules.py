@@ -57,7 +57,7 @@ def test_every_sample_of_an_undisturbed_epoch_comes_once(way, epochs):
                 counts = [Counter(samples(loader))]
             for count in counts:
                 assert [(k, count[k]) for k in range(n) if count[k] != 1] == []
-        assert loader.stats.reread == 0
+        assert loader.stats.errors.reread == 0
 
 
 @ways
@@ -72,7 +72,7 @@ def test_an_undisturbed_epoch_reads_nothing_again(way, stream):
             part = 100 * epoch if stream is not Numbers else 0
             expected = [[part + number for number in batch] for batch in in_turns(n, 2, 2)]
             assert lists(loader) == expected
-        assert loader.stats.reread == 0
+        assert loader.stats.errors.reread == 0
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_no_more_tasks_than_were_asked_for(way):
             given += itertools.islice(batches, 60)
             for _ in range(60):
                 given.append(next(batches))
-                assert loader.stats.in_flight <= 2 * count
+                assert loader.stats.workers.in_flight <= 2 * count
         given += batches
     assert given == list(range(600))
 

@@ -116,7 +116,7 @@ def test_counted_on_when_a_worker_dies(stream, tmp_path):
             assert lists(loader) == epoch(number, 2)
         chained = [batch.tolist() for _, batch in loader.epochs(2)]
         assert chained == epoch(3, 2) + epoch(4, 2)
-        assert loader.stats.retries == 5
+        assert loader.stats.errors.retries == 5
 
 
 @every_idiom

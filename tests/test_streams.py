@@ -94,8 +94,8 @@ def test_batches_are_born_in_the_slot():
             assert batch.shape == (2, 100_000)
             batch += 1
             assert (batch == batch[:, :1]).all()
-        assert loader.stats.slots > 0
-        assert loader.stats.overflowed == 0
+        assert loader.stats.memory.slots > 0
+        assert loader.stats.memory.overflowed == 0
 
 
 @own
@@ -111,7 +111,7 @@ def test_tiny_batches_share_tasks(monkeypatch):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
     with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
         assert lists(loader) == in_turns(4000, 2, 2)
-        assert loader.stats.chunk_size > 1
+        assert loader.stats.workers.chunk_size > 1
 
 
 def test_each_shard_stays_with_its_worker():
@@ -381,7 +381,7 @@ def test_a_death_loses_nothing(stream, where, tmp_path):
         dataset = stream(40, on_sample=deadly)
     with Loader(dataset, **options) as loader:
         assert lists(loader) == in_turns(40, 2, 3)
-        assert 1 <= loader.stats.retries <= 4
+        assert 1 <= loader.stats.errors.retries <= 4
         assert lists(loader) == in_turns(40, 2, 3)
 
 
@@ -411,7 +411,7 @@ def test_hangs(executor, tmp_path):
     with Loader(stream, retries=1, **options) as loader:
         if executor == "process":
             assert list(loader) == list(range(20))
-            assert loader.stats.retries == 1
+            assert loader.stats.errors.retries == 1
             return
         batches = iter(loader)
         assert [next(batches) for _ in range(7)] == list(range(7))
@@ -431,7 +431,7 @@ def test_passing_over_takes_its_time():
         (process,) = workers(loader)
         process.kill()
         assert first + list(batches) == list(range(120))
-        assert loader.stats.retries <= 1
+        assert loader.stats.errors.retries <= 1
 
 
 def test_samples_that_differ_when_read_again_are_noticed(tmp_path):

@@ -748,8 +748,8 @@ def test_workers_do_not_import_torch():
             assert lies_in_slot(batch)
             batch += 1  # it is ours
         del batch
-        assert loader.stats.slots <= 8
-        assert loader.stats.overflowed == 0
+        assert loader.stats.memory.slots <= 8
+        assert loader.stats.memory.overflowed == 0
 
 
 def lies_in_slot(tensor: Any) -> bool:
@@ -1715,7 +1715,7 @@ def test_arguments_of_our_own(num_workers, tmp_path):
     options: dict[str, Any] = {"num_workers": num_workers, "on_error": "skip_sample"}
     with DataLoader(Bad(6, fails=2), 2, transform=zoo.doubled, **options) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 2], [6], [8, 10]]
-        assert loader.stats.skipped_samples == 1
+        assert loader.stats.errors.skipped_samples == 1
         assert (loader.retries, loader.worker_memory_limit) == (1, None)
     path = tmp_path / "trace.json"
     options = {"num_workers": num_workers, "max_errors": 0, "trace": path, "shared_memory": False}
@@ -1724,7 +1724,7 @@ def test_arguments_of_our_own(num_workers, tmp_path):
         assert not lies_in_slot(next(batches))
         with pytest.raises(BatchError, match="max_errors=0"):
             next(batches)
-        assert loader.stats.slots == 0
+        assert loader.stats.memory.slots == 0
     assert json.loads(path.read_text())
     with DataLoader(Numbers(3), None, transform=zoo.skip_all, **options) as loader:
         assert list(loader) == []

@@ -82,7 +82,7 @@ def check_webdataset(folder: Path) -> None:
         with DataLoader(webdataset(folder, True), 8, **options) as loader:
             for _ in range(20):
                 assert sorted(chain.from_iterable(rows(loader))) == EVERY, options
-            assert loader.stats.reread == 0
+            assert loader.stats.errors.reread == 0
     check_rest(lambda: webdataset(folder, False))
 
 

@@ -119,10 +119,11 @@ def too_many(counters: Counters, most: int) -> str:
         f"  epoch {epoch}, batch {batch}, sample {shown(sample)}: {error}"
         for epoch, batch, sample, error in [*counters.last_errors][:5]
     ]
+    failed = counters.errors.failed
+    which = "these" if failed <= ERRORS_KEPT else f"the last {ERRORS_KEPT}"
     return (
-        f"{counters.failed} batches and samples have failed, more than max_errors={most}; the "
-        f"first of {'these' if counters.failed <= ERRORS_KEPT else f'the last {ERRORS_KEPT}'}:\n"
-        + "\n".join(first)
+        f"{failed} batches and samples have failed, more than max_errors={most}; the first of "
+        f"{which}:\n" + "\n".join(first)
     )
 
 

@@ -210,8 +210,9 @@ class Batches(Iterator[B], Generic[B]):
             assert shared is not None
         counters = shared.counters
         begin = perf_counter()
-        if counters.left:
-            counters.consumer += begin - counters.left
+        times = counters.time
+        if counters.left_at:
+            times.consumer += begin - counters.left_at
         try:
             if self.claims.is_unsure:
                 self._recover()
@@ -221,8 +222,8 @@ class Batches(Iterator[B], Generic[B]):
             else:
                 self._claim_made(shared, thread, self._stage)
             now = perf_counter()
-            counters.left = now
-            counters.wait += now - begin
+            counters.left_at = now
+            times.wait += now - begin
         except BaseException as error:
             self.claims.is_unsure = not isinstance(error, Exception)
             counters.leave(begin, working=not isinstance(error, StopIteration))
@@ -342,7 +343,7 @@ class Batches(Iterator[B], Generic[B]):
                 lane.ahead = ahead
                 lane.taken = taken
                 outcomes[n] = None
-                shared.counters.skipped += 1
+                shared.counters.errors.skipped += 1
                 epoch.left_out += has_failed
                 continue
             epoch.has_given = True
@@ -397,7 +398,7 @@ class Batches(Iterator[B], Generic[B]):
         index = (failures.load(sample) or (None,))[0]
         ordinal = claim.lane.feed.told_ordinal(claim.ordinal)
         counters.fail(epoch.number, ordinal, index, text)
-        if most is None or counters.failed <= most:
+        if most is None or counters.errors.failed <= most:
             return None
         return BatchError(
             failures.too_many(counters, most),

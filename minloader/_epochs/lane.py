@@ -34,7 +34,7 @@ from minloader._epochs.position import LanePosition, Range
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Arrivals, Shipment, Task
 from minloader._errors import WorkerDied
-from minloader._insight.memory import too_large
+from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import Death, HeldItem, Pool
@@ -361,20 +361,20 @@ class Lane:
         least = self._chunk // 2 if made == len(task.items) else 1
         fits = shared.chunk = int(min(quick, small, CHUNK_MOST))
         self._chunk = min(self._chunk, max(1, least, fits))
-        counters.chunk_size = self._chunk
+        counters.workers.chunk_size = self._chunk
         if reply.pid >= 0:
             self.pool.failed_starts.clear()
             ordinal = self.feed.told_ordinal(task.first)
             place = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
             item = self.feed.told_item(task, made - 1)
             counters.made(track(reply.worker, reply.pid), reply, place, item)
-        if reply.overflowed and not counters.overflowed and slots is not None:
+        if reply.overflowed and not counters.memory.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
                 "%s; said once",
                 slots.advice,
             )
-        counters.overflowed += reply.overflowed
+        counters.memory.overflowed += reply.overflowed
         limit = shared.options.memory_limit
         if limit is not None and reply.memory > limit:
             last = self.feed.told_ordinal(task.first + made - 1)
@@ -435,7 +435,7 @@ class Lane:
         }
         self._tell_death(death, place)
         if not (death.final or suspect.tries > options.retries):
-            counters.retries += 1
+            counters.errors.retries += 1
         elif death.item < 0 and isinstance(self.feed, ShardFeed):
             self.feed.end_before(task, self)
             return [task]
@@ -463,7 +463,7 @@ class Lane:
         if len(task.items) > 1 or task.tries < self.shared.options.retries:
             ordinal = self.feed.told_ordinal(task.first)
             logger.warning("%s lost batch %d, again: %s", who, ordinal, error)
-            counters.retries += 1
+            counters.errors.retries += 1
             tries = task.tries + 1
             return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
         if pool.is_death(error):

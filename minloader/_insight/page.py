@@ -11,13 +11,11 @@ import json
 import re
 import statistics
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minloader._checks import amount, duration
+from minloader._insight.stats import Stats
 from minloader._insight.verdict import share
-
-if TYPE_CHECKING:
-    from minloader._insight.counters import Stats
 
 Row = tuple[str, str, str]
 """A row of the table: name, value, remark."""
@@ -25,8 +23,12 @@ Row = tuple[str, str, str]
 
 def text(verdict: str, rows: list[Row]) -> str:
     """Return the verdict and the table as plain text."""
-    names, values = (max(len(row[n]) for row in rows) for n in (0, 1))
-    lines = [f"{a:<{names}}  {b:>{values}}  {c}".rstrip() for a, b, c in rows]
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    lines = [
+        f"{name:<{name_width}}  {value:>{value_width}}  {remark}".rstrip()
+        for name, value, remark in rows
+    ]
     return "\n".join([verdict, "", *lines])
 
 
@@ -60,86 +62,139 @@ def data(stats: Stats) -> dict[str, Any]:
         the consumer, the sampler and all workers together. "rows" is the table. "events" is the
         timeline: track, name, start in seconds since the first epoch began, seconds, arguments.
     """
-    start, workers = stats._starting, stats.num_workers
+    times = stats.time
+    workers = stats.workers.count
+    start = stats.starting
     running = stats.seconds - start
-    bottleneck = stats._judged[0]
-    left_out = f"the {duration(start)} until workers were ready left out" if start else ""
-    idle = {"idle": running * max(workers, 1) - stats._work}
-    made_by = f"{workers}" if workers else "none: in this process"
-    bars = [
-        ("consumer", {"wait": stats.wait - start, "own": stats.consumer}, left_out),
-        ("sampler", {"draw": stats.sampler, "idle": running - stats.sampler}, ""),
-        ("workers", stats._stages | idle, made_by),
-    ]
+    consumer = {
+        "label": "consumer",
+        "seconds": {"wait": times.wait - start, "own": times.consumer},
+        "remark": f"the {duration(start)} until workers were ready left out" if start else "",
+    }
+    sampler = {
+        "label": "sampler",
+        "seconds": {"draw": times.sampler, "idle": running - times.sampler},
+        "remark": "",
+    }
+    made_by = {
+        "label": "workers",
+        "seconds": times.stages | {"idle": running * max(workers, 1) - times.work},
+        "remark": f"{workers}" if workers else "none: in this process",
+    }
+    began = stats.timeline.began
     return {
         "subtitle": (
             f"{stats.batches:,} batches in {duration(stats.seconds)}, the first after "
-            f"{duration(stats.startup)}"
+            f"{duration(times.startup)}"
         ),
         "verdict": stats.verdict,
-        "bottleneck": bottleneck,
-        "bars": [dict(zip(("label", "seconds", "remark"), bar, strict=True)) for bar in bars],
+        "bottleneck": stats.bottleneck,
+        "bars": [consumer, sampler, made_by],
         "rows": table(stats),
-        "events": [each._replace(start=each.start - stats._began) for each in stats.events],
+        "events": [each._replace(start=each.start - began) for each in stats.events],
     }
 
 
 def table(stats: Stats) -> list[Row]:
     """Return the figures: name, value, remark of each."""
-    total, work, each = stats.seconds, stats._work, max(stats.batches, 1)
-    start = stats._starting
-    running = total - start
-    left_out = f", without the {duration(start)} until workers were ready" if start else ""
-    rate = stats.batches / total if total else 0.0
-    size = f", {amount(stats.bytes)}, {amount(rate * stats.bytes / each)}/s" if stats.bytes else ""
-    drawing = f"of the wait; {duration(stats.sampler / each)} a batch"
-    rows = [
-        ("batches", f"{stats.batches:,}", f"{rate:,.{0 if rate >= 100 else 1}f}/s{size}"),
-        ("consumer's own time", duration(stats.consumer), share(stats.consumer, running)),
-        ("consumer waited", duration(stats.wait), share(stats.wait - start, running) + left_out),
-        ("until the first batch", duration(stats.startup), "of the wait"),
-        ("sampler", duration(stats.sampler), drawing),
+    return [
+        *_loop_rows(stats),
+        *_stage_rows(stats),
+        *_memory_rows(stats),
+        *_worker_rows(stats),
+        *_error_rows(stats),
     ]
-    for name, seconds in stats._stages.items():
-        a_batch = f"{duration(seconds / each)} a batch"
-        here = f"; and {duration(stats.unpacking)} here" if name == "transport" else ""
-        remark = f"{share(seconds, work)} of the workers' time; {a_batch}{here}"
+
+
+def _loop_rows(stats: Stats) -> list[Row]:
+    """Return the rows about the consumer's loop."""
+    times = stats.time
+    start = stats.starting
+    running = stats.seconds - start
+    rate = stats.batches / stats.seconds if stats.seconds else 0.0
+    speed = f"{rate:,.{0 if rate >= 100 else 1}f}/s"
+    each = max(stats.batches, 1)
+    if stats.bytes:
+        speed += f", {amount(stats.bytes)}, {amount(rate * stats.bytes / each)}/s"
+    waited = share(times.wait - start, running)
+    if start:
+        waited += f", without the {duration(start)} until workers were ready"
+    drawing = f"of the wait; {duration(times.sampler / each)} a batch"
+    return [
+        ("batches", f"{stats.batches:,}", speed),
+        ("consumer's own time", duration(times.consumer), share(times.consumer, running)),
+        ("consumer waited", duration(times.wait), waited),
+        ("until the first batch", duration(times.startup), "of the wait"),
+        ("sampler", duration(times.sampler), drawing),
+    ]
+
+
+def _stage_rows(stats: Stats) -> list[Row]:
+    """Return the rows about what the workers did in their time."""
+    times = stats.time
+    workers = stats.workers
+    rows = []
+    for name, seconds in times.stages.items():
+        a_batch = duration(seconds / max(stats.batches, 1))
+        remark = f"{share(seconds, times.work)} of the workers' time; {a_batch} a batch"
+        if name == "transport":
+            remark += f"; and {duration(times.unpacking)} here"
         rows.append((name, duration(seconds), remark))
-    busy = ", ".join(f"{name}: {part:.0%}" for name, part in stats.busy.items())
-    at_most = f", {amount(stats.slot_limit)} at most" if stats.slot_limit else ""
-    chunk = f"up to {stats.chunk_size} batches each" if stats.chunk_size > 1 else ""
-    known = stats._measured
-    if known:
-        computed, queued, asleep = (
-            share(part, known) for part in (stats.computing, stats.queued, stats.asleep)
-        )
+    if workers.measured:
+        computed = share(workers.computing, workers.measured)
+        queued = share(workers.queued, workers.measured)
+        asleep = share(workers.asleep, workers.measured)
         remark = f"{computed} of it; waited for a processor {queued}, for something else {asleep}"
-        rows.append(("computing", duration(stats.computing), remark))
-    if median := stats.median.values():
-        late, slowest = duration(max(stats.p95.values())), duration(stats.slowest)
-        remark = f"95 % within {late}, the slowest {slowest}, lately"
-        rows.append(("a batch", duration(statistics.median(median)), remark))
-    if stats.memory:
-        at_start = amount(sum(stats.memory_at_start.values()))
-        grows = "".join(f"; {name} grows steadily" for name in stats.growth)
-        remark = f"of the workers' own, {at_start} when they began{grows}"
-        rows.append(("memory", amount(sum(stats.memory.values())), remark))
-    if stats.jumps:
-        jump = max(stats.jumps, key=lambda each: each.bytes)
-        made_of = f"at {jump.item} (batch {jump.batch} of epoch {jump.epoch})"
-        rows.append(("grew at once", amount(jump.bytes), f"{jump.worker}, {made_of}"))
-    rows += [
-        ("workers", f"{stats.num_workers}", busy and f"busy {busy}"),
-        ("tasks under way", f"{stats.in_flight}", chunk),
-        ("shared memory", amount(stats.slot_bytes), f"{stats.slots} slots{at_most}"),
-        ("through the pipe", f"{stats.overflowed}", "batches that found no room there"),
+        rows.append(("computing", duration(workers.computing), remark))
+    medians = stats.median.values()
+    if medians:
+        late = duration(max(stats.p95.values()))
+        remark = f"95 % within {late}, the slowest {duration(stats.slowest)}, lately"
+        rows.append(("a batch", duration(statistics.median(medians)), remark))
+    return rows
+
+
+def _memory_rows(stats: Stats) -> list[Row]:
+    """Return the rows about the memory that workers have for themselves."""
+    memory = stats.memory
+    rows = []
+    if memory.workers:
+        remark = f"of the workers' own, {amount(sum(memory.at_start.values()))} when they began"
+        remark += "".join(f"; {name} grows steadily" for name in memory.growth)
+        rows.append(("memory", amount(sum(memory.workers.values())), remark))
+    if memory.jumps:
+        jump = max(memory.jumps, key=lambda each: each.bytes)
+        remark = f"{jump.worker}, at {jump.item} (batch {jump.batch} of epoch {jump.epoch})"
+        rows.append(("grew at once", amount(jump.bytes), remark))
+    return rows
+
+
+def _worker_rows(stats: Stats) -> list[Row]:
+    """Return the rows about what is so now: workers, tasks, shared memory."""
+    workers = stats.workers
+    memory = stats.memory
+    busy = ", ".join(f"{name}: {part:.0%}" for name, part in stats.busy.items())
+    chunk = f"up to {workers.chunk_size} batches each" if workers.chunk_size > 1 else ""
+    slots = f"{memory.slots} slots"
+    if memory.slot_limit:
+        slots += f", {amount(memory.slot_limit)} at most"
+    return [
+        ("workers", f"{workers.count}", busy and f"busy {busy}"),
+        ("tasks under way", f"{workers.in_flight}", chunk),
+        ("shared memory", amount(memory.slot_bytes), slots),
+        ("through the pipe", f"{memory.overflowed}", "batches that found no room there"),
     ]
-    failures = [
-        ("retries", stats.retries, "batches whose worker died or hung"),
-        ("replaced", stats.replaced, "workers"),
-        ("failed", stats.failed, "batches and samples: stats.errors has the last ones"),
-        ("skipped", stats.skipped, "batches that failed"),
-        ("left out", stats.skipped_samples, "samples"),
-        ("read again", stats.reread, "batches of a stream, to get past what was delivered"),
+
+
+def _error_rows(stats: Stats) -> list[Row]:
+    """Return the rows about what went wrong, where something did."""
+    errors = stats.errors
+    rows = [
+        ("retries", errors.retries, "batches whose worker died or hung"),
+        ("replaced", errors.replaced, "workers"),
+        ("failed", errors.failed, "batches and samples: stats.errors.last has the last ones"),
+        ("skipped", errors.skipped, "batches that failed"),
+        ("left out", errors.skipped_samples, "samples"),
+        ("read again", errors.reread, "batches of a stream, to get past what was delivered"),
     ]
-    return rows + [(name, f"{count}", remark) for name, count, remark in failures if count]
+    return [(name, f"{count}", remark) for name, count, remark in rows if count]

@@ -1,4 +1,4 @@
-"""The timeline: events, and a file of them."""
+"""A file with all events of the timeline."""
 
 from __future__ import annotations
 
@@ -6,50 +6,12 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from minloader._checks import shown
+from minloader._insight.timeline import Event, split_task
 
 logger = logging.getLogger("minloader")
-
-
-class Event(NamedTuple):
-    """Something that took a while, or that happened in an instant.
-
-    Attributes:
-        track: row of the timeline that it belongs to: "consumer", "sampler", "worker 0".
-        name: "wait", "draw", "task", "dataset", "transform", "collate" or "transport"; in an
-            instant "died", "again" or "failed".
-        start: when it began, in seconds of ``time.perf_counter``.
-        seconds: how long it took; 0 for an instant.
-        args: details, such as "batch", "count", "epoch", "cause".
-    """
-
-    track: str
-    name: str
-    start: float
-    seconds: float
-    args: dict[str, Any]
-
-
-def split_task(event: Event) -> Iterator[Event]:
-    """Yield an event as it is shown: a task, then its stages one behind the other.
-
-    For a task of several batches the time of each stage is summed over these.
-    """
-    args = dict(event.args)
-    timings = args.pop("timings", None)
-    yield event._replace(args=args)
-    if timings is None:
-        return
-    dataset = max(0.0, event.seconds - sum(timings))
-    start = event.start
-    names = ("dataset", "transform", "collate", "transport")
-    for name, seconds in zip(names, (dataset, *timings), strict=True):
-        if seconds > 0:
-            yield Event(event.track, name, start, seconds, {})
-        start += seconds
 
 
 class Trace:
@@ -92,14 +54,16 @@ class Trace:
         """Complete the file. Harmless when repeated, or in a fork."""
         if os.getpid() == self._pid:
             self._send("]\n")
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
     def _track_id(self, name: str) -> int:
-        """Return the number of a track. The first time, its name and place are written."""
+        """Return the number of a track. The first time, its name is written."""
         if name not in self._tracks:
-            tid = self._tracks[name] = len(self._tracks)
+            tid = len(self._tracks)
+            self._tracks[name] = tid
             self._put(",\n", {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": name}})
         return self._tracks[name]
 
@@ -108,7 +72,8 @@ class Trace:
 
     def _send(self, text: str) -> None:
         """Write text to the file, if that is still open."""
-        file, data = self._file, text.encode()
+        file = self._file
+        data = text.encode()
         if file is None:
             return
         try:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from minloader._checks import duration
+from minloader._insight.stats import Stats
 from minloader._memory.limits import processors
-
-if TYPE_CHECKING:
-    from minloader._insight.counters import Stats
 
 STAGES = {
     "dataset": "the dataset",
@@ -46,16 +43,19 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     """
     if not stats.batches:
         return "", "no batch has been delivered yet"
-    workers, start = stats._capacity, stats._starting
-    total, wait = stats.seconds - start, stats.wait - start
+    times = stats.time
+    workers = stats.workers.capacity
+    start = stats.starting
+    total = stats.seconds - start
+    wait = times.wait - start
     if start > 3 * total:
-        earlier = "" if stats._began_early else "; loader.start() begins earlier"
+        earlier = "" if stats.workers.started_early else "; loader.start() begins earlier"
         return "", (
-            f"the first batch took {duration(stats.startup)}, {share(start, stats.seconds)} of "
+            f"the first batch took {duration(times.startup)}, {share(start, stats.seconds)} of "
             f"the time so far: look again after more batches{earlier}"
         )
     waited = f"waited {share(wait, total)} of the time"
-    busy = min(1.0, stats._work / (total * max(workers, 1)))
+    busy = min(1.0, times.work / (total * max(workers, 1)))
     idle = f"the workers were idle {share(1 - busy)}"
     also_idle = f", {idle}" if workers else ""
 
@@ -64,20 +64,21 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
         fewer = f": num_workers={needed} would do" if needed < workers else ""
         return "own", f"the consumer is the limit: it {waited}{also_idle}{fewer}"
 
-    if stats.sampler > wait / 2:
-        each = duration(stats.sampler / stats.batches)
+    if stats.time.sampler > wait / 2:
+        each = duration(stats.time.sampler / stats.batches)
         limit = f"the sampler is the limit: it takes {each} a batch"
         return "draw", f"{limit}; the consumer {waited}{also_idle}"
 
-    seconds = stats._stages
+    seconds = times.stages
     stage = max(seconds, key=lambda name: seconds[name])
-    limit = f"{STAGES[stage]} is the limit, with {share(seconds[stage], stats._work)} of the work"
-    if stats.overflowed > stats.batches / 10:
+    part = share(seconds[stage], times.work)
+    limit = f"{STAGES[stage]} is the limit, with {part} of the work"
+    if stats.memory.overflowed > stats.batches / 10:
         pipe = "batches go through the pipe, so more shared_memory would help"
         return "transport", f"the consumer {waited}, and {pipe}"
     if not workers:
         return stage, f"{limit}: the consumer {waited}; num_workers=1 makes batches meanwhile"
-    if busy > 0.6 and stats._work > LITTLE_WORK * stats.batches:
+    if busy > 0.6 and stats.time.work > LITTLE_WORK * stats.batches:
         who = "the worker was" if workers == 1 else f"all {workers} workers were"
         advice = _speed_up(stats, stage, total, more)
         return stage, f"{limit}: {who} busy {share(busy)}, the consumer {waited}; {advice}"
@@ -86,38 +87,42 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
 
 def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
     """Return the advice where the workers are the limit, most of all in one stage."""
+    workers = stats.workers
     cpus = processors()
+    is_asleep = workers.asleep > 0.5 * workers.measured
     if stage == "transport":
         return "make large arrays with collate or minloader.empty, and few small objects"
-    if stage == "dataset" and stats.reads and stats.asleep >= 0.5 * stats._measured:
-        return f"a larger limit of minloader.concurrent would help ({stats.reads} now)"
-    if stats.executor == "foreign":
-        return (
-            "more workers of the executor would help"
-            if stats._capacity < stats.num_workers
-            else "more workers would help (num_workers), if the executor has them"
-        )
-    if stats.executor == "thread" and has_gil():
+    if stage == "dataset" and workers.concurrency and (is_asleep or not workers.measured):
+        limit = workers.concurrency
+        return f"a larger limit of minloader.concurrent would help ({limit} now)"
+    if workers.executor == "foreign":
+        if workers.capacity < workers.count:
+            return "more workers of the executor would help"
+        return "more workers would help (num_workers), if the executor has them"
+    if workers.executor == "thread" and has_gil():
         return (
             "they take turns by the interpreter's lock, so executor='process' would help, unless "
             "they wait for files or the network"
         )
-    if stats.asleep > 0.5 * stats._measured:
-        then = "more workers help (num_workers)" if more else "more workers do not help"
-        return (
-            f"{share(stats.asleep, stats._measured)} of the work was waiting for files, the "
-            f"network or a lock: {then}{', unless it is a lock' * more}"
-        )
+    if is_asleep:
+        advice = "more workers do not help"
+        if more:
+            advice = "more workers help (num_workers), unless it is a lock"
+        asleep = share(workers.asleep, workers.measured)
+        return f"{asleep} of the work was waiting for files, the network or a lock: {advice}"
     there_are = f"there are {cpus} processors" if cpus > 1 else "there is one processor"
-    if stats.computing > BUSY * cpus * total:
+    if workers.computing > BUSY * cpus * total:
         return f"make it cheaper: {there_are}, which it keeps busy{_others(cpus)}"
-    if stats.queued > QUEUED * stats._measured:
+    if workers.queued > QUEUED * workers.measured:
         return _held_up(stats)
-    if stats.num_workers < cpus:
-        helps = "more workers would help (num_workers)"
-        return helps if more else "other programs may have the processors"
-    waits = "; if it waits for files or the network, more workers help (num_workers)"
-    return f"make it cheaper: {there_are}{waits * (more and not stats._measured)}{_others(cpus)}"
+    if workers.count < cpus:
+        if not more:
+            return "other programs may have the processors"
+        return "more workers would help (num_workers)"
+    waits = ""
+    if more and not workers.measured:
+        waits = "; if it waits for files or the network, more workers help (num_workers)"
+    return f"make it cheaper: {there_are}{waits}{_others(cpus)}"
 
 
 def _keep_busy(stats: Stats, total: float, wait: float) -> str:
@@ -128,18 +133,19 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
         total: seconds of the loop, without those until workers were ready.
         wait: seconds of these in which the consumer waited.
     """
-    each, work = total / stats.batches, stats._work / stats.batches
+    each = total / stats.batches
+    work = stats.time.work / stats.batches
     if each < LITTLE_TIME:
         return (
             f"a batch takes {duration(each)}, little for what it costs to hand over, so larger "
             "batches would help (batch_size, or the sampler)"
         )
-    if stats.unpacking > wait / 2:
+    if stats.time.unpacking > wait / 2:
         return (
-            f"unpickling a batch takes {duration(stats.unpacking / stats.batches)} in this "
+            f"unpickling a batch takes {duration(stats.time.unpacking / stats.batches)} in this "
             "process; have the dataset return arrays rather than many objects"
         )
-    if stats.queued > QUEUED * stats._measured:
+    if stats.workers.queued > QUEUED * stats.workers.measured:
         return _held_up(stats)
     if stats.slowest > max(3 * work, each):
         return (
@@ -153,10 +159,10 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
 def _held_up(stats: Stats) -> str:
     """Return the advice where workers wait for a processor."""
     cpus = processors()
-    too_many = stats.num_workers > cpus
+    too_many = stats.workers.count > cpus
     who = "other workers, " * too_many + "the consumer or other programs"
     fewer = f": num_workers={cpus} would do" * too_many
-    queued = share(stats.queued, stats._measured)
+    queued = share(stats.workers.queued, stats.workers.measured)
     waited = f"{queued} of the work was waiting for a processor, which {who} have{fewer}"
     return waited + _others(cpus)
 

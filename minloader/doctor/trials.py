@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minloader._checks import amount
-from minloader._insight.counters import Stats
+from minloader._insight.stats import Stats
 from minloader._inspect import inspect
 from minloader._loader import Loader
 
@@ -107,7 +107,9 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         ValueError: an epoch has no batches.
         Exception: the loader raised it.
     """
-    begin, before, looks = 0.0, Stats(), list[tuple[float, int]]()
+    begin = 0.0
+    before = Stats()
+    looks: list[tuple[float, int]] = []
     for count in _batches(loader, step):
         now = time.perf_counter()
         begin = begin or now
@@ -119,7 +121,8 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
             break
     after = loader.stats
     stats = after.since(before)
-    workers, view = loader.num_workers, inspect(loader)
+    workers = loader.num_workers
+    view = inspect(loader)
     window = max(stats.seconds, 1e-9)
     row = Row(
         num_workers=workers,
@@ -129,17 +132,18 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         rate=stats.batches / window,
         is_steady=is_steady(looks),
         byte_rate=stats.bytes / window,
-        wait=stats.wait / window,
+        wait=stats.time.wait / window,
         busy=sum(stats.busy.values()) / workers if workers else None,
-        memory=sum(stats.memory.values()),
-        first=after.startup,
+        memory=sum(stats.memory.workers.values()),
+        first=after.time.startup,
     )
     return Trial(row, stats, view.shards, view.sampler_used_up)
 
 
 def _batches(loader: Loader, step: float) -> Iterator[int]:
     """Yield how many batches there were, after each, for as long as the sampler has any."""
-    view, counts = inspect(loader), itertools.count(1)
+    view = inspect(loader)
+    counts = itertools.count(1)
     while not view.sampler_used_up:
         count = 0
         for _ in loader:  # no variable holds a batch

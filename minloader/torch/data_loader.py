@@ -33,7 +33,7 @@ from minloader._epochs.iterator import Batches as LoaderBatches
 from minloader._epochs.options import Shared
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
-from minloader._insight.counters import Stats
+from minloader._insight.stats import Stats
 from minloader._loader import Loader
 from minloader._sampling.base import ranks_of, with_inner
 from minloader._sampling.source import used_up

@@ -272,13 +272,13 @@ class Programs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def resize(self, data: Any) -> None:
-        most = 2 if self.program.loader.stats.executor == "process" else 3
+        most = 2 if self.program.loader.stats.workers.executor == "process" else 3
         least = int(self.program.what.opened)
         workers = data.draw(st.integers(least, most), label="workers")
         with self.noted("num_workers") as program:
             program.resize(workers)
 
-    @precondition(lambda self: self.program.loader.stats.executor == "process")
+    @precondition(lambda self: self.program.loader.stats.workers.executor == "process")
     @rule(seed=st.integers(0, 9))
     def kill(self, seed: int) -> None:
         with self.noted("kill a worker") as program:

@@ -530,7 +530,9 @@ class Program:
                 gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
             assert loader.epoch == model.epoch, f"epoch is {loader.epoch}, not {model.epoch}"
         if self.what.stream and not self.disturbed:
-            assert loader.stats.reread == 0, f"{loader.stats.reread} batches were read again"
+            assert loader.stats.errors.reread == 0, (
+                f"{loader.stats.errors.reread} batches were read again"
+            )
 
     # --- iterations
 
@@ -827,7 +829,7 @@ class Program:
             stopped: whether one of its workers stands still.
         """
         with self.step(f"close, {'a worker' if stopped else 'none'} stands still"):
-            if stopped and self.loader.stats.executor == "process":
+            if stopped and self.loader.stats.workers.executor == "process":
                 self.signal_worker(0, signal.SIGSTOP)
             self.loader.close()
             for batches, _, how in self.runs:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from minloader._checks import amount
+from minloader._checks import amount, copied, shown
+from minloader._worker.generators import told
 from minloader._worker.messages import Reply
+
+logger = logging.getLogger("minloader")
 
 LEAK = 16 << 20
 """Bytes that a worker may grow by in any case, and as a cache of a few samples does."""
@@ -14,6 +19,9 @@ LEAK = 16 << 20
 
 JUMP = 50_000_000
 """Bytes from which on it is told by which batch a worker grew."""
+
+JUMPS_KEPT = 100
+"""Number of jumps kept, the last ones."""
 
 
 class Jump(NamedTuple):
@@ -82,7 +90,10 @@ class WorkerCount:
         grows less and less, and that of a worker whose batches differ does not.
         """
         if self._pid != reply.pid:  # another process took its place
-            self._pid, self.at_start, self._seen, self._lows = reply.pid, 0, 0, []
+            self._pid = reply.pid
+            self._seen = 0
+            self._lows = []
+            self.at_start = 0
             self.memory = reply.memory_at_start or reply.memory
         self.jump = reply.memory - self.memory
         self.memory = reply.memory
@@ -94,9 +105,65 @@ class WorkerCount:
         if self._seen & (self._seen + 1) or len(self._lows) < 4:  # not yet its end
             return False
         first, second, third = (low for low, _ in self._lows[-3:])
-        early, late = second - first, third - second
+        early = second - first
+        late = third - second
         if late > LEAK and 1.4 * early < late < 4 * early:
-            self.growth, self.grown_in = third - first, self._lows[-1][1] - self._lows[-3][1]
+            self.growth = third - first
+            self.grown_in = self._lows[-1][1] - self._lows[-3][1]
             return True
         self.growth = 0
         return False
+
+
+@dataclass(slots=True)
+class WorkerLog:
+    """What is counted of all workers, and what the log says of them.
+
+    Attributes:
+        counts: what is counted of each worker, by name.
+        jumps: the last times that one grew much at once.
+        own_generators: names of generators of the dataset's own that several batches have drawn
+            from; the log has said so of the first.
+        warned_growth: whether the log has said that a worker grows.
+    """
+
+    counts: dict[str, WorkerCount] = field(default_factory=lambda: defaultdict(WorkerCount))
+    jumps: deque[Jump] = field(default_factory=lambda: deque(maxlen=JUMPS_KEPT))
+    own_generators: dict[str, None] = field(default_factory=dict)
+    warned_growth: bool = False
+
+    def note(self, worker: str, reply: Reply, args: dict[str, Any], item: Any) -> None:
+        """Count what a worker made; for the arguments see :meth:`Counters.made`."""
+        count = self.counts[worker]
+        count.seconds += reply.seconds
+        count.batches += args["count"]
+        if reply.memory:
+            grows = count.note_memory(reply)
+            if count.jump > JUMP:
+                jump = Jump(
+                    worker=worker,
+                    bytes=count.jump,
+                    epoch=args["epoch"],
+                    batch=args["batch"] + args["count"] - 1,
+                    item=shown(item),
+                )
+                self.jumps.append(jump)
+            if grows and not self.warned_growth:
+                self.warned_growth = True
+                logger.warning(
+                    "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache "
+                    "is still being filled; worker_memory_limit replaces workers that grow too "
+                    "large; said once",
+                    worker,
+                    amount(count.growth),
+                    count.grown_in,
+                    amount(count.growth / count.grown_in),
+                )
+        if reply.drawn:
+            if not self.own_generators:
+                logger.warning("%s; said once", told(reply.drawn))
+            self.own_generators |= dict.fromkeys(reply.drawn)
+
+    def snapshot(self) -> dict[str, WorkerCount]:
+        """Return what is counted of each worker, sorted by name, from any thread."""
+        return dict(sorted(copied(self.counts.items())))
