@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from minloader._sampling.packed import PackedBatchSampler
     from minloader._sampling.sliced import sliced
     from minloader._worker.concurrent import concurrent
+    from minloader._worker.current import get_worker_info
     from minloader._worker.messages import WorkerInfo
     from minloader._worker.shuffled import shuffled
-    from minloader._worker.start import get_worker_info
 
 __all__ = [
     "SKIP",
@@ -88,9 +88,9 @@ _MODULES = {
     "_sampling.packed": "PackedBatchSampler",
     "_sampling.sliced": "sliced",
     "_worker.concurrent": "concurrent",
+    "_worker.current": "get_worker_info",
     "_worker.messages": "WorkerInfo",
     "_worker.shuffled": "shuffled",
-    "_worker.start": "get_worker_info",
 }
 
 if not TYPE_CHECKING:  # for whom every name would exist

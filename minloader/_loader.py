@@ -564,7 +564,7 @@ class Loader(Generic[B]):
 
 def _open_trace(path: str | os.PathLike[str]) -> EventFile:
     """Open a file for the timeline. Few write one: what does so is imported here."""
-    from minloader._insight.trace import Trace
+    from minloader._diagnosis.trace import Trace
 
     return Trace(path)
 

@@ -28,7 +28,7 @@ import pytest
 
 import minloader
 from minloader import Loader
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._memory.limits import processors
 from minloader._worker import seeds
 

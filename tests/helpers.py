@@ -401,7 +401,7 @@ class Guarded:
     @staticmethod
     def forbid(loader: Any, items: Any) -> None:
         """From now on, none of these may be loaded: told by whatever submits tasks."""
-        from minloader._inspect import inspect  # here: workers import this module
+        from minloader._diagnosis.inspect import inspect  # here: workers import this module
 
         forbidden = list(items)
         (pool,) = inspect(loader).group.pools

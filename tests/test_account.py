@@ -51,7 +51,7 @@ from minloader import (
     get_worker_info,
     prefetch,
 )
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._pools.group import PoolGroup
 from minloader._worker import seeds
 

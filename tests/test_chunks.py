@@ -24,8 +24,8 @@ from helpers import (
 from kinds import Reusing
 
 from minloader import SKIP, BatchError, Loader, WorkerDied
+from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
-from minloader._inspect import inspect
 from minloader._worker.messages import Task
 from minloader._worker.run import CHUNK_SECONDS
 

@@ -55,7 +55,7 @@ from trouble import (
 
 import minloader
 from minloader import BatchError, BatchTimeout, Loader, TransportError, WorkerDied, concurrent
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._pools import cpython
 from minloader._pools import processes as spawned
 

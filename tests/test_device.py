@@ -26,7 +26,7 @@ from helpers import Echo, Faulty, Gate, Squares
 from interrupts import interrupted
 
 from minloader import BatchSampler, Loader, prefetch
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -21,9 +21,10 @@ import pytest
 from conftest import eventually, require
 
 from minloader import Loader
-from minloader._inspect import inspect
-from minloader.doctor import Report, Row, examination, examine, findings, main, trials
-from minloader.testing import NewLoaders
+from minloader._diagnosis import examination, findings, trials
+from minloader._diagnosis.audit import NewLoaders
+from minloader._diagnosis.inspect import inspect
+from minloader.doctor import Report, Row, examine, main
 from tests.helpers import stats_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,7 +235,7 @@ def test_why_more_workers_do_not_help(
     few: int, cpus: int, spent: dict[str, float], cause: str, monkeypatch: pytest.MonkeyPatch
 ):
     """What they wait for is looked at before the processors are counted."""
-    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
+    monkeypatch.setattr("minloader._diagnosis.verdict.processors", lambda: cpus)
     found = [trial(few, 100), trial(few + 1, 101, **spent)]
     text = findings.cause(found, found[1])
     assert f"{few + 1} workers make 1.0 times as many batches as {few} worker" in text
@@ -246,7 +247,7 @@ def test_why_more_workers_do_not_help(
 def test_threads_without_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch):
     found = [trial(1, 100, executor="thread"), trial(2, 100, executor="thread")]
     for gil in (False, True):
-        monkeypatch.setattr("minloader._insight.verdict.has_gil", lambda gil=gil: gil)
+        monkeypatch.setattr("minloader._diagnosis.verdict.has_gil", lambda gil=gil: gil)
         assert ("interpreter's lock" in findings.cause(found, found[1])) == gil
 
 

@@ -15,7 +15,7 @@ from conftest import eventually, printed_by, require
 from helpers import Echo
 
 from minloader import BatchSampler, Loader, collate
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 
 jax = require("jax")
 

@@ -46,7 +46,7 @@ from helpers import Gate, Squares, Whereabouts
 
 import minloader
 from minloader import Loader
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._pools import fork_server
 from minloader._worker import lifetimes
 from minloader._worker.messages import Task

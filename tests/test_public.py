@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from conftest import printed_by, python, require
@@ -17,20 +18,74 @@ PACKAGE = Path(minloader.__file__).parent
 # Which package may import which: each only those before it, and itself.
 ORDER = [
     *("_errors", "_checks", "_memory", "_sampling", "_worker", "_insight", "_pools", "_epochs"),
-    *("_loader", "_inspect", "_prefetch", "torch", "jax", "testing", "doctor"),
+    *("_loader", "_prefetch", "torch", "jax", "_diagnosis", "testing", "doctor"),
 ]
+DIAGNOSIS = "_diagnosis"  # what is before it may import it within a function, when it is called for
 ADAPTORS = ("jax", "torch")  # what is for a library, and imports it
 
 
+class Import(NamedTuple):
+    """One module of the package imports another."""
+
+    importer: str
+    imported: str
+    in_function: bool
+
+    @property
+    def is_diagnosis_when_called_for(self) -> bool:
+        """Whether it is allowed though it goes the other way."""
+        return self.in_function and package_of(self.imported) == DIAGNOSIS
+
+
+def package_of(module: str) -> str:
+    """The folder of a module, or its own name where it lies at the root."""
+    return module.split(".")[1]
+
+
+def modules() -> dict[str, Path]:
+    """All modules but the root, by name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    del found["minloader"]
+    return found
+
+
+def imports() -> list[Import]:
+    """All imports of modules by others, also those for type checkers alone."""
+    found = []
+    paths = modules()
+
+    def visit(node: ast.AST, importer: str, in_function: bool) -> None:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "minloader":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.append(Import(importer, name if name in paths else node.module, in_function))
+        for child in ast.iter_child_nodes(node):
+            within = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            visit(child, importer, within)
+
+    for importer, path in paths.items():
+        visit(ast.parse(path.read_text()), importer, False)
+    return [each for each in found if each.imported in paths]
+
+
 def test_packages_import_one_way():
-    paths = PACKAGE.rglob("*.py")
-    modules = [path for path in paths if path.parent != PACKAGE or path.stem in ORDER]
-    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules}
-    assert names == set(ORDER)
-    for module in modules:
-        package = module.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        found = re.findall(r"from minloader\.(\w+)", module.read_text())
-        assert set(found) <= set(ORDER[: ORDER.index(package) + 1]), module
+    assert {package_of(name) for name in modules()} == set(ORDER)
+    for each in imports():
+        if not each.is_diagnosis_when_called_for:
+            importer, imported = package_of(each.importer), package_of(each.imported)
+            assert ORDER.index(imported) <= ORDER.index(importer), each
+
+
+def test_no_modules_import_each_other():
+    """Neither at their head nor within functions, but for what diagnoses."""
+    needs: dict[str, set[str]] = {name: set() for name in modules()}
+    for each in imports():
+        if not each.is_diagnosis_when_called_for and each.imported != each.importer:
+            needs[each.importer].add(each.imported)
+    tuple(TopologicalSorter(needs).static_order())  # CycleError names them
 
 
 MOST_ROOT_MODULES = 10
@@ -78,8 +133,19 @@ def test_importing_is_cheap():
     """Every worker imports the package: numpy must wait until somebody needs it."""
     code = (
         "import sys, minloader._worker.start\n"
-        "heavy = 'numpy', 'torch', 'jax', 'minloader._loader', 'minloader._epochs'\n"
-        "print([name for name in heavy if name in sys.modules])"
+        "heavy = 'numpy', 'torch', 'jax'\n"
+        "ours = '_loader', '_epochs', '_insight', '_diagnosis'\n"
+        "unwanted = [*heavy, *('minloader.' + name for name in ours)]\n"
+        "print([name for name in unwanted if name in sys.modules])"
+    )
+    assert printed_by(code) == "[]\n"
+
+
+def test_a_loader_that_nobody_asks_imports_nothing_that_diagnoses():
+    code = (
+        "import sys, minloader\n"
+        "assert list(minloader.Loader(range(3), num_workers=1, executor='thread')) == [0, 1, 2]\n"
+        "print([name for name in sys.modules if name.startswith('minloader._diagnosis')])"
     )
     assert printed_by(code) == "[]\n"
 

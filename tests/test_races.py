@@ -24,10 +24,10 @@ from helpers import Numbers
 from interrupts import at_each_step
 
 from minloader import BatchSampler, Loader, get_worker_info
+from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.trace import Trace
 from minloader._epochs.epochs import Epochs
 from minloader._insight.counters import Counters
-from minloader._insight.trace import Trace
-from minloader._inspect import inspect
 from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from minloader import Loader
 from minloader._checks import duration
-from minloader._insight.page import data as page_data
-from minloader._insight.page import fragment, render
-from minloader._insight.page import text as page_text
+from minloader._diagnosis.page import data as page_data
+from minloader._diagnosis.page import fragment, render
+from minloader._diagnosis.page import text as page_text
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
 from tests.helpers import Squares

@@ -40,7 +40,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError, collate, pack_collate, pad_collate
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._memory import files, slot_writer, slots
 from minloader._memory.files import ALIGN, LARGE
 from minloader._memory.pickling import BatchPacker, pack, unpack_batch
@@ -735,7 +735,7 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
 def test_files_with_names():
     code = """
 import helpers, minloader
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 with minloader.Loader(helpers.numbered, range(40), num_workers=2) as loader:
     folder = inspect(loader).slots.folder
     kept = list(loader)
@@ -755,7 +755,7 @@ print(folder)
 def test_files_with_names_are_gone_when_the_parent_is_killed():
     code = """
 import helpers, minloader
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 loader = minloader.Loader(helpers.numbered, range(40), num_workers=2)
 batches = iter(loader)
 kept = [next(batches), next(batches)]

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from minloader import SKIP, Loader, concurrent
-from minloader._insight.page import table
+from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.page import table
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import WorkerCount
-from minloader._inspect import inspect
 from minloader._worker import lifetimes, processor_time
 from minloader._worker.messages import Reply
 from tests.conftest import WAYS, eventually, variants
@@ -580,12 +580,12 @@ def foreign(tasks: int) -> dict[str, Any]:
 )
 def test_the_advice_depends_on_who_works_where(monkeypatch, figures, cpus, said):
     """Of a cluster those threads count that have made batches, where there are more tasks."""
-    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
+    monkeypatch.setattr("minloader._diagnosis.verdict.processors", lambda: cpus)
     assert said in stats_of(**BUSY_WORKERS | figures).verdict
 
 
 def test_processors_that_the_process_may_not_use(monkeypatch):
-    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: 2)
+    monkeypatch.setattr("minloader._diagnosis.verdict.processors", lambda: 2)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     for figures in (spent(1.9, 0.05, 0.05), spent(1.0, 0.9, 0.1), spent(1.2, 0.2, 0.6)):
         told = stats_of(**BUSY_WORKERS | figures).verdict
@@ -603,7 +603,7 @@ def test_processors_that_the_process_may_not_use(monkeypatch):
     ],
 )
 def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said):
-    monkeypatch.setattr("minloader._insight.verdict.processors", lambda: cpus)
+    monkeypatch.setattr("minloader._diagnosis.verdict.processors", lambda: cpus)
     slow = Event("worker 0", "task", 0.0, 0.1, {"count": 1})
     stats = stats_of(
         batches=100,
@@ -935,7 +935,7 @@ def test_reads_at_the_same_time_are_known():
 
 @pytest.mark.parametrize(("gil", "said"), [(True, True), (False, False)])
 def test_processes_are_the_advice_where_there_is_a_gil(monkeypatch, gil, said):
-    monkeypatch.setattr("minloader._insight.verdict.has_gil", lambda: gil)
+    monkeypatch.setattr("minloader._diagnosis.verdict.has_gil", lambda: gil)
     stats = stats_of(**BUSY_WORKERS, workers_executor="thread")
     assert ("executor='process' would help" in stats.verdict) == said
 

@@ -12,7 +12,7 @@ from conftest import require
 from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError
-from minloader._insight.leaves import leaves
+from minloader._diagnosis.leaves import leaves
 from minloader._memory.job_file import JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
 from minloader._sampling import torch_collate

@@ -47,8 +47,8 @@ from minloader import (
     get_worker_info,
     pad_collate,
 )
-from minloader._insight.leaves import MOST_LEAVES, leaves
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.leaves import MOST_LEAVES, leaves
 from minloader.testing import IrreproducibleError, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import Any, Protocol
 
 from minloader._epochs.position import Check, Known, LanePosition
 from minloader._epochs.task import Task
@@ -20,12 +21,18 @@ from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.messages import Task as Message
 from minloader._worker.run import READING
 
-if TYPE_CHECKING:
-    from minloader._epochs.lane import Lane
-
 logger = logging.getLogger("minloader")
 
 _numbers = itertools.count()
+
+
+class TaskQueue(Protocol):
+    """The lane of a shard."""
+
+    tasks: deque[Task]
+
+    def drop_behind(self, task: Task) -> None:
+        """Forget the tasks behind one."""
 
 
 class ShardFeed:
@@ -144,7 +151,7 @@ class ShardFeed:
             return Check(given - 1, head.reply.lasts[n - 1])
         return head.check
 
-    def receive(self, task: Task, reply: Reply, lane: Lane) -> None:
+    def receive(self, task: Task, reply: Reply, lane: TaskQueue) -> None:
         """Make available what has come back of a task.
 
         Args:
@@ -179,7 +186,7 @@ class ShardFeed:
         if is_end and not self.is_over:
             self._end(task, Known(task.first + made, reply.state), lane)
 
-    def _end(self, task: Task, at_end: Known, lane: Lane) -> None:
+    def _end(self, task: Task, at_end: Known, lane: TaskQueue) -> None:
         """Note that a shard has no more batches after a task, and forget what was asked for."""
         if task.outcomes and _failed_reading(task.outcomes[-1]):
             logger.warning(
@@ -193,7 +200,7 @@ class ShardFeed:
         self.at_end = at_end
         self.is_over = True
 
-    def end_before(self, task: Task, lane: Lane) -> None:
+    def end_before(self, task: Task, lane: TaskQueue) -> None:
         """End the shard before a task: no worker gets there."""
         logger.warning(
             "shard %d of the stream ends: no worker gets past its batch %d",

@@ -7,7 +7,6 @@ from typing import Any
 
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
-from minloader._insight.leaves import Leaves, first_leaves
 
 logger = logging.getLogger("minloader")
 
@@ -26,14 +25,17 @@ class ShardWatch:
         self._shared = shared
         if total == 1 or not compares:
             shared.said.add("compared")
-        self._first: tuple[int, Leaves] | None = None  # shard and beginning of the first batch
+        # Shard and beginning of the first batch.
+        self._first: tuple[int, dict[str, Any]] | None = None
 
     def compare(self, lane: Lane, batch: Any) -> None:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
         if "compared" in self._shared.said:
             return
         shard: int = lane.feed.shard  # type: ignore[union-attr]
-        leaves: Leaves = {}
+        leaves: dict[str, Any] = {}
+        from minloader._diagnosis.leaves import first_leaves  # only streams of several shards do
+
         try:
             leaves = first_leaves(batch)
         except Exception as error:  # of the user's own objects; the batch matters more

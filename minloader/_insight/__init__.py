@@ -1,1 +1,1 @@
-"""What is counted while a loader runs, and what follows from it."""
+"""What is counted while a loader runs."""

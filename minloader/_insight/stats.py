@@ -310,7 +310,7 @@ class Stats:
         return self._judge()[0]
 
     def _judge(self) -> tuple[str, str]:
-        from minloader._insight.verdict import judge
+        from minloader._diagnosis.verdict import judge
 
         return judge(self if self.former is None else self.since(self.former))
 
@@ -323,21 +323,21 @@ class Stats:
         Raises:
             OSError: the file cannot be written.
         """
-        from minloader._insight import page
+        from minloader._diagnosis import page
 
         text = page.render(page.data(self))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
     def __str__(self) -> str:
-        from minloader._insight import page
+        from minloader._diagnosis import page
 
         return page.text(self.verdict, page.table(self))
 
     __repr__ = __str__  # for who types loader.stats at the interpreter's prompt
 
     def _repr_html_(self) -> str:
-        from minloader._insight import page
+        from minloader._diagnosis import page
 
         return page.fragment(self.verdict, page.table(self))
 

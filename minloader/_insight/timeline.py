@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 class EventFile(Protocol):
-    """A file that events are written to, see :class:`minloader._insight.trace.Trace`."""
+    """A file that events are written to, see :class:`minloader._diagnosis.trace.Trace`."""
 
     path: Any
 

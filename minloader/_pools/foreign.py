@@ -50,10 +50,11 @@ from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand
 from minloader._memory.slot_writer import unmap_closed
 from minloader._pools.base import RemotePool
+from minloader._worker.current import serve, stop_serving
 from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_globals
-from minloader._worker.start import refuse_avalanche, serve, stop_serving
+from minloader._worker.start import refuse_avalanche
 
 
 def _is_of(executor: Executor, package: str) -> bool:

@@ -31,8 +31,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from minloader._checks import check_int, shown
+from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info
-from minloader._worker.start import get_worker_info
 
 Futures = list["Future[Any]"]
 Reads = list[tuple[Any, WorkerInfo | None]]

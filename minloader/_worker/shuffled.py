@@ -20,8 +20,8 @@ from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
 from minloader._sampling.seeding import generator
+from minloader._worker.current import get_worker_info
 from minloader._worker.seeds import seed_globals
-from minloader._worker.start import get_worker_info
 
 logger = logging.getLogger("minloader")
 

@@ -28,6 +28,7 @@ from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker
+from minloader._worker import current
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.import_hook import ImportClock
 from minloader._worker.library_settings import LibrarySettings
@@ -40,8 +41,6 @@ from minloader._worker.messages import (
     PoolSettings,
     Reply,
     Task,
-    WorkerInfo,
-    current_info,
 )
 from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
@@ -50,34 +49,7 @@ from minloader._worker.torch_conventions import collate_in_private_memory, tell_
 
 logger = logging.getLogger("minloader")
 
-_process_worker: Worker | None = None  # the one of a worker process, whatever its threads
-
 failed_start: Reply | None = None  # that of a worker process that could not load its job
-
-
-def get_worker_info() -> WorkerInfo | None:
-    """Return where this code runs, if it makes batches; None outside a worker.
-
-    In a worker process it answers in every thread; in a thread worker, and with
-    ``num_workers=0``, in the thread that makes the batch, while it makes one.
-    """
-    info = current_info.get()
-    if info is None and _process_worker is not None:
-        info = _process_worker.info
-    return info
-
-
-def serve(worker: Worker) -> None:
-    """Make a worker the one that all threads of this process belong to."""
-    global _process_worker
-    _process_worker = worker
-
-
-def stop_serving(worker: Worker | None) -> None:
-    """Let a worker go, unless the threads belong to another by now."""
-    global _process_worker
-    if _process_worker is worker:
-        _process_worker = None
 
 
 class WorkerSetup(NamedTuple):
@@ -117,7 +89,7 @@ TOKEN = "MINLOADER_TOKEN"
 
 def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     """Make this process a worker, before its first task. Never raises."""
-    global _process_worker, failed_start
+    global failed_start
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
     info, pid = setup.settings.info(index), os.getpid()
@@ -149,7 +121,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             _tell_long_start(time.perf_counter() - begin, imports.seconds, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         wait_until_asked()
-        _process_worker = Worker(
+        worker = Worker(
             job,
             info,
             packer=BatchPacker(),
@@ -159,8 +131,10 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             reload=_reloader(setup.address, job, inherited),
             tell=tell_torch,
         )
-        _process_worker.meter = Meter()  # now: what it took to get here is not the batches'
-        _process_worker.memory_at_start = taken = private_memory()
+        worker.meter = Meter()  # now: what it took to get here is not the batches'
+        taken = private_memory()
+        worker.memory_at_start = taken
+        current.process_worker = worker
         beat(READY, 0, time.perf_counter())
         if job.memory_limit is not None and taken > job.memory_limit:
             raise MemoryError(
@@ -176,7 +150,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             )
         stage = f"while worker {info.id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        _process_worker = None
+        current.process_worker = None
         failed_start = Reply(info.id, pid, True, [failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
@@ -311,19 +285,21 @@ def worker_main(
 ) -> None:
     """Run a worker process: :func:`start` first, then what the executor has for it."""
     start(setup, index, inheritance)
-    if _process_worker is not None and _process_worker.reads_ahead:
+    worker = current.process_worker
+    if worker is not None and worker.reads_ahead:
         from minloader._worker.concurrent import Ahead  # of few: it imports asyncio
 
-        args = Ahead(args[0], _process_worker.begin), *args[1:]
+        args = Ahead(args[0], worker.begin), *args[1:]
     target(*args)
 
 
 def run(task: Task) -> Reply:
     """Make the batches of a task in a worker process."""
-    if _process_worker is None:
+    worker = current.process_worker
+    if worker is None:
         assert failed_start is not None
         return failed_start._replace(outcomes=failed_start.outcomes * len(task.items))
-    return _process_worker.run(task)
+    return worker.run(task)
 
 
 def warm_up() -> None:

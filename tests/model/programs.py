@@ -63,7 +63,7 @@ from minloader import (
     prefetch,
     shuffled,
 )
-from minloader._inspect import inspect
+from minloader._diagnosis.inspect import inspect
 from minloader._sampling.seeding import generator
 
 from .model import Chain, Model, Place, Run

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from minloader._checks import amount, duration
+from minloader._diagnosis.verdict import share
 from minloader._insight.stats import Stats
-from minloader._insight.verdict import share
 
 Row = tuple[str, str, str]
 """A row of the table: name, value, remark."""
@@ -48,7 +48,7 @@ def render(data: dict[str, Any]) -> str:
     # "<" occurs within strings only, where JSON may write it so: no text can end the script.
     encoded = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
     parts = {"data": encoded, "fragment": fragment(data["verdict"], data["rows"])}
-    file = resources.files("minloader._insight").joinpath("page.html")
+    file = resources.files("minloader._diagnosis").joinpath("page.html")
     # In one go, so that what looks like a placeholder in the data stays as it is.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], file.read_text(encoding="utf-8"))
 

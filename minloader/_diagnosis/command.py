@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minloader.doctor.examination import SECONDS, examine
+from minloader._diagnosis.examination import SECONDS, examine
 
 
 def main(argv: Sequence[str] | None = None) -> int:

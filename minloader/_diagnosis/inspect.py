@@ -17,7 +17,7 @@ from minloader._pools.processes import ProcessPool
 from minloader._worker.torch_conventions import Stream
 
 
-class WorkerProcess(NamedTuple):
+class WorkerView(NamedTuple):
     """A worker process that the loader started.
 
     Attributes:
@@ -130,10 +130,10 @@ class Inspection:
         return [executor for pool in pools for executor in pool._executors]
 
     @property
-    def workers(self) -> list[WorkerProcess]:
+    def workers(self) -> list[WorkerView]:
         """The worker processes of all executors, with dead ones until their executor is removed."""
         return [
-            WorkerProcess(
+            WorkerView(
                 number=executor.setup.settings.first_id + index,
                 pid=process.pid,
                 process=process,

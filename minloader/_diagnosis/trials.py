@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minloader._checks import amount
+from minloader._diagnosis.inspect import inspect
 from minloader._insight.stats import Stats
-from minloader._inspect import inspect
 from minloader._loader import Loader
 
 LEAST = 20

@@ -13,8 +13,13 @@ All of it runs in the calling process. Every *trial* has a loader of its own, wh
 its end. Rates are counted from a third of its time on: until then workers start and caches fill.
 """
 
-from minloader.doctor.command import main
-from minloader.doctor.examination import Report, examine
-from minloader.doctor.trials import Row
+import sys
+
+from minloader._diagnosis.command import main
+from minloader._diagnosis.examination import Report, examine
+from minloader._diagnosis.trials import Row
 
 __all__ = ["Report", "Row", "examine", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

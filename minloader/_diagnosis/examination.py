@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minloader._checks import check_int
-from minloader._inspect import inspect
+from minloader._diagnosis.audit import IrreproducibleError, NewLoaders, check_reproducible
+from minloader._diagnosis.findings import cause, pick, recommend
+from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.trials import HEAD, Row, Trial, run
 from minloader._loader import Loader
 from minloader._memory.limits import processors
-from minloader.doctor.findings import cause, pick, recommend
-from minloader.doctor.trials import HEAD, Row, Trial, run
-from minloader.testing import IrreproducibleError, NewLoaders, check_reproducible
 
 SECONDS = 3.0
 """Seconds of a trial: short enough for a dozen of them, and some hundred batches for most."""

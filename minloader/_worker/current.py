@@ -1,0 +1,38 @@
+"""Which worker this process is, and what :func:`get_worker_info` answers here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minloader._worker.messages import WorkerInfo, current_info
+
+if TYPE_CHECKING:
+    from minloader._worker.run import Worker
+
+process_worker: Worker | None = None
+"""The worker that this process is, whatever its threads."""
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """Return where this code runs, if it makes batches; None outside a worker.
+
+    In a worker process it answers in every thread; in a thread worker, and with
+    ``num_workers=0``, in the thread that makes the batch, while it makes one.
+    """
+    info = current_info.get()
+    if info is None and process_worker is not None:
+        info = process_worker.info
+    return info
+
+
+def serve(worker: Worker) -> None:
+    """Make a worker the one that all threads of this process belong to."""
+    global process_worker
+    process_worker = worker
+
+
+def stop_serving(worker: Worker | None) -> None:
+    """Let a worker go, unless the threads belong to another by now."""
+    global process_worker
+    if process_worker is worker:
+        process_worker = None
