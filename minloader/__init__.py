@@ -4,6 +4,8 @@
 processes, in order, the same ones for every number of workers.
 """
 
+# A public name stands in two places here: where type checkers import it, and in _MODULES.
+#
 # Every worker process imports this package, so it must stay cheap. A public name is imported from
 # its module when it is first asked for (PEP 562): a worker, which needs no Loader, starts some
 # 60 ms sooner. For the same reason numpy is imported inside the functions that need it.
@@ -14,61 +16,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minloader._errors import (
-        SKIP,
-        BatchError,
-        BatchTimeout,
-        MinloaderError,
-        TransportError,
-        WorkerDied,
-    )
-    from minloader._insight.stats import Stats
-    from minloader._loader import Loader
-    from minloader._memory.cache import cached
-    from minloader._memory.shared_list import SharedList
-    from minloader._memory.slot_writer import empty
-    from minloader._prefetch import prefetch
-    from minloader._sampling.batch import BatchSampler
-    from minloader._sampling.collate import Packed, Padded, collate, pack_collate, pad_collate
-    from minloader._sampling.concatenated import Concatenated
-    from minloader._sampling.dynamic import DynamicBatchSampler
-    from minloader._sampling.mixture import MixtureSampler
-    from minloader._sampling.packed import PackedBatchSampler
-    from minloader._sampling.sliced import sliced
-    from minloader._worker.concurrent import concurrent
-    from minloader._worker.current import get_worker_info
-    from minloader._worker.messages import WorkerInfo
-    from minloader._worker.shuffled import shuffled
-
-__all__ = [
-    "SKIP",
-    "BatchError",
-    "BatchSampler",
-    "BatchTimeout",
-    "Concatenated",
-    "DynamicBatchSampler",
-    "Loader",
-    "MinloaderError",
-    "MixtureSampler",
-    "Packed",
-    "PackedBatchSampler",
-    "Padded",
-    "SharedList",
-    "Stats",
-    "TransportError",
-    "WorkerDied",
-    "WorkerInfo",
-    "cached",
-    "collate",
-    "concurrent",
-    "empty",
-    "get_worker_info",
-    "pack_collate",
-    "pad_collate",
-    "prefetch",
-    "shuffled",
-    "sliced",
-]
+    from minloader._errors import SKIP as SKIP
+    from minloader._errors import BatchError as BatchError
+    from minloader._errors import BatchTimeout as BatchTimeout
+    from minloader._errors import MinloaderError as MinloaderError
+    from minloader._errors import TransportError as TransportError
+    from minloader._errors import WorkerDied as WorkerDied
+    from minloader._insight.stats import Stats as Stats
+    from minloader._loader import Loader as Loader
+    from minloader._memory.cache import cached as cached
+    from minloader._memory.shared_list import SharedList as SharedList
+    from minloader._memory.slot_writer import empty as empty
+    from minloader._prefetch import prefetch as prefetch
+    from minloader._sampling.batch import BatchSampler as BatchSampler
+    from minloader._sampling.collate import Packed as Packed
+    from minloader._sampling.collate import Padded as Padded
+    from minloader._sampling.collate import collate as collate
+    from minloader._sampling.collate import pack_collate as pack_collate
+    from minloader._sampling.collate import pad_collate as pad_collate
+    from minloader._sampling.concatenated import Concatenated as Concatenated
+    from minloader._sampling.dynamic import DynamicBatchSampler as DynamicBatchSampler
+    from minloader._sampling.mixture import MixtureSampler as MixtureSampler
+    from minloader._sampling.packed import PackedBatchSampler as PackedBatchSampler
+    from minloader._sampling.sliced import sliced as sliced
+    from minloader._worker.concurrent import concurrent as concurrent
+    from minloader._worker.current import get_worker_info as get_worker_info
+    from minloader._worker.messages import WorkerInfo as WorkerInfo
+    from minloader._worker.shuffled import shuffled as shuffled
 
 __version__ = "0.1.0"
 
@@ -93,7 +67,8 @@ _MODULES = {
     "_worker.shuffled": "shuffled",
 }
 
-if not TYPE_CHECKING:  # for whom every name would exist
+if not TYPE_CHECKING:  # for whom every name would exist, and who read no list that is computed
+    __all__ = sorted(" ".join(_MODULES.values()).split())
 
     def __getattr__(name: str) -> Any:
         for module_name, names in _MODULES.items():

@@ -65,8 +65,9 @@ from minloader._insight.counters import Counters
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventFile
 from minloader._pools.group import PoolGroup
-from minloader._sampling.base import Sampler, rank_of, rank_of_stream
+from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
+from minloader._sampling.ranks import rank_of, rank_of_stream
 from minloader._worker.batch_maker import asked_per_sample
 from minloader._worker.messages import Job, WorkerInfo
 

@@ -264,9 +264,25 @@ def test_the_readme_is_one_page_with_the_commands_that_the_whole_run_reads():
         assert lines[marker + 3] == "```"
 
 
+SAMPLERS = {
+    name: module
+    for module, names in minloader._MODULES.items()
+    for name in names.split()
+    if name.endswith("Sampler")
+}
+"""The modules of the samplers, by name."""
+
+
+def test_each_sampler_has_its_section():
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "samplers.md").read_text(), re.MULTILINE)
+    # A mixture has one with the dataset that goes with it.
+    assert set(SAMPLERS) - {"MixtureSampler"} <= set(headings)
+
+
 def test_the_modules_are_all_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"^\| `([\w/]+\.(?:py|html))` \|", text, re.MULTILINE)
+    named += {f"{module.replace('.', '/')}.py" for module in SAMPLERS.values()}
     files = [path for end in ("py", "html") for path in PACKAGE.rglob(f"*.{end}")]
     there = {str(path.relative_to(PACKAGE)) for path in files if path.name != "__init__.py"}
     assert sorted(named) == sorted(there)

@@ -123,6 +123,16 @@ def test_all_names_what_is_public():
     assert callable(minloader.collate)  # not the module of that name
 
 
+def test_type_checkers_are_told_of_the_same_names():
+    told: dict[str, list[str]] = {}
+    for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minloader."):
+            names = told.setdefault(node.module.removeprefix("minloader."), [])
+            names += [alias.asname for alias in node.names]
+    listed = {module: names.split() for module, names in minloader._MODULES.items()}
+    assert told == listed
+
+
 def test_every_public_object_has_a_docstring():
     for name in minloader.__all__:
         if name != "SKIP":

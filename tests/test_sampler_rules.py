@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import Raising, plain
 
+import minloader
 from minloader import (
     BatchSampler,
     Concatenated,
@@ -173,6 +174,11 @@ PLAIN = [kind for kind in KINDS if kind not in ROLLOVER]
 PARTIAL = ("mixture singles", "mixture never", "mixture told")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_each_sampler_is_here():
+    names = {type(make()).__name__ for make in KINDS.values()}
+    assert names >= {name for name in minloader.__all__ if name.endswith("Sampler")}
 
 
 def items_of(kind: str, batches: Any) -> list[Any]:

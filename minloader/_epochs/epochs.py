@@ -40,7 +40,8 @@ from minloader._epochs.position import (
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._memory.files import interrupts_held
 from minloader._memory.pickling import pack
-from minloader._sampling.base import Sampler, with_inner
+from minloader._sampling.base import Sampler
+from minloader._sampling.ranks import with_inner
 
 logger = logging.getLogger("minloader")
 

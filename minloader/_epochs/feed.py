@@ -31,8 +31,9 @@ from minloader._epochs.task import Task
 from minloader._errors import without_frames
 from minloader._memory.files import SlotAddress
 from minloader._pools.base import HeldItem
-from minloader._sampling.base import Sampler, ranks_of, with_inner
+from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
+from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import Source
 from minloader._worker.messages import Task as Message
 

@@ -21,14 +21,11 @@ so each knows what all were given, and what is left to deal out when there are m
 from __future__ import annotations
 
 import copy
-import operator
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from minloader._checks import check_bool, check_choice, check_int, shown
+from minloader._sampling.ranks import with_inner
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import ItemSource, Reading, Resettable
 
@@ -52,103 +49,6 @@ Place = dict[str, Any]
 
 NOTHING: Place = {"batches": 0, "dropped": 0}
 """Of an epoch that begins."""
-
-
-def with_inner(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, and the samplers that it reads, as far as it shows them."""
-    found = [sampler]
-    for each in found:
-        yield each
-        # As torch, Accelerate and minloader name it; as lhotse does; and the parts of a mixture.
-        inner = [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
-        several = getattr(each, "samplers", None)
-        if isinstance(several, list | tuple):
-            inner += several
-        if isinstance(each, Sampler):
-            inner += [source.items for source in each._sources() if source.values is None]
-        _add_new(found, inner)
-
-
-def _add_new(found: list[Any], more: Sequence[Any]) -> None:
-    """Add what is there, and not yet in the list."""
-    for one in more:
-        if one is not None and not any(one is known for known in found):
-            found.append(one)
-
-
-def _with_inner_streams(stream: Any) -> Iterator[Any]:
-    """Yield a stream, and what it reads, as far as it shows that."""
-    found = [stream]
-    for each in found:
-        yield each
-        # As minloader, and torch, name it; and where HF's split_dataset_by_node notes the rank.
-        names = "stream", "dataset", "_distributed"
-        _add_new(found, [getattr(each, name, None) for name in names])
-
-
-class Dealer(NamedTuple):
-    """Who deals an epoch out to ranks.
-
-    Attributes:
-        by: the sampler or stream that does.
-        ranks: how many there are.
-        rank: that of this process.
-    """
-
-    by: Any
-    ranks: int
-    rank: int
-
-
-def _dealer(found: Iterable[Any]) -> Dealer | None:
-    """Return the first of some samplers or streams that deals an epoch out; None if none does."""
-    # As torch, Accelerate and minloader name it.
-    words = ("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank")
-    for each, (of_all, of_one) in product(found, words):
-        ranks = _whole_number(getattr(each, of_all, None))
-        if ranks is not None and ranks > 1:
-            return Dealer(each, ranks, _whole_number(getattr(each, of_one, None)) or 0)
-    return None
-
-
-def _whole_number(value: Any) -> int | None:
-    """Return a value as an int, numpy's too; None of any other."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def ranks_of(sampler: Any) -> dict[str, Any] | None:
-    """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
-    dealer = _dealer(with_inner(sampler))
-    return dealer and {"ranks": dealer.ranks, "seed": getattr(dealer.by, "seed", None)}
-
-
-def rank_of(sampler: Any) -> int:
-    """Return the rank that a sampler deals an epoch out to; 0 if it deals to none."""
-    dealer = _dealer(with_inner(sampler))
-    return 0 if dealer is None else dealer.rank
-
-
-def rank_of_stream(stream: Any) -> int:
-    """Return the rank that a stream is read for: its own, or else that of the process."""
-    found = list(_with_inner_streams(stream))
-    if any(type(each).__name__ == "IterableDatasetShard" for each in found):
-        # Accelerate's, and of HF's Trainer: each rank reads all, and takes its part of it. Ranks
-        # that drew other numbers would read other orders, and have other parts of them.
-        return 0
-    dealer = _dealer(found)
-    return _rank_of_process() if dealer is None else dealer.rank
-
-
-def _rank_of_process() -> int:
-    """Return the rank that torch has for this process, or its launcher; 0 if there is none."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdecimal() and ranks.isdecimal() else 0
 
 
 class Run(Iterator[Any]):
@@ -387,6 +287,10 @@ class Sampler(Resettable):
     def _sources(self) -> Sequence[ItemSource]:
         """Return all that this one reads."""
         return [self._source]
+
+    def inner_samplers(self) -> list[Any]:
+        """Return the samplers that this one reads."""
+        return [source.items for source in self._sources() if source.values is None]
 
     def _position(self) -> Place:
         """Return where the present epoch stands."""

@@ -35,7 +35,7 @@ from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
 from minloader._loader import Loader
-from minloader._sampling.base import ranks_of, with_inner
+from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions

@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from minloader._checks import is_stateful, shown
 from minloader._epochs.failures import Raised
-from minloader._sampling.base import Sampler, with_inner
+from minloader._sampling.base import Sampler
+from minloader._sampling.ranks import with_inner
 
 MOST_DRAWN = 10_000_000
 """Up to so many samples of a random sampler with its own generator are drawn as an epoch begins."""

@@ -1,0 +1,120 @@
+"""Which samplers and streams deal an epoch out to ranks, and which rank this process is.
+
+Samplers and streams of others are looked through too, by the names that their attributes have.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class HasInner(Protocol):
+    """A sampler of ours, which may read others."""
+
+    def inner_samplers(self) -> list[Any]:
+        """Return the samplers that this one reads."""
+
+
+def with_inner(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, and the samplers that it reads, as far as it shows them."""
+    found = [sampler]
+    for each in found:
+        yield each
+        # As torch, Accelerate and minloader name it; as lhotse does; and the parts of a mixture.
+        inner = [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
+        several = getattr(each, "samplers", None)
+        if isinstance(several, list | tuple):
+            inner += several
+        if isinstance(each, HasInner):
+            inner += each.inner_samplers()
+        _add_new(found, inner)
+
+
+def _add_new(found: list[Any], more: Sequence[Any]) -> None:
+    """Add what is there, and not yet in the list."""
+    for one in more:
+        if one is not None and not any(one is known for known in found):
+            found.append(one)
+
+
+def _with_inner_streams(stream: Any) -> Iterator[Any]:
+    """Yield a stream, and what it reads, as far as it shows that."""
+    found = [stream]
+    for each in found:
+        yield each
+        # As minloader, and torch, name it; and where HF's split_dataset_by_node notes the rank.
+        names = ("stream", "dataset", "_distributed")
+        _add_new(found, [getattr(each, name, None) for name in names])
+
+
+class Dealer(NamedTuple):
+    """Who deals an epoch out to ranks.
+
+    Attributes:
+        by: the sampler or stream that does.
+        ranks: how many there are.
+        rank: that of this process.
+    """
+
+    by: Any
+    ranks: int
+    rank: int
+
+
+def _dealer(found: Iterable[Any]) -> Dealer | None:
+    """Return the first of some samplers or streams that deals an epoch out; None if none does."""
+    # As torch, Accelerate and minloader name it.
+    words = {"num_replicas": "rank", "num_processes": "process_index", "world_size": "rank"}
+    for each in found:
+        for of_all, of_one in words.items():
+            ranks = _whole_number(getattr(each, of_all, None))
+            if ranks is not None and ranks > 1:
+                rank = _whole_number(getattr(each, of_one, None)) or 0
+                return Dealer(by=each, ranks=ranks, rank=rank)
+    return None
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return a value as an int, numpy's too; None of any other."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def ranks_of(sampler: Any) -> dict[str, Any] | None:
+    """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
+    dealer = _dealer(with_inner(sampler))
+    return dealer and {"ranks": dealer.ranks, "seed": getattr(dealer.by, "seed", None)}
+
+
+def rank_of(sampler: Any) -> int:
+    """Return the rank that a sampler deals an epoch out to; 0 if it deals to none."""
+    dealer = _dealer(with_inner(sampler))
+    return 0 if dealer is None else dealer.rank
+
+
+def rank_of_stream(stream: Any) -> int:
+    """Return the rank that a stream is read for: its own, or else that of the process."""
+    found = list(_with_inner_streams(stream))
+    if any(type(each).__name__ == "IterableDatasetShard" for each in found):
+        # Accelerate's, and of HF's Trainer: each rank reads all, and takes its part of it. Ranks
+        # that drew other numbers would read other orders, and have other parts of them.
+        return 0
+    dealer = _dealer(found)
+    return _rank_of_process() if dealer is None else dealer.rank
+
+
+def _rank_of_process() -> int:
+    """Return the rank that torch has for this process, or its launcher; 0 if there is none."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    rank = os.environ.get("RANK", "")
+    world_size = os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdecimal() and world_size.isdecimal() else 0
