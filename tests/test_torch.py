@@ -318,6 +318,8 @@ def test_a_sampler_that_is_its_own_iterator(asks):
         loader.state_dict()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert own.begun == 1
+    next(iter(loader))  # and is left early
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -1187,6 +1189,28 @@ def test_attributes():
     assert DataLoader[int](Numbers()).stats.batches == 0
 
 
+class Once:
+    """An iterator of Python's own kind, which nothing begins anew."""
+
+    def __init__(self) -> None:
+        self.left = [2, 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
+class Unmarked:
+    """A stream that torch does not know to be one."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
 def test_what_is_refused():
     from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -1209,6 +1233,12 @@ def test_what_is_refused():
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="sampler is an iterator"):
         next(iter(loader))
+    loader = DataLoader(Numbers(), sampler=Once())
+    assert numbers(loader) == [[1], [2]]
+    with pytest.raises(RuntimeError, match="the sampler is an iterator"):
+        next(iter(loader))
+    with pytest.raises(TypeError, match=r"from torch\.utils\.data\.IterableDataset, or use"):
+        DataLoader(Unmarked())
 
 
 # --- state
@@ -1569,6 +1599,11 @@ def test_states_that_do_not_fit():
         pytest.raises(ValueError, match=r"of a minloader\.Loader, but this is"),
     ):
         loader.load_state_dict(core.state_dict())
+    with (
+        Loader(Numbers(), num_workers=0) as core,
+        pytest.raises(ValueError, match=r"of a minloader\.torch\.DataLoader, but this is"),
+    ):
+        core.load_state_dict(state)
     longer = known | {"loader": known["loader"] | {"length": 9}}
     other = DataLoader(Numbers(), 4)
     other.load_state_dict(state | {"state": (longer,)})

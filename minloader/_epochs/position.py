@@ -224,6 +224,11 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
+    if isinstance(state.get("state"), tuple | list) and "version" in state:
+        raise ValueError(
+            "the state is of a minloader.torch.DataLoader, but this is a minloader.Loader, whose "
+            "order follows from its seed; give it what its own state_dict() returned"
+        )
     if not {"version", "seed"} <= state.keys():
         part = part_meant(state, {"version", "seed", "epoch"})
         raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")

@@ -61,8 +61,8 @@ def check_executable(start_method: str) -> None:
     if start_method != "fork" and not multiprocessing.spawn.get_executable():
         raise RuntimeError(
             "workers cannot be started: sys.executable is empty, so it is not known where Python "
-            "is; call multiprocessing.set_executable with the path of its program, or use "
-            "mp_context='fork' or executor='thread'"
+            "is; call multiprocessing.set_executable with the path of its program, or have "
+            "workers start by 'fork'"
         )
 
 

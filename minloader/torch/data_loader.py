@@ -29,6 +29,7 @@ from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
+from minloader._epochs.feed import is_read_once
 from minloader._epochs.iterator import Batches as LoaderBatches
 from minloader._epochs.options import Shared
 from minloader._epochs.position import check_version
@@ -170,6 +171,11 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 "sharding are steered by torch's own loader; use that one, or an IterableDataset "
                 "that shards itself by torch.utils.data.get_worker_info()"
             )
+        if _is_iterable_alone(dataset):
+            raise TypeError(
+                f"dataset has __iter__, but no __getitem__, got {shown(dataset)}; derive its class "
+                "from torch.utils.data.IterableDataset, or use minloader.Loader, which takes it"
+            )
         num_workers = check_int("num_workers", num_workers, 0)
         if prefetch_factor is not None:
             prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
@@ -279,8 +285,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         start = self._start_of(self._number)
         if not self._is_resumed:
             for name, given in self._given.items():
-                once = hasattr(type(given), "__next__") and not is_told(given)
-                if self._number and once:
+                if self._number and is_read_once(given) and not is_told(given):
                     raise used_up(name, given)
             if self._loader is not None and self._loader._epochs.is_left:
                 order.leave()
@@ -606,6 +611,13 @@ def _begin(batches: Any, former: Epoch | None) -> Epoch | None:
         return None
     begun: Epoch = batches.owner._begin(batches)
     return begun
+
+
+def _is_iterable_alone(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset) or callable(dataset):
+        return False
+    has_samples = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return hasattr(dataset, "__iter__") and not has_samples
 
 
 def _start_method() -> str:

@@ -24,6 +24,7 @@ from minloader._checks import is_stateful, shown
 from minloader._epochs.failures import Raised
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
+from minloader._sampling.source import used_up
 
 MOST_DRAWN = 10_000_000
 """Up to so many samples of a random sampler with its own generator are drawn as an epoch begins."""
@@ -107,6 +108,7 @@ class Order:
         self._owner = owner
         self._number = 0
         self._last: Items | None = None
+        self._has_given = False
         self._is_left = False  # whether the last epoch leaves nothing for the next
         self._loaded: Any = None  # state that the next epoch begins from, or goes on from
 
@@ -190,6 +192,10 @@ class Order:
         found = Items(items, is_within=is_within)
         if not stateful:  # its state must be that of what was given
             found.draw(self._at_once)
+            read = self._stateful
+            if found.is_empty and self._has_given and iter(read) is read and not is_told(read):
+                raise used_up("the sampler", read)
+            self._has_given = self._has_given or not found.is_empty
         return found
 
     def _put(self, start: Start) -> bool:
@@ -265,6 +271,11 @@ class Items(Iterator[Any]):
         if type(item) is Raised:
             raise item.error
         return _as_item(item)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none is left of those that were drawn."""
+        return not self._drawn
 
     def draw(self, most: int) -> None:
         """Draw some items. What the sampler raises comes in its turn."""
