@@ -88,10 +88,14 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("accelerate", "opt_in"), pytest.param("lightning", "parity", marks=pytest.mark.slow)],
+    [
+        ("accelerate", "opt_in"),
+        pytest.param("lightning", "parity", marks=pytest.mark.slow),
+        pytest.param("lightning", "batch_samplers", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_of(package: str, name: str, tmp_path: Path) -> None:
-    """Accelerate is asked to keep our loaders; Lightning's checkpoints are alike after a resume."""
+    """Each says at its beginning what it shows."""
     need(package)
     program = str(Path(programs.__file__).with_name(f"{name}.py"))
     code = programs.run(program, str(tmp_path), folder=tmp_path, seconds=300)

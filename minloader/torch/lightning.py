@@ -1,4 +1,8 @@
-"""Lightning's callback that keeps the loaders' states, also at the end of an epoch."""
+"""Lightning's callback that keeps the loaders' states, also at the end of an epoch.
+
+It tells the loaders their epochs, too: Lightning tells those samplers alone that torch's own
+samplers of batches have.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from minloader.torch.data_loader import DataLoader
 
 
 class KeepLoaderState(Callback):  # type: ignore[misc]
-    """Puts the states of the training loaders into each checkpoint, and resumes from there.
-
-    Lightning does so in mid-epoch alone. ::
+    """Puts the states of the training loaders into each checkpoint, and resumes from there. ::
 
         trainer = lightning.Trainer(callbacks=[KeepLoaderState()])
+
+    Lightning itself does so in mid-epoch alone. The callback also calls ``set_epoch`` of each
+    training loader when an epoch begins, and so tells a sampler of batches its number.
+
+    Raises:
+        ValueError: when the training begins, if a loader does not know its number of batches.
+            Lightning then reads a batch ahead, which the state would count.
     """
 
     _loaded: tuple[list[Any], bool] | None = None
@@ -28,12 +38,36 @@ class KeepLoaderState(Callback):  # type: ignore[misc]
         self._loaded = checkpoint.get("minloader")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for loader in _loaders(trainer):
+            _check_length(loader)
         (states, was_last), self._loaded = self._loaded or ([], False), None
         for loader, state in zip(_loaders(trainer) if states else [], states, strict=True):
             loader.load_state_dict(state)
             if was_last:  # Lightning begins the next epoch: leave the empty rest behind
                 list(loader)
+                loader.set_epoch(trainer.current_epoch)  # Lightning does not say that it begins
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for loader in _loaders(trainer):
+            loader.set_epoch(trainer.current_epoch)
 
 
 def _loaders(trainer: Any) -> list[DataLoader[Any]]:
     return [each for each in tree_leaves(trainer.train_dataloader) if isinstance(each, DataLoader)]
+
+
+def _check_length(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that does not know its number of batches.
+
+    Raises:
+        ValueError: it is one.
+    """
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError) as error:
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        name = "dataset" if is_stream else "sampler" if loader.batch_size else "batch_sampler"
+        raise ValueError(
+            f"the number of batches is not known ({error}), and of such a loader Lightning reads a "
+            f"batch ahead, which the state would count as trained on; give its {name} a __len__"
+        ) from error
