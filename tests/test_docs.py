@@ -305,18 +305,27 @@ def test_each_promise_has_tests():
     assert set(rows) == set(promises)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
-    """Each is a median that stands there, rounded."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    medians = [float(each) for each in re.findall(r"\| (\d+(?:\.\d+)?) \(", page)]
-    readme = (ROOT / "README.md").read_text()
-    table = re.search(r"^\| \| minloader(.*\n)(\|.*\n)+", readme, re.MULTILINE)
-    assert table
-    figures = re.findall(r"(?<=\| )[\d,.]+(?= \|)", table[0])
-    assert len(figures) > 10
-    for figure in figures:
-        digits = len(figure.partition(".")[2])
-        assert figure in {f"{median:,.{digits}f}" for median in medians}, figure
+def test_the_figures_of_all_pages_are_those_of_the_benchmarks():
+    """``tests/benchmarks/pages.py`` makes them from that page, and ``figures.py --pages`` both."""
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "tests/benchmarks/pages.py")
+    assert spec
+    assert spec.loader
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    source = pages.BENCHMARKS.read_text()
+    readme, index = pages.README.read_text(), pages.INDEX.read_text()
+    assert readme == pages.with_summary(readme, pages.readme_summary(source))
+    assert index == pages.with_summary(index, pages.index_summary(source))
+    known = pages.median(source, "tiny", "torch tensors, fork", "")
+    other = source.replace(f"| {known} (", "| 123456.7 (")
+    for page, summary in (readme, pages.readme_summary), (index, pages.index_summary):
+        assert f"| {pages.brief(known)} |" in page
+        changed = pages.with_summary(page, summary(other))
+        assert changed == page.replace(f"| {pages.brief(known)} |", "| 123,457 |")
+    for name in ("jpeg", "tiny", "ready", "stack", "first", "streams", "fit", "heading"):
+        written = pages.with_table(source, name, "| a   |\n| ----- |\n| 5.0 |")
+        assert f"<!-- figures: {name} -->\n\n| a |\n| --- |\n| 5.0 |\n" in written
+        assert len(written) < len(source)
 
 
 def test_the_glossary_is_short():

@@ -1,12 +1,16 @@
 """The figures: minloader and its peers, side by side, in one run.
 
     python tests/benchmarks/figures.py [--runs 5] [--only ready,stack] [--quick]
-                                       [--megabytes 100] [--more] [--json FILE] [--svg FOLDER]
+                                       [--megabytes 100] [--more] [--json FILE] [--pages]
 
 Each measurement has a process of its own, and each run goes through all peers in turn, so that
 noise hits all alike. Shown are the median and (lowest to highest). A ratio says how many times
-better minloader was, in the same run. CPU time is that of the main process alone. The batches of
-every loader are compared with those that are expected, before they are timed.
+better minloader was, in the same run. Seconds are those of the clock, and CPU time is that of the
+main process alone, unless the head of the column names others. The batches of every loader are
+compared with those that are expected, before they are timed.
+
+``--pages`` writes the tables and the picture into the pages, and makes those of README.md and
+docs/index.md from them; see pages.py.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, islice
-from pathlib import Path
 from typing import Any
 
 import curves
+import pages
 import peers
 import real_work
 from harness import (
@@ -236,13 +241,17 @@ SMALL = [
     for line in [OURS, TORCH[1], *OTHERS]
 ]
 IN_PROCESS = Line("in process, no workers", peers.in_process)
-CPU = Metric("cpu", "CPU, ms per batch", ".3g")
+CPU = Metric("cpu", "CPU of the main process, ms per batch", ".3g")
 MEMORY = [
     Metric("value", "first batch, s", ".2f", -1),
     Metric("some", "workers' memory, MB", ".0f", -1),
     Metric("all", "all read, MB", ".0f", -1),
     Metric("again", "second epoch's first, ms", ".3g", -1),
 ]
+
+
+IN_PAGES = {"jpeg", "tiny", "ready", "stack", "first", "streams", "fit"}
+"""Those whose tables are in docs/benchmarks.md."""
 
 
 def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
@@ -298,7 +307,7 @@ def make_figures(quick: bool, megabytes: int, more: bool) -> dict[str, Figure]:
             many_workers,
             [
                 Metric("value", "share of the ideal rate", ".2f", 1),
-                Metric("cpu", "CPU, ms per batch", ".3g", -1),
+                Metric("cpu", "CPU of the main process, ms per batch", ".3g", -1),
                 Metric("start", "all have delivered, s", ".2f", -1),
                 Metric("memory", "memory per worker, MB", ".1f", -1),
             ],
@@ -338,6 +347,23 @@ def heading() -> str:
     return f"{when}, {where}, CPython {platform.python_version()}; {', '.join(versions)}"
 
 
+def write_pages(
+    figures: dict[str, Figure], results: dict[str, dict[str, list[Values]]], *, is_whole: bool
+) -> None:
+    """Writes into the pages what was measured; when and with what, if all of it was."""
+    page = pages.BENCHMARKS.read_text()
+    for name in IN_PAGES & results.keys():
+        page = pages.with_table(page, name, table(figures[name], results[name]))
+    if is_whole:
+        page = pages.with_table(page, "heading", textwrap.fill(f"{heading()}.", 100))
+    pages.BENCHMARKS.write_text(page)
+    for name in results:
+        draw = figures[name].picture
+        if draw is not None:
+            (pages.BENCHMARKS.parent / f"{name}.svg").write_text(draw(results[name]))
+    pages.main()
+
+
 def main() -> None:
     """Measures and prints; the exit status is 1 if minloader itself failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -347,9 +373,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, help="of the case 'first': 100, --quick 4")
     parser.add_argument("--more", action="store_true", help="the lines with 8 workers too")
     parser.add_argument("--json", help="file to write all values to")
-    parser.add_argument("--svg", type=Path, help="folder to draw the pictures in, such as docs")
+    parser.add_argument("--pages", action="store_true", help="write the figures into the pages")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.pages and options.quick:
+        parser.error("--quick measures nothing that is worth a page; drop --pages or --quick")
     runs = options.runs or (1 if options.quick else 5)
     megabytes = options.megabytes or (4 if options.quick else 100)
     figures = make_figures(options.quick, megabytes, options.more)
@@ -369,8 +397,8 @@ def main() -> None:
         results[name] = run(figure, runs, arguments)
         title = f"{name}: {figure.title} ({time.perf_counter() - begin:.0f} s)"
         print(f"\n{title}\n\n{table(figure, results[name])}", flush=True)
-        if options.svg and figure.picture:
-            (options.svg / f"{name}.svg").write_text(figure.picture(results[name]))
+    if options.pages:
+        write_pages(figures, results, is_whole=not options.only)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"heading": heading(), "results": results}, file, indent=1)
