@@ -428,7 +428,6 @@ def test_a_fork_while_loaders_are_made(two_slots):
         each.settle(slot, 4096, 0)
     memory = [each.lease(slot, retire=False) for each, slot in zip(two_slots, lent, strict=True)]
     slots.before_fork()
-    slots.in_parent()
     assert [slot.fd for slot in lent] == [-1, -1]
     del memory
 

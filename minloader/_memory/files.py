@@ -201,9 +201,6 @@ def when_gone(owner: Any, function: Callable[..., object], *args: Any) -> None:
     weakref.finalize(anchor, function, *args).atexit = False
 
 
-_MAP_FIXED = 0x10  # on Linux and macOS; the module has no name for it
-
-
 class SharedMapping:
     """A file mapped into this process, from its first byte, for as long as anything uses it."""
 
@@ -219,19 +216,6 @@ class SharedMapping:
         self.size = size
         self._type = ctypes.c_char * size
         when_gone(self, libc.munmap, address, size)
-
-    def make_private(self, fd: int) -> None:
-        """Keep from others what this process writes from now on.
-
-        Args:
-            fd: of the file, whose pages are then copied as they are written to; -1 if there is none
-                any more: then all of them are copied now.
-        """
-        assert libc is not None
-        content = ctypes.string_at(self.address, self.size) if fd < 0 else b""
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
-        libc.mmap(self.address, self.size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-        ctypes.memmove(self.address, content, len(content))
 
     def lease(self) -> Any:
         """Return a new object over the memory that lives as long as any view made of it.

@@ -88,7 +88,7 @@ class Slots:
         self._pid = os.getpid()
         self._all: set[Slot] = set()
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
-        self._leased: dict[Slot, SharedMapping] = {}  # a retired slot has lost its mapping
+        self._leased: set[Slot] = set()
         self._committed = 0  # bytes that the slots have, or may grow to while they are lent
         self._largest = 0  # bytes that the batches of a task were seen to need
         self._usual = 0  # the same of late
@@ -198,7 +198,7 @@ class Slots:
                         "address space (ulimit -v)"
                     ) from None
             memory = slot.mapping.lease()
-            self._leased[slot] = slot.mapping
+            self._leased.add(slot)
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
@@ -207,7 +207,7 @@ class Slots:
 
     def _end_lease(self, slot: Slot) -> None:
         with self._lock:
-            self._leased.pop(slot, None)
+            self._leased.discard(slot)
             self.free(slot)
 
     def free(self, slot: Slot, *, retire: bool = False) -> None:
@@ -243,23 +243,12 @@ class Slots:
             self._open -= 1
             self._closed += 1
 
-    def retire_leased(self) -> list[tuple[SharedMapping, int]]:
-        """Let no memory that is in use be written again: a fork, about to be made, uses it too.
-
-        Returns:
-            The mappings of that memory, each with a descriptor of its file; -1 if there is none.
-        """
-        found: list[tuple[SharedMapping, int]] = []
+    def retire_leased(self) -> None:
+        """Let no memory that is in use be written again: a fork, about to be made, uses it too."""
         with self._lock:
-            for slot, mapping in list(self._leased.items()):
-                if slot not in self._leased:
-                    continue  # collecting garbage has ended it meanwhile
-                try:
-                    found.append((mapping, os.dup(slot.fd)))
-                except OSError:  # it is closed already, or there are no descriptors
-                    found.append((mapping, -1))
-                self._retire(slot)
-        return found
+            for slot in list(self._leased):
+                if slot in self._leased:  # else collecting garbage has ended it meanwhile
+                    self._retire(slot)
 
     def close(self) -> None:
         """End all slots; batches that are still in use keep their memory."""
@@ -287,27 +276,14 @@ def _free_space(folder: str | None) -> int:
 all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 
 
-_forking = threading.local()  # .found: what this thread's fork is to have for itself
-
-
 def before_fork() -> None:
-    found = [each for slots in copied(all_slots) for each in slots.retire_leased()]
-    for mapping, fd in found:
-        if fd >= 0:  # in both processes: the other must not see what one writes from now on
-            mapping.make_private(fd)
-            os.close(fd)
-    _forking.found = [mapping for mapping, fd in found if fd < 0]
-
-
-def in_parent() -> None:
-    _forking.__dict__.pop("found", None)
+    for slots in copied(all_slots):
+        slots.retire_leased()
 
 
 def in_forked_child() -> None:
-    for mapping in _forking.__dict__.pop("found", ()):
-        mapping.make_private(-1)  # not before the fork: another thread may look at it
     for slots in copied(all_slots):
         slots.close_in_fork()
 
 
-at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_forked_child)
+at_fork(before=before_fork, after_in_child=in_forked_child)
