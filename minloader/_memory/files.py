@@ -2,7 +2,8 @@
 
 On Linux a shared file has no name: it is a ``memfd``, which other processes of the machine open
 through ``/proc/<pid>/fd/<n>``. Nothing is left to clean up after SIGKILL, and the size of
-``/dev/shm`` does not bound it. Where the system has no such files, a shared file has a name.
+``/dev/shm`` does not bound it. Where the system has no such files, or a sandbox refuses them, a
+shared file has a name, and batches go through the pipe.
 
 A path alone does not say which file it leads to: the number of a descriptor is used again, and on
 another machine it is anybody's. So each shared file has a *mark*, which no other has, and which the
@@ -39,22 +40,18 @@ ALIGN = 64
 class SharedFile:
     """A file that this process owns and that others can open by its path.
 
-    Args:
-        folder: where the file is, if it must have a name; None for that of temporary files.
-
     Attributes:
         fd: descriptor of the file; -1 when it is closed.
-        name: path of a file with a name; None for one without.
+        name: path of a file with a name, among temporary files; None for one without.
         mark: by which other processes know the file, for :func:`open_shared`.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self) -> None:
         self.name: str | None = None
         self.mark = f"minloader-{secrets.token_hex(8)}"
-        if _can_be_nameless():
-            self.fd = os.memfd_create(self.mark)
-        else:
-            self.fd, self.name = tempfile.mkstemp(prefix=self.mark, dir=folder)
+        self.fd = _create_nameless(self.mark)
+        if self.fd < 0:
+            self.fd, self.name = tempfile.mkstemp(prefix=self.mark)
         self._pid = os.getpid()
 
     @property
@@ -76,6 +73,34 @@ class SharedFile:
         os.close(fd)
         if self.name is not None and os.getpid() == self._pid:  # in a fork it is the parent's
             unlink(self.name)
+
+
+def _create_nameless(mark: str) -> int:
+    """Return the descriptor of a new file without a name; -1 where there are no such files.
+
+    Raises:
+        OSError: there are no descriptors, or no memory.
+    """
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
+        return -1
+    try:
+        return os.memfd_create(mark)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES):  # a sandbox refuses it
+            return -1
+        raise
+
+
+def can_be_nameless() -> bool:
+    """Whether a shared file needs no name here."""
+    try:
+        fd = _create_nameless("minloader")
+    except OSError:  # there are such files, but nothing to make one of
+        return True
+    if fd < 0:
+        return False
+    os.close(fd)
+    return True
 
 
 def unlink(path: str) -> None:
@@ -133,7 +158,7 @@ def open_shared(path: str, mark: str, flags: int) -> int:
 
 # The mmap module keeps a descriptor for each mapping, which would be one for each slot.
 libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-if libc is not None:  # elsewhere batches go through the pipe
+if libc is not None:
     _SIZE, _FLAG = ctypes.c_size_t, ctypes.c_int
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, _SIZE, _FLAG, _FLAG, _FLAG, ctypes.c_long)
@@ -233,20 +258,6 @@ def is_leased(array: NDArray[Any]) -> bool:
     while not isinstance(base, ctypes.Array) and base is not None:
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     return isinstance(getattr(base, "mapping", None), SharedMapping)
-
-
-def _can_be_nameless() -> bool:
-    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
-
-
-def make_folder() -> str | None:
-    """Make a folder for slots with names; return None where they have none."""
-    if _can_be_nameless() or libc is None:
-        return None
-    try:
-        return tempfile.mkdtemp(prefix="minloader-", dir="/dev/shm")  # in memory
-    except OSError:
-        return tempfile.mkdtemp(prefix="minloader-")
 
 
 class SlotAddress(NamedTuple):

@@ -143,7 +143,8 @@ class SlotWriter(NoSlot):
             if size > self.size:
                 wanted = -(-max(size, self.size + self.size // 4) // GRAIN) * GRAIN
                 wanted = max(size, min(wanted, self._limit))
-                _allocate(fd, self.size, wanted)
+                # A write past what there is would be SIGBUS, which nobody could handle.
+                os.posix_fallocate(fd, self.size, wanted - self.size)
                 self.size = wanted
             self._mapping = SharedMapping(fd, self.size, populate=True)
         except OSError:  # no memory, or no address space
@@ -230,22 +231,6 @@ def unmap_closed() -> None:
     for place in copied(mappings):
         if not is_there(*place):
             mappings.pop(place, None)
-
-
-def _allocate(fd: int, start: int, stop: int) -> None:
-    """Make a file larger with space that is really there.
-
-    A write past what ``/dev/shm`` can hold would be SIGBUS, which nobody could handle.
-
-    Raises:
-        OSError: there is not so much.
-    """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, start, stop - start)
-        return
-    zeros = bytes(1 << 20)
-    while start < stop:
-        start += os.pwrite(fd, zeros[: stop - start], start)
 
 
 _current: SlotWriter | None = None

@@ -1,6 +1,7 @@
 """Slots: shared memory in which batches travel from a worker to the parent, copied once at most.
 
-A slot is a shared file that belongs to the parent:
+A slot is a shared file without a name that belongs to the parent. Where there are no such files,
+there are no slots, and batches go through the pipe.
 
                     ┌──────────────── last view of the memory dies ────────────────┐
                     v                                                              |
@@ -29,7 +30,6 @@ be called from any thread, and from finalizers.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import weakref
 from typing import Any
@@ -41,8 +41,6 @@ from minloader._memory.files import (
     SlotAddress,
     at_fork,
     interrupts_held,
-    libc,
-    make_folder,
     when_gone,
 )
 from minloader._memory.limits import free_memory, most_files
@@ -72,20 +70,15 @@ class Slots:
         budget: most bytes to hold in slots; None for half of the memory that is free.
         in_flight: most tasks that will be under way at once.
         share: of how many pools like this the memory and the descriptors are for.
-
-    Attributes:
-        folder: where slots have names; None where they have none.
     """
 
     def __init__(self, budget: int | None, in_flight: int, share: int = 1) -> None:
         # Reentrant: any line may collect garbage, and so end a lease, while the lock is held.
         self._lock = threading.RLock()
         self.in_flight = in_flight
-        self.folder = make_folder()
-        self.budget = (_free_space(self.folder) // 2 if budget is None else budget) // share
+        self.budget = (free_memory() // 2 if budget is None else budget) // share
         self._share = share
         self._most_open = most_files() // 4 // share
-        self._pid = os.getpid()
         self._all: set[Slot] = set()
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
         self._leased: set[Slot] = set()
@@ -128,7 +121,7 @@ class Slots:
     def lend(self) -> Slot | None:
         """Return a slot for a task; None where there can be no more, so that batches are piped."""
         with self._lock:
-            if self._ended or libc is None:
+            if self._ended:
                 return None
             wanted = self._usual + self._usual // SPARE
             size = self._free[-1].size if self._free else 0
@@ -145,7 +138,7 @@ class Slots:
             else:
                 try:
                     with interrupts_held():
-                        slot = Slot(self.folder)
+                        slot = Slot()
                         self._all.add(slot)
                         self._open += 1
                 except OSError:  # no descriptors, no space
@@ -258,19 +251,11 @@ class Slots:
                 self.free(self._free.pop())
             for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
-            if self.folder is not None and os.getpid() == self._pid:
-                shutil.rmtree(self.folder, ignore_errors=True)
 
     def close_in_fork(self) -> None:
         """Let go of the slots in a fork: they are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self.close()
-
-
-def _free_space(folder: str | None) -> int:
-    """Bytes of memory, or of the file system that stands in for it, that are free."""
-    free = free_memory()
-    return free if folder is None else min(free, shutil.disk_usage(folder).free)
 
 
 all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from minloader._checks import copied
 from minloader._memory.culprit import find_culprit
+from minloader._memory.files import can_be_nameless
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import memory_limit
@@ -221,7 +222,7 @@ class PoolGroup:
         if not is_here and self._sent is None:
             self._sent = self._send_job(on_this_machine)
         slots = None
-        if self.budget != 0 and not is_here and on_this_machine:
+        if self.budget != 0 and not is_here and on_this_machine and can_be_nameless():
             slots = Slots(self.budget, self.depth // self._count, share=self._count)
         if is_foreign:
             assert not isinstance(self._sent, ForkedJob)

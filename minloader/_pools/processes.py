@@ -452,7 +452,6 @@ class ProcessPool(RemotePool):
         try:
             setup = WorkerSetup(
                 address=self.job.address,
-                folder=self.slots.folder if self.slots is not None else None,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
                 settings=self.settings,

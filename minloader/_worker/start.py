@@ -14,7 +14,6 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -57,7 +56,6 @@ class WorkerSetup(NamedTuple):
 
     Attributes:
         address: where the job is.
-        folder: where slots have names; None if they have none.
         heartbeats: path of the file of heartbeats.
         token: value of the environment variable TOKEN for all that the worker starts.
         settings: of its pool.
@@ -67,7 +65,6 @@ class WorkerSetup(NamedTuple):
     """
 
     address: JobAddress | ForkedJob
-    folder: str | None
     heartbeats: str
     token: str
     settings: PoolSettings
@@ -78,8 +75,6 @@ class WorkerSetup(NamedTuple):
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
         self.address.remove()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
         unlink(self.heartbeats)
 
 
