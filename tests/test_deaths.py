@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import gc
+import itertools
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from asyncio import CancelledError
 from collections import Counter
@@ -22,6 +24,7 @@ from contextlib import suppress
 from inspect import getsourcelines
 from multiprocessing import active_children, forkserver, get_context, popen_spawn_posix, util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -954,6 +957,45 @@ def test_time_in_the_queue_and_at_the_start_does_not_count():
     with Loader(dataset, range(6), num_workers=1, prefetch_factor=6, timeout=HANG) as loader:
         assert list(loader) == list(range(6))
         assert loader.stats.errors.replaced == 0
+
+
+def test_time_in_which_the_program_was_stopped_is_no_hang(monkeypatch, tmp_path):
+    """By SIGSTOP, or since the machine slept: the clock has gone on, but nobody has looked."""
+    clock, stopped, looks = SimpleNamespace(**vars(time)), [0.0], itertools.count()
+    clock.perf_counter = lambda: time.perf_counter() + stopped[0]
+    clock.monotonic = lambda: time.monotonic() + stopped[0]
+    monkeypatch.setattr(spawned, "time", clock)
+    gate, watch = tmp_path / "gate", spawned.ProcessPool.watch
+
+    def look(pool: Any) -> None:
+        number = next(looks)
+        if number == 2:
+            stopped[0] = 1000.0
+        if number == 5:
+            gate.touch()
+        watch(pool)
+
+    monkeypatch.setattr(spawned.ProcessPool, "watch", look)
+    with Loader(Gate(str(gate)), range(3), num_workers=2, timeout=HANG, retries=0) as loader:
+        assert list(loader) == [0, 1, 2]
+        assert loader.stats.replaced == 0
+    assert next(looks) > 5
+
+
+@pytest.mark.parametrize("way", [trouble.stops, trouble.holds_the_interpreter])
+@variants(("method", "num_workers"), [("spawn", 1), ("fork", 1), ("spawn", 2), ("forkserver", 2)])
+def test_a_worker_that_stands_still_between_batches(way, method, num_workers, tmp_path, caplog):
+    """If it is to take the next task, the other worker waits for it, too."""
+    dataset = trouble.StandsStill(way, str(tmp_path))
+    options = {"timeout": HANG / 2, "retries": 0, "mp_context": method, "num_workers": num_workers}
+    with Loader(dataset, range(6), **options) as loader:
+        assert list(loader) == list(range(6))
+        (tmp_path / "now").touch()
+        assert eventually((tmp_path / "stands").exists)
+        assert list(loader) == list(range(6))
+        assert loader.stats.replaced in ([1] if num_workers == 1 else [0, 1, 2])
+        assert list(loader) == list(range(6))
+    assert all("it stood still between batches" in line for line in caplog.messages)
 
 
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from minloader import SKIP, empty, get_worker_info
@@ -416,6 +417,32 @@ def holds_the_interpreter() -> None:
     """Hangs in C code that never gives the lock back: no other thread runs."""
     reader, _ = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+
+
+class StandsStill:
+    """A thread of a worker of it comes to a standstill when it is told to, for good.
+
+    Args:
+        way: in which.
+        folder: it is told to by the file "now", and leaves "stands".
+    """
+
+    def __init__(self, way: Callable[[], None], folder: str) -> None:
+        self.way = way
+        self.folder = folder
+        self.thread: threading.Thread | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.thread is None and once(f"{self.folder}/did"):
+            self.thread = threading.Thread(target=self._stand_still, daemon=True)
+            self.thread.start()
+        return index
+
+    def _stand_still(self) -> None:
+        while not os.path.exists(f"{self.folder}/now"):
+            threading.Event().wait(0.01)
+        once(f"{self.folder}/stands")
+        self.way()
 
 
 def stops() -> None:

@@ -44,7 +44,7 @@ class Options:
     @property
     def patience(self) -> float:
         """Seconds to wait before looking whether a worker is stuck."""
-        return PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 2)
+        return PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 8)
 
 
 @dataclass(eq=False, repr=False)

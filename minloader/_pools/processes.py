@@ -41,6 +41,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -62,7 +63,7 @@ from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
-from minloader._worker.heartbeat import Heartbeat, Heartbeats
+from minloader._worker.heartbeat import READY, Heartbeat, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import handled_signals, kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
@@ -90,6 +91,14 @@ CRASHES = frozenset(
 )
 """Signals at which a worker writes its stack."""
 
+MOST_UNWATCHED = 0.25
+"""Share of ``timeout``. A longer gap between two looks after the workers counts as nothing: the
+program was stopped meanwhile, or the machine slept, or the consumer was busy."""
+
+TOO_LONG = "a batch took too long"
+STOOD_STILL = "it stood still between batches while some waited for it; its stack then:"
+"""Why workers are killed that take longer than ``timeout``."""
+
 STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
 
@@ -107,8 +116,9 @@ class WorkerProcess:
 
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
-        stack: its Python stack, if it was killed because a batch took too long; else None.
-        began: when it was started, by ``time.monotonic``; 0 if that failed.
+        fault: why we killed it, if it was for taking too long; else "".
+        stack: its Python stack then; else None.
+        began: when it was started, by ``time.perf_counter``; 0 if that failed.
     """
 
     def __init__(self, process: BaseProcess, seed: int, *, forks: bool) -> None:
@@ -117,6 +127,7 @@ class WorkerProcess:
         self._forks = forks
         self.began = 0.0
         self.ended_by_us = False
+        self.fault = ""
         self.stack: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +145,7 @@ class WorkerProcess:
         try:
             with hash_seed(self._seed):
                 start_worker(self._process)
-            self.began = time.monotonic()
+            self.began = time.perf_counter()
         finally:
             if masks:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -203,6 +214,31 @@ class _WorkerContext:
         return self._started[-1]
 
 
+class Watch:
+    """Tells how long something takes, without the time in which nobody looked.
+
+    Attributes:
+        last: when somebody looked last, by ``time.perf_counter``.
+    """
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        # What has outlived so many gaps has taken too long in any case.
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=16)
+
+    def look(self, timeout: float) -> None:
+        """Note that somebody looks now whether something takes longer than ``timeout``."""
+        now = time.perf_counter()
+        if now - self.last > MOST_UNWATCHED * timeout:
+            self._gaps.append((self.last, now))
+        self.last = now
+
+    def since(self, began: float) -> float:
+        """Return the seconds from then to the last look that count."""
+        uncounted = sum(max(0.0, end - max(start, began)) for start, end in self._gaps)
+        return self.last - began - uncounted
+
+
 class _Executor(Executor):
     """An executor whose workers are watched, and of which nothing is left.
 
@@ -226,6 +262,8 @@ class _Executor(Executor):
         self.setup = setup
         self._oom_kills = oom_kills()
         self._dead_since: float | None = None
+        self._watch = Watch()
+        self._waiting: dict[int, float] = {}  # tasks for any worker to take, first seen when
         self.heartbeats = heartbeats
         self._logs = logs
         self.leaving = False
@@ -317,7 +355,9 @@ class _Executor(Executor):
         if self.broken:
             return
         if timeout is not None:
+            self._watch.look(timeout)
             self._kill_late(timeout)
+            self._kill_idle(timeout)
         # The manager thread notices a death at once, unless it is in the middle of a message that
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
@@ -341,37 +381,85 @@ class _Executor(Executor):
     def _kill_late(self, timeout: float) -> None:
         for n, worker in enumerate(self.workers):
             heartbeat = self.heartbeats.last(n)
-            is_late = worker.stack is None and self._is_late(worker, heartbeat, timeout)
+            is_late = not worker.fault and self._is_late(worker, heartbeat, timeout)
             if not is_late or worker.has_ended():  # by itself
                 continue
-            stack = self.heartbeats.stack(partial(send_signal, worker), GRACE)
+            stack = self._stack(worker)
             now = self.heartbeats.last(n)
             if now == heartbeat and self._is_late(worker, now, timeout):
-                worker.stack = stack
-                _kill([worker])
+                starts = heartbeat.task == 0
+                fault = f"its start took too long, here:\n{stack}" if starts else TOO_LONG
+                self._kill_for(worker, fault, stack)
 
     def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
         if heartbeat.task == 0:  # it has not started
-            late = time.monotonic() - worker.began > max(timeout, LONGEST_START)
+            late = self._watch.since(worker.began) > max(timeout, LONGEST_START)
             return late and bool(self.unfinished)
-        late = time.perf_counter() - heartbeat.began > timeout
+        late = self._watch.since(heartbeat.began) > timeout
         return late and heartbeat.task in self.unfinished
+
+    def _kill_idle(self, timeout: float) -> None:
+        """Kill workers that have nothing to do, and take none of the tasks that wait for them.
+
+        A worker may be stopped, or a thread of it hold the interpreter, when it is to take the next
+        task. If it is its turn, the others wait for it.
+        """
+        beats = [self.heartbeats.last(n) for n in range(len(self.workers))]
+        under_way = {beat.task for beat in beats}
+        # A future runs when its task is where any worker can take it.
+        waiting = [
+            task
+            for task, future in copied(self.unfinished.items())
+            if task not in under_way and future.running()
+        ]
+        # When that was seen for the first time; those that a worker has taken since are gone.
+        now = self._watch.last
+        self._waiting = {task: self._waiting.get(task, now) for task in waiting}
+        if not any(self._watch.since(seen) > timeout for seen in self._waiting.values()):
+            return
+        idle = [
+            worker
+            for worker, beat in zip(self.workers, beats, strict=True)
+            if beat.task and beat.task not in self.unfinished and not worker.has_ended()
+        ]
+        stacks = {worker: self._stack(worker) for worker in idle}
+        # Of several, those are to blame that do not answer, if there are any.
+        silent = [worker for worker in idle if not stacks[worker]]
+        for worker in silent or idle:
+            self._kill_for(worker, f"{STOOD_STILL}\n{stacks[worker]}".strip(), stacks[worker])
+
+    def _stack(self, worker: WorkerProcess) -> str:
+        return self.heartbeats.stack(partial(send_signal, worker), GRACE)
+
+    def _kill_for(self, worker: WorkerProcess, fault: str, stack: str) -> None:
+        worker.fault = fault
+        worker.stack = stack
+        _kill([worker])
 
     def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
         """Find the workers that died by themselves, or were killed for taking too long."""
         out_of_memory = oom_kills() > self._oom_kills
         for n, worker in enumerate(self.workers):
-            if worker.ended_by_us and worker.stack is None:
+            if worker.ended_by_us and not worker.fault:
                 continue
-            cause = _exit_text(worker.exitcode, out_of_memory)
-            if worker.stack is not None:
-                cause = "killed, since a batch took too long"
-            heartbeat, number = self.heartbeats.last(n), self.setup.settings.first_id + n
-            if worker.stack is not None and heartbeat.task == 0:
-                cause = f"killed, since its start took too long, here:\n{worker.stack}"
-            death = heartbeat.item, number, worker.pid, worker.exitcode, cause, worker.stack
-            crash = self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else ""
-            yield heartbeat, Death(*death, place=heartbeat.place, crash=crash)
+            heartbeat = self.heartbeats.last(n)
+            if worker.fault:
+                cause = f"killed, since {worker.fault}"
+            else:
+                cause = _exit_text(worker.exitcode, out_of_memory)
+            yield (
+                heartbeat,
+                Death(
+                    item=heartbeat.item,
+                    worker=self.setup.settings.first_id + n,
+                    pid=worker.pid,
+                    exitcode=worker.exitcode,
+                    cause=cause,
+                    stack=worker.stack,
+                    place=heartbeat.place,
+                    crash=self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else "",
+                ),
+            )
 
 
 def _note_done(
@@ -472,7 +560,7 @@ class ProcessPool(RemotePool):
     def _collect_deaths(self, executor: _Executor) -> None:
         for heartbeat, death in executor.deaths():
             self.replaced += 1
-            if heartbeat.task == 0:
+            if heartbeat.task == 0 or (heartbeat.task == READY and death.stack is not None):
                 self.failed_starts.append(death.cause)
             if heartbeat.task in executor.lost:
                 self.deaths[heartbeat.task] = death
