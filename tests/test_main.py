@@ -98,175 +98,6 @@ def test_plain_programs(way, tmp_path):
     assert printed_by(*arguments, input=given, cwd=tmp_path, **QUIETLY) == EXPECTED
 
 
-ANNOTATED = """
-import dataclasses, enum, functools, sys, typing
-from minloader import Loader
-
-class Plain:
-    number: int
-    itself: "Plain"
-    class Inner: ...
-    inner: list[Inner]
-    def method(self, a: int, *, b: "Plain" = None) -> list[Inner]: ...
-@dataclasses.dataclass
-class Data:
-    number: int
-    def __getitem__(self, name):
-        @dataclasses.dataclass
-        class Local:
-            number: int
-            plain: Plain
-        found = {each.__name__: each.__annotations__ for each in EACH}
-        return found, Local(1, Plain()), function
-class Pair(typing.NamedTuple):
-    left: int
-    right: Plain = None
-class Record(typing.TypedDict):
-    number: int
-class Colour(enum.Enum):
-    code: int
-    RED = 1
-def function(a: int, b: Plain = None) -> Pair: ...
-
-EACH = Plain, Data, Plain.method, Pair, Record, Colour, function
-def traces():
-    return [name for each in EACH for name in vars(each) if "annot" in name]
-before = traces()
-((found, local, back),) = Loader(Data(1), range(1), num_workers=1)
-assert type(local).__annotations__ == {"number": int, "plain": Plain}
-assert back is function
-assert traces() == before
-for each in EACH:
-    assert found[each.__name__] == each.__annotations__ != {}, (each, found[each.__name__])
-print("well")
-"""
-
-FOR_TYPE_CHECKERS = """
-import dataclasses, typing
-from annotationlib import Format, get_annotations
-from minloader import Loader
-if typing.TYPE_CHECKING:
-    from nowhere import Thing
-
-class Item:
-    thing: Thing
-    things: list[Thing]
-    number: int
-@dataclasses.dataclass
-class Record:
-    thing: Thing
-    number: int = 1
-class Pair(typing.NamedTuple):
-    thing: Thing
-class Refused(Exception):
-    thing: Thing
-class Data:
-    def __getitem__(self, index: Thing) -> Thing:
-        class Local:
-            thing: Thing
-        if index == 1:
-            raise Refused
-        return Local(), Pair(3), [get_annotations(each) for each in EACH]
-    def collate(samples: list[Thing], *, scale: Thing = 2) -> Thing:
-        "Scale nothing."
-        return samples, scale, Data.collate.__doc__, Data.collate.extra
-    collate.extra = 5
-
-EACH = Item, Record, Pair, Data.__getitem__
-batches = iter(Loader(Data(), [[0], [1], [2]], num_workers=1, collate_fn=Data.collate))
-for number in (1, 2):
-    ((local, pair, found),), scale, doc, extra = next(batches)
-    assert pair == Pair(3) and type(pair) is Pair
-    assert (scale, doc, extra) == (2, "Scale nothing.", 5)
-    assert [*get_annotations(type(local), format=Format.FORWARDREF)] == ["thing"]
-    for annotations in found:
-        assert {*annotations} & {"thing", "index"}
-        for name, annotation in annotations.items():
-            if name == "number":
-                assert annotation is int
-            elif name == "things":
-                assert annotation.__args__[0].__forward_arg__ == "Thing"
-            else:
-                assert annotation.__forward_arg__ == "Thing"
-    if number == 1:
-        try:
-            next(batches)
-        except Refused:
-            pass
-try:
-    Item.__annotations__
-except NameError:
-    print("well")
-"""
-
-NAMED_TYPES = """
-import sys, typing
-from minloader import Loader
-
-Number = typing.NewType("Number", int)
-Parameters = typing.ParamSpec("Parameters")
-Types = typing.TypeVarTuple("Types")
-if sys.version_info >= (3, 12):
-    exec("type Alias[T] = list[T]; type Tree = list[Tree] | int; type Unknown = Nowhere")
-else:
-    Alias, Tree, Unknown = list, int, int
-class Data:
-    number: Number
-    calls: typing.Callable[Parameters, Number]
-    alias: Alias[int]
-    trees: list[Tree]
-    unknown: Unknown
-    def __getitem__(self, index: Number) -> Tree:
-        class Local:
-            number: Number
-        found = Data.__annotations__
-        assert found["number"] is Number and Number.__module__ == "__main__"
-        assert found["calls"].__args__ == (Parameters, Number)
-        assert found["alias"].__origin__ is Alias and found["alias"].__args__ == (int,)
-        assert str(found["trees"]) == "list[ForwardRef('Tree')]" or Tree is int, found
-        assert str(found["unknown"]) == "ForwardRef('Unknown')" or Unknown is int, found
-        return Number(index), Local()
-    def collate(self, samples: Alias[int], *types: typing.Unpack[Types]) -> Unknown:
-        return samples
-
-loader = Loader(Data(), [[7]], num_workers=1, collate_fn=Data().collate)
-(((number, local),),) = loader
-assert number == 7
-assert type(local).__annotations__["number"].__supertype__ is int
-print("well")
-"""
-
-WRAPPERS = """
-import abc, functools
-from minloader import Loader
-
-class Base(abc.ABC):
-    number: int
-    @abc.abstractmethod
-    def method(self, a: int, b: "Base") -> str: ...
-class Wrapper:
-    def __init__(self, function):
-        functools.update_wrapper(self, function)
-    def __call__(self, a):
-        return a
-
-wrappers = [
-    functools.update_wrapper(functools.partial(lambda a: a), Base.method),
-    functools.wraps(Base.method)(lambda a: a),
-    Wrapper(Base.method),
-]
-class Data:
-    def __getitem__(self, index):
-        wrapper = wrappers[index]
-        annotations = getattr(wrapper, "__annotations__", None) or wrapper.__annotate__(1)
-        return wrapper(index), wrapper.__name__, annotations, wrapper
-
-for index, batch in enumerate(Loader(Data(), range(3), num_workers=1)):
-    assert batch[:3] == (index, "method", {"a": int, "b": "Base", "return": str}), batch
-    assert batch[3](7) == 7
-print("well")
-"""
-
 LAZY_IMPORTS = """
 import sys
 from minloader import Loader
@@ -459,23 +290,17 @@ def run(program, folder, *options):
     assert done == "well\n"
 
 
-old = pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
 older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
 
 
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        # From CPython 3.14, classes have them when somebody asks.
-        pytest.param(ANNOTATED, [], id="annotations"),
-        pytest.param(FOR_TYPE_CHECKERS, [], id="for type checkers only", marks=old),
-        pytest.param(NAMED_TYPES, [], id="types of the main module"),
         # From cloudpickle 3.1.3, code is without them.
         pytest.param(FILE_NAMES, [], id="names of files"),
         pytest.param(DECORATED, [], id="decorated functions"),
         pytest.param(BY_NAME_ONLY, [], id="by name only"),
         pytest.param(WITH_GETATTR, [], id="__getattr__"),
-        pytest.param(WRAPPERS, [], id="wrappers of methods of abstract classes"),
         pytest.param(LAZY_IMPORTS, [], id="lazy import", marks=older),
         pytest.param(
             *(LAZY_IMPORTS.replace("\nlazy ", "\n"), ["-X", "lazy_imports=all"]),

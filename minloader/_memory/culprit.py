@@ -9,7 +9,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.by_value import MAIN
+from minloader._memory.decorated import MAIN
 from minloader._memory.job_file import JobPickler
 
 MOST_PARTS = 100_000

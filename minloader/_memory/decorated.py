@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from minloader._memory.by_value import MAIN
-
 Reduce = Callable[[Any], Any]
+
+MAIN = ("__main__", "__mp_main__")
+"""Names of the main module: in a process that multiprocessing has spawned it is the second."""
 
 LRU_CACHE = type(functools.cache(len))
 

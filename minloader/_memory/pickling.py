@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from minloader._memory.by_value import MAIN, OTHER_REDUCERS, reduce_by_value
 from minloader._memory.decorated import (
     LRU_CACHE,
+    MAIN,
     reduce_cached,
     reduce_cached_property,
     reduce_dispatching_method,
@@ -45,6 +45,8 @@ from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_type
 unpack = pickle.loads
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
+OTHER_REDUCERS: dict[type, Callable[[Any], Any]] = {}
+"""How objects of types are reduced whose own way, or cloudpickle's, does not do."""
 
 MOST_NOTES = 20
 """How many notes an error of pickling keeps, half of them of the innermost levels."""
@@ -94,6 +96,21 @@ def _reduce_code(code: types.CodeType) -> Any:
 
 OTHER_REDUCERS[types.CodeType] = _reduce_code
 
+
+def _reduce_lazy_import(lazy: Any) -> Any:
+    """Reduce the object that a ``lazy import`` has bound a name to, until that is used.
+
+    It is what it stands for: the module is imported here.
+    """
+    return _return, (lazy.resolve(),)
+
+
+def _return(obj: Any) -> Any:
+    return obj
+
+
+if sys.version_info >= (3, 15):
+    OTHER_REDUCERS[types.LazyImportType] = _reduce_lazy_import
 
 OTHER_REDUCERS[functools.cached_property] = reduce_cached_property
 OTHER_REDUCERS[functools.singledispatchmethod] = reduce_dispatching_method
@@ -147,7 +164,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             reduce = reducer_by_value(obj)
             if reduce is not None and _is_by_value(obj):
                 return reduce(obj)
-            return reduce_by_value(obj, super().reducer_override)
+            return super().reducer_override(obj)
         # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
         kind = type(obj)
         reducer = OTHER_REDUCERS.get(kind)

@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from minloader._memory.by_value import MAIN
+from minloader._memory.decorated import MAIN
 from minloader._memory.files import SharedFile
 from minloader._memory.pickling import pack, unpack
 
