@@ -49,7 +49,7 @@ from minloader import Loader
 from minloader._diagnosis.inspect import inspect
 from minloader._pools import fork_server
 from minloader._worker import lifetimes
-from minloader._worker.messages import Task
+from minloader._worker.messages import TaskMessage
 
 AT_LAST = 60.0
 """Seconds within which everything must be gone: two are promised, on a machine that is not busy.
@@ -569,7 +569,7 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path):
             waiting.result(AT_LAST)
     if executor == "process":  # a consumer that was just past the check
         with pytest.raises(RuntimeError, match="closed"):
-            inspect(loader).group.pools[0].submit(Task(0, 0, b""))
+            inspect(loader).group.pools[0].submit(TaskMessage(0, 0, b""))
     RELEASE.set()
     RELEASE.clear()
 

@@ -38,7 +38,7 @@ from minloader._pools.group import PoolGroup
 from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
-from minloader._worker.messages import Job, PoolSettings, Task
+from minloader._worker.messages import Job, PoolSettings, TaskMessage
 from minloader._worker.seeds import batch_seed
 
 
@@ -125,7 +125,7 @@ class Stuck:
 
         job = Job(batch, None, None, None)
         self.pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, job, timeout=1e-9)
-        self.future = self.pool.submit(Task(0, 0, [0, 1], id=1))
+        self.future = self.pool.submit(TaskMessage(0, 0, [0, 1], id=1))
         self.thread = threads.get()
 
     def close(self) -> None:
@@ -449,7 +449,7 @@ def test_pools_are_closed_while_others_are_made():
 
 def test_a_pool_of_threads_is_closed_while_futures_go(stuck):
     stuck.begin()
-    futures = [stuck.future, stuck.pool.submit(Task(0, 0, [0, 1], id=2))]
+    futures = [stuck.future, stuck.pool.submit(TaskMessage(0, 0, [0, 1], id=2))]
     stuck.pool.futures = disturbed(stuck.pool.futures)
     stuck.pool.leave()
     assert all(future.done() for future in futures)

@@ -50,7 +50,8 @@ from minloader._memory.slots import Slots
 from minloader._pools import foreign
 from minloader._worker import run as worker
 from minloader._worker import start
-from minloader._worker.messages import Failure, Job, Task, WorkerInfo
+from minloader._worker.environment import PackingEnvironment
+from minloader._worker.messages import Failure, Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -324,6 +325,11 @@ def test_nothing_accumulates():
 # --- born in place -----------------------------------------------------------------------------
 
 
+def packing_worker(job: Job) -> Worker:
+    info = WorkerInfo(0, 1, os.getpid(), 0)
+    return Worker(job, info, PackingEnvironment(BatchPacker()))
+
+
 @pytest.fixture
 def bench(monkeypatch):
     """Both sides of slots in this process."""
@@ -343,13 +349,15 @@ def bench(monkeypatch):
         """The batches of one task."""
         if dataset not in workers:
             job = Job(dataset, None, None, None)
-            workers[dataset] = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker())
+            workers[dataset] = Worker(
+                job, WorkerInfo(0, 1, os.getpid(), 0), PackingEnvironment(BatchPacker())
+            )
         slot = pool.lend()
         lent.append(slot)
         packed = [pack(item, down=True) for item in items]
-        reply = workers[dataset].run(Task(0, 0, packed, pool.address(slot), packed=True))
-        pool.settle(slot, reply.slot_size, reply.size)
-        memory = pool.lease(slot, retire=reply.slot_retired)
+        reply = workers[dataset].run(TaskMessage(0, 0, packed, pool.address(slot)))
+        pool.settle(slot, reply.slot.size, reply.figures.size)
+        memory = pool.lease(slot, retire=reply.slot.is_retired)
         return [unpack_batch(outcome, memory) for outcome in reply.outcomes]
 
     yield SimpleNamespace(pool=pool, write=write, trip=trip, lent=lent)
@@ -499,11 +507,11 @@ def test_an_array_kept_from_a_batch_that_failed_is_not_overwritten(bench):
     dataset = Failing()
     job = Job(dataset, None, None, None)
     slot = bench.pool.lend()
-    task = Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True)
-    reply = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run(task)
-    assert reply.slot_retired
-    bench.pool.settle(slot, reply.slot_size, reply.size)
-    bench.pool.free(slot, retire=reply.slot_retired)
+    task = TaskMessage(0, 0, [pack(0, down=True)], bench.pool.address(slot))
+    reply = packing_worker(job).run(task)
+    assert reply.slot.is_retired
+    bench.pool.settle(slot, reply.slot.size, reply.figures.size)
+    bench.pool.free(slot, retire=reply.slot.is_retired)
     for n in range(5):
         (batch,) = bench.trip(dataset, [n])
         assert (batch == n).all()
@@ -709,17 +717,17 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""
     assert set(bench.trip(numbered, [1])[0]) == {1}
     job = Job(numbered, None, None, refuse)
-    run = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), packer=BatchPacker()).run
+    run = packing_worker(job).run
     if stage == "load":
-        monkeypatch.setattr(start, "failed_start", run(Task(0, 0, [0])))
+        monkeypatch.setattr(start, "failed_start", run(TaskMessage(0, 0, [0])))
         run = start.run
     elif stage == "attach":
         monkeypatch.setattr(foreign, "find_job", refuse)
         run = partial(foreign.run_task, None)
     slot = bench.pool.lend()
-    reply = run(Task(0, 0, [pack(0, down=True)], bench.pool.address(slot), packed=True))
+    reply = run(TaskMessage(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
     assert [type(outcome) for outcome in reply.outcomes] == [Failure]
-    bench.pool.settle(slot, reply.slot_size, reply.size)
+    bench.pool.settle(slot, reply.slot.size, reply.figures.size)
     bench.pool.free(slot)
     assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
     assert set(bench.trip(numbered, [2])[0]) == {2}

@@ -27,7 +27,7 @@ from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import WorkerCount
 from minloader._worker import lifetimes, processor_time
-from minloader._worker.messages import Reply
+from minloader._worker.messages import Figures, Reply
 from tests.conftest import WAYS, eventually, variants
 from tests.helpers import Squares, stats_of
 
@@ -895,11 +895,16 @@ def test_memory_is_told_of_our_processes_only(make):
         assert known == set()
 
 
+def reply(pid, memory, at_start):
+    figures = Figures(memory=memory, memory_at_start=at_start)
+    return Reply(worker=0, pid=pid, packed=True, outcomes=[], figures=figures)
+
+
 def growth(sizes, pid=7):
     """What is told of a worker with so many megabytes, observation by observation."""
     count = WorkerCount()
     for count.batches, size in enumerate(sizes):
-        count.note_memory(Reply(0, pid, True, [], memory=round(size * 1e6), memory_at_start=1))
+        count.note_memory(reply(pid, memory=round(size * 1e6), at_start=1))
     return count.growth
 
 
@@ -921,7 +926,7 @@ def test_a_worker_that_takes_the_place_of_another_begins_anew():
     for pid in (7, 8):
         for n in range(14):
             memory = 10**9 + n * 10**8
-            count.note_memory(Reply(0, pid, True, [], memory=memory, memory_at_start=pid))
+            count.note_memory(reply(pid, memory=memory, at_start=pid))
     assert (count.memory, count.at_start, count.growth) == (memory, 8, 0)
 
 

@@ -35,7 +35,7 @@ from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import Source
-from minloader._worker.messages import Task as Message
+from minloader._worker.messages import TaskMessage
 
 logger = logging.getLogger("minloader")
 
@@ -344,7 +344,9 @@ class Feed:
 
     # --- of tasks
 
-    def message(self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool) -> Message:
+    def message(
+        self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool
+    ) -> TaskMessage:
         """Return what is sent for a task.
 
         Args:
@@ -353,7 +355,7 @@ class Feed:
             slot: where to put the batches; None for the reply itself.
             alone: whether nothing of another task is to be read meanwhile.
         """
-        return Message(
+        return TaskMessage(
             ordinal=task.first,
             epoch=self.epoch,
             items=task.items,

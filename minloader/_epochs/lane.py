@@ -38,7 +38,7 @@ from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import Death, HeldItem, Pool
-from minloader._worker.messages import Reply
+from minloader._worker.messages import JobMissing, Reply
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -326,7 +326,7 @@ class Lane:
             return
         reply = shipment.reply
         made = len(reply.outcomes)
-        if made:  # else the worker has no job yet
+        if made:
             self._learn(task, reply)
         if isinstance(self.feed, ShardFeed):
             self.feed.receive(task, reply, self)
@@ -355,8 +355,9 @@ class Lane:
         slots = self.pool.slots
         shared = self.shared
         counters = shared.counters
-        quick = CHUNK_SECONDS * made / (reply.seconds or 1e-9)
-        small = CHUNK_BYTES * made / (reply.size or 1)
+        figures = reply.figures
+        quick = CHUNK_SECONDS * made / (figures.timings.seconds or 1e-9)
+        small = CHUNK_BYTES * made / (figures.size or 1)
         # What was cut short was slow. Otherwise it may just have had no processor for a while.
         least = self._chunk // 2 if made == len(task.items) else 1
         fits = shared.chunk = int(min(quick, small, CHUNK_MOST))
@@ -368,15 +369,15 @@ class Lane:
             place = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
             item = self.feed.told_item(task, made - 1)
             counters.made(track(reply.worker, reply.pid), reply, place, item)
-        if reply.overflowed and not counters.memory.overflowed and slots is not None:
+        if figures.overflowed and not counters.memory.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
                 "%s; said once",
                 slots.advice,
             )
-        counters.memory.overflowed += reply.overflowed
+        counters.memory.overflowed += figures.overflowed
         limit = shared.options.memory_limit
-        if limit is not None and reply.memory > limit:
+        if limit is not None and figures.memory > limit:
             last = self.feed.told_ordinal(task.first + made - 1)
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
@@ -444,13 +445,17 @@ class Lane:
             suspect.failed(failures.lethal(death, tries=suspect.tries, **place))
             assert suspect.outcomes is not None
             suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=sample)
-            suspect.reply = Reply(death.worker, death.pid, False, suspect.outcomes)
+            suspect.reply = Reply(
+                worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
+            )
         pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
         return [each for each in pieces if each.items]
 
     def _again(self, task: Task, error: BaseException) -> list[Task]:
         """Return what is sent again of a task that was lost, and no batch of it was suspected."""
         pool, counters = self.pool, self.shared.counters
+        if isinstance(error, JobMissing):
+            return [task.part(0, len(task.items))]  # the next one takes it along
         if isinstance(error, BrokenExecutor | CancelledError):
             if pool.replaces:
                 return [task.part(0, len(task.items))]  # another's worker died

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from minloader._epochs.position import Check, Known, LanePosition
 from minloader._epochs.task import Task
 from minloader._memory.files import SlotAddress
-from minloader._worker.messages import Failure, Reply, Shard
-from minloader._worker.messages import Task as Message
+from minloader._worker.messages import Failure, Reply, Shard, TaskMessage
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
@@ -97,7 +96,9 @@ class ShardFeed:
         """Return a task for the next batches, so many at most."""
         return Task(first=self.next, items=[self.shard] * most, known=self.known, check=self.check)
 
-    def message(self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool) -> Message:
+    def message(
+        self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool
+    ) -> TaskMessage:
         """Return what is sent for a task.
 
         Args:
@@ -116,7 +117,7 @@ class ShardFeed:
             number=self.number,
             follows=self._follows,
         )
-        return Message(
+        return TaskMessage(
             ordinal=task.first,
             epoch=self.epoch,
             items=task.items,
@@ -147,8 +148,9 @@ class ShardFeed:
         if head is None:
             return self.check
         n = given - head.first
-        if n > 0 and head.reply is not None and n <= len(head.reply.lasts):
-            return Check(given - 1, head.reply.lasts[n - 1])
+        read = None if head.reply is None else head.reply.shard
+        if n > 0 and read is not None and n <= len(read.fingerprints):
+            return Check(given - 1, read.fingerprints[n - 1])
         return head.check
 
     def receive(self, task: Task, reply: Reply, lane: TaskQueue) -> None:
@@ -162,13 +164,15 @@ class ShardFeed:
         made = len(reply.outcomes)
         shipment = task.shipment
         assert shipment is not None
-        is_end = reply.ended
+        read = reply.shard
+        assert read is not None
+        is_end = read.ended
         known = task.known
         check = task.check
-        if made and reply.lasts:
-            check = Check(task.first + made - 1, reply.lasts[-1])
-        if reply.state is not None and not is_end:
-            known = Known(task.first + made, reply.state)
+        if made and read.fingerprints:
+            check = Check(task.first + made - 1, read.fingerprints[-1])
+        if read.state is not None and not is_end:
+            known = Known(task.first + made, read.state)
         behind = [each for each in lane.tasks if each.first > task.first]
         for each in behind[:1]:
             each.known = known
@@ -184,7 +188,7 @@ class ShardFeed:
         task.outcomes = reply.outcomes
         task.shipment = None
         if is_end and not self.is_over:
-            self._end(task, Known(task.first + made, reply.state), lane)
+            self._end(task, Known(task.first + made, read.state), lane)
 
     def _end(self, task: Task, at_end: Known, lane: TaskQueue) -> None:
         """Note that a shard has no more batches after a task, and forget what was asked for."""

@@ -24,7 +24,7 @@ from minloader._errors import without_frames
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem
-from minloader._worker.messages import Failure, Reply
+from minloader._worker.messages import Failure, JobMissing, Reply
 
 Arrivals = SimpleQueue["Shipment"]
 """What has come back to an iterator, of all its lanes. Other threads put it there."""
@@ -147,7 +147,11 @@ class Shipment:
         try:
             error = future.exception()
             if error is None:
-                self._settle(future.result())
+                reply: Reply | JobMissing = future.result()
+                if isinstance(reply, JobMissing):
+                    error = reply
+                else:
+                    self._settle(reply)
         except Exception as failure:  # cancelled; or no room for a batch in this process
             failure.__context__ = None  # who keeps an error, in a log, would keep this frame
             error = failure.with_traceback(None)
@@ -169,11 +173,13 @@ class Shipment:
         slots = self.slots
         slot = self.slot
         if slots is not None and slot is not None:
-            slots.settle(slot, reply.slot_size, reply.size)
+            use = reply.slot
+            slots.settle(slot, None if use is None else use.size, reply.figures.size)
+            is_retired = use is not None and use.is_retired
             if any(type(outcome) is PackedBatch for outcome in reply.outcomes):
-                self.memory = slots.lease(slot, retire=reply.slot_retired)
+                self.memory = slots.lease(slot, retire=is_retired)
             else:
-                slots.free(slot, retire=reply.slot_retired)
+                slots.free(slot, retire=is_retired)
         self.reply = reply
 
     def _discard_slot(self) -> None:

@@ -98,27 +98,31 @@ class Counters:
             item: what the last of them was made of.
         """
         now = time.perf_counter()
-        transform, collate, transport = reply.timings
+        figures = reply.figures
+        timings = figures.timings
+        seconds = timings.seconds
+        parts = timings.transform, timings.collate, timings.packing
         times = self.time
-        times.dataset += max(0.0, reply.seconds - transform - collate - transport)
-        times.transform += transform
-        times.collate += collate
-        times.transport += transport
-        if reply.processor is not None:
-            computing, queued, asleep = reply.processor
+        times.dataset += max(0.0, seconds - sum(parts))
+        times.transform += timings.transform
+        times.collate += timings.collate
+        times.transport += timings.packing
+        if figures.processor is not None:
+            computing, queued, asleep = figures.processor
             self.workers.computing += computing
             self.workers.queued += queued
             self.workers.asleep += asleep
-        self.bytes += reply.size
-        self.errors.reread += reply.reread
-        self.errors.skipped_samples += reply.skipped
+        self.bytes += figures.size
+        if reply.shard is not None:
+            self.errors.reread += reply.shard.reread
+        self.errors.skipped_samples += figures.skipped
         self.by_worker.note(worker, reply, args, item)
-        start = reply.began
+        start = timings.began
         # perf_counter counts from another moment on another machine: then the end is assumed to
         # be now. Within a machine it is the same clock for all processes.
-        if not self.log.began <= start <= now - reply.seconds:
-            start = now - reply.seconds
-        self.record(worker, "task", start, reply.seconds, args | {"timings": reply.timings})
+        if not self.log.began <= start <= now - seconds:
+            start = now - seconds
+        self.record(worker, "task", start, seconds, args | {"timings": parts})
 
     def fail(self, epoch: int, batch: int, sample: Any, error: str) -> None:
         """Count an error; see :data:`Failed`."""

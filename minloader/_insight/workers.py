@@ -50,10 +50,11 @@ def too_large(reply: Reply, limit: int, place: str) -> str:
         limit: bytes that it may have.
         place: the batch that it made last.
     """
-    began = f" (it began with {amount(reply.memory_at_start)})" if reply.memory_at_start else ""
+    at_start = reply.figures.memory_at_start
+    began = f" (it began with {amount(at_start)})" if at_start else ""
     return (
         f"worker {reply.worker} (pid {reply.pid}) takes more than worker_memory_limit={limit}: it "
-        f"has {amount(reply.memory)} for itself{began} since {place}"
+        f"has {amount(reply.figures.memory)} for itself{began} since {place}"
     )
 
 
@@ -89,15 +90,17 @@ class WorkerCount:
         before. It grows steadily if this doubles too, more or less: that of a cache which fills
         grows less and less, and that of a worker whose batches differ does not.
         """
+        memory = reply.figures.memory
+        at_start = reply.figures.memory_at_start
         if self._pid != reply.pid:  # another process took its place
             self._pid = reply.pid
             self._seen = 0
             self._lows = []
             self.at_start = 0
-            self.memory = reply.memory_at_start or reply.memory
-        self.jump = reply.memory - self.memory
-        self.memory = reply.memory
-        self.at_start = self.at_start or reply.memory_at_start
+            self.memory = at_start or memory
+        self.jump = memory - self.memory
+        self.memory = memory
+        self.at_start = self.at_start or at_start
         self._seen += 1
         if self._seen & (self._seen - 1) == 0:  # a power of two: the next span begins
             self._lows.append((self.memory, self.batches))
@@ -134,10 +137,11 @@ class WorkerLog:
 
     def note(self, worker: str, reply: Reply, args: dict[str, Any], item: Any) -> None:
         """Count what a worker made; for the arguments see :meth:`Counters.made`."""
+        figures = reply.figures
         count = self.counts[worker]
-        count.seconds += reply.seconds
+        count.seconds += figures.timings.seconds
         count.batches += args["count"]
-        if reply.memory:
+        if figures.memory:
             grows = count.note_memory(reply)
             if count.jump > JUMP:
                 jump = Jump(
@@ -159,10 +163,10 @@ class WorkerLog:
                     count.grown_in,
                     amount(count.growth / count.grown_in),
                 )
-        if reply.drawn:
+        if figures.drawn:
             if not self.own_generators:
-                logger.warning("%s; said once", told(reply.drawn))
-            self.own_generators |= dict.fromkeys(reply.drawn)
+                logger.warning("%s; said once", told(figures.drawn))
+            self.own_generators |= dict.fromkeys(figures.drawn)
 
     def snapshot(self) -> dict[str, WorkerCount]:
         """Return what is counted of each worker, sorted by name, from any thread."""

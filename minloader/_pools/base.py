@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 from minloader._checks import copied
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
-from minloader._worker.messages import Job, PoolSettings, Reply, Task
+from minloader._worker.environment import InlineEnvironment
+from minloader._worker.messages import Job, PoolSettings, Reply, TaskMessage
 from minloader._worker.run import Worker
-from minloader._worker.seeds import in_turn, seed_globals
-from minloader._worker.torch_conventions import borrow_with_torch, tell_torch_of_shards
+from minloader._worker.seeds import in_turn
 
 logger = logging.getLogger("minloader")
 
@@ -95,7 +95,7 @@ class Pool:
         """Keep an item as it is now; the sampler may change it when it is asked for the next."""
         return item if type(item) in UNCHANGEABLE else _copied(item)
 
-    def pack(self, task: Task) -> Task:
+    def pack(self, task: TaskMessage) -> TaskMessage:
         """Make a task fit for where it goes; items may have been held for workers elsewhere.
 
         The dataset may change what it is given, and the task be sent again.
@@ -105,7 +105,7 @@ class Pool:
         items = [each.item if type(each) is HeldItem else each for each in task.items]
         return task._replace(items=[_copied(each) for each in items])
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: TaskMessage) -> Future[Reply]:
         """Hand one packed task over.
 
         Raises:
@@ -252,9 +252,9 @@ class RemotePool(Pool):
             return item
         return HeldItem(item)
 
-    def pack(self, task: Task) -> Task:
+    def pack(self, task: TaskMessage) -> TaskMessage:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]
-        return task._replace(items=items, packed=True)
+        return task._replace(items=items)
 
 
 @dataclass(eq=False, repr=False)
@@ -268,21 +268,14 @@ class InlinePool(Pool):
     job: Job
     _worker: Worker | None = None
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
         future.set_result(in_turn(self._run, task))
         return future
 
-    def _run(self, task: Task) -> Reply:
+    def _run(self, task: TaskMessage) -> Reply:
         if self._worker is None:
-            info = self.settings.info(0)
-            self._worker = Worker(
-                self.job,
-                info,
-                seed=seed_globals,
-                borrow=borrow_with_torch,
-                tell=tell_torch_of_shards,
-            )
+            self._worker = Worker(self.job, self.settings.info(0), InlineEnvironment())
         return self._worker.run(task)
 
     def replace_workers(self) -> None:

@@ -38,7 +38,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -47,13 +47,13 @@ from typing import Any, NamedTuple
 
 from minloader._checks import copied
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._memory.pickling import BatchPacker, OutOfBand
+from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
 from minloader._memory.slot_writer import unmap_closed
 from minloader._pools.base import RemotePool
 from minloader._worker.current import serve, stop_serving
-from minloader._worker.messages import Failure, Job, Reply, Task, WorkerInfo
+from minloader._worker.environment import Environment, PackingEnvironment
+from minloader._worker.messages import Failure, Job, JobMissing, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.seeds import seed_globals
 from minloader._worker.start import refuse_avalanche
 
 
@@ -120,9 +120,11 @@ class JobSender:
 
     def look(self, done: Future[Reply]) -> None:
         """Note whether the worker that had a task lacks the job."""
-        where = None if done.cancelled() or done.exception() else done.result().lacks_job
-        if where is not None:
-            self._lacking.append(where)
+        if done.cancelled() or done.exception():
+            return
+        reply: Reply | JobMissing = done.result()
+        if isinstance(reply, JobMissing):
+            self._lacking.append(reply.address)
 
     def attach(self) -> tuple[list[Any], dict[str, Any]]:
         """Return what the next task takes along, and how it is submitted then."""
@@ -176,14 +178,20 @@ class ForeignPool(RemotePool):
         self._address = None if file is None else file.address
         # For a cluster's workers too: one of Dask's may be a thread here.
         ids = itertools.count(-1, -1)
-        self._job = _Loaded(self.job, threading.local(), ids, nullcontext(), {})
+        self._job = _Loaded(
+            job=self.job,
+            store=threading.local(),
+            ids=ids,
+            lock=nullcontext(),
+            make_environment=_ThreadEnvironment,
+        )
         _jobs_here[self._mark] = self._job
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
-    def pack(self, task: Task) -> Task:
+    def pack(self, task: TaskMessage) -> TaskMessage:
         packed = super().pack(task)
         if self.sender is None:
             return packed
@@ -192,7 +200,7 @@ class ForeignPool(RemotePool):
         except Exception as error:  # raised there: no item is at fault
             return packed._replace(job=error)
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: TaskMessage) -> Future[Reply]:
         if os.getpid() != self.owner:
             raise RuntimeError(
                 f"executor belongs to process {self.owner}, of which this one is a fork; make "
@@ -201,13 +209,15 @@ class ForeignPool(RemotePool):
         refuse_avalanche()
         told = self.num_workers, self.settings.seed, versions()
         reference = JobReference(self._mark, *told, self._address, self.sender is not None)
+        sent: Future[Any]  # of a reply, or of JobMissing
         if self.sender is None:
-            return self.executor.submit(run_task, reference, task)
+            sent = self.executor.submit(run_task, reference, task)
+            return sent
         if isinstance(task.job, Exception):
             raise task.job
         job, options = task.job
         args = run_task, reference, task._replace(job=None), *job
-        sent: Future[Reply] = self.executor.submit(*args, **options, **self._options)
+        sent = self.executor.submit(*args, **options, **self._options)
         sent.add_done_callback(self.sender.look)  # before whoever sends the task again
         return sent
 
@@ -220,21 +230,31 @@ class ForeignPool(RemotePool):
 # --- in a worker of the user's executor ----------------------------------------------------------
 
 
-def run_task(reference: JobReference, task: Task, attached: Any = None) -> Reply:
+def run_task(
+    reference: JobReference, task: TaskMessage, attached: Any = None
+) -> Reply | JobMissing:
     """Make the batches of a task. The executor runs it, wherever its workers are."""
     try:
         job = find_job(reference, attached)
         if job is None:
-            return Reply(-1, os.getpid(), True, [], lacks_job=_dask_address())
+            return JobMissing(_dask_address())
         worker = job.worker(reference)
     except Exception as error:
         stage = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
-        return Reply(-1, os.getpid(), True, [failure] * len(task.items))
+        outcomes = [failure] * len(task.items)
+        return Reply(worker=-1, pid=os.getpid(), packed=True, outcomes=outcomes)
     with job.lock:
         if job.lock is _lock:  # the process is the worker: threads of the dataset's too
             serve(worker)
         return worker.run(task)
+
+
+class _ThreadEnvironment(Environment):
+    """A thread in the process of the loader, whose items are packed: who sent them did not know."""
+
+    def unpack_item(self, item: Any) -> Any:
+        return unpack(item) if type(item) is bytes else item
 
 
 @dataclass(eq=False)
@@ -250,7 +270,7 @@ class _Loaded:
         store: an object whose attribute ``worker`` is the worker.
         ids: ids for workers, below 0.
         lock: held while a worker is made, and while it makes a batch.
-        how: keyword arguments of the worker.
+        make_environment: makes that of a worker.
         address: where the job was loaded from; None in the process of its loader, and where it
             came with a task.
         used: when a task for it came last, by ``time.monotonic``.
@@ -261,7 +281,7 @@ class _Loaded:
     store: Any
     ids: Iterator[int]
     lock: AbstractContextManager[Any]
-    how: dict[str, Any]
+    make_environment: Callable[[], Environment]
     address: JobAddress | None = None
     used: float = 0.0
     pid: int = field(default_factory=os.getpid)
@@ -273,7 +293,7 @@ class _Loaded:
             worker: Worker | None = getattr(self.store, "worker", None)
             if worker is None or worker.info.seed != reference.seed:
                 info = WorkerInfo(-1, reference.num_workers, os.getpid(), reference.seed)
-                worker = self.store.worker = Worker(self.job, info, **self.how)
+                worker = self.store.worker = Worker(self.job, info, self.make_environment())
                 worker.id = next(self.ids)
             worker.info.num_workers = reference.num_workers
             return worker
@@ -339,10 +359,14 @@ def _load_job(reference: JobReference, attached: Any) -> _Loaded | None:
             return None
         mapping, found = mmap.mmap(-1, len(attached)), None
         mapping[:] = memoryview(attached)  # a copy of its own, for the dataset to change
-    how = {"packer": BatchPacker(OutOfBand()), "seed": seed_globals}
-    ids = itertools.repeat(-1)
     return _Loaded(
-        address.unpickle(mapping), SimpleNamespace(), ids, _lock, how, found, time.monotonic()
+        job=address.unpickle(mapping),
+        store=SimpleNamespace(),
+        ids=itertools.repeat(-1),
+        lock=_lock,
+        make_environment=lambda: PackingEnvironment(BatchPacker(OutOfBand())),
+        address=found,
+        used=time.monotonic(),
     )
 
 

@@ -67,7 +67,7 @@ from minloader._worker.heartbeat import READY, Heartbeat, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import handled_signals, kill_group, kill_marked, kill_trees
 from minloader._worker.logs import LogSettings
-from minloader._worker.messages import Reply, Task
+from minloader._worker.messages import Reply, TaskMessage
 from minloader._worker.start import (
     TOKEN,
     WorkerSetup,
@@ -285,7 +285,7 @@ class _Executor(Executor):
         is_done = self.leaving and self.manager is not None and not self.manager.is_alive()
         return is_done or self.broken
 
-    def send(self, task: Task) -> Future[Reply]:
+    def send(self, task: TaskMessage) -> Future[Reply]:
         """Submit a task to the workers."""
         future = self.submit(run, task)
         self.unfinished[task.id] = future
@@ -571,7 +571,7 @@ class ProcessPool(RemotePool):
                 *(death.worker, death.pid, death.cause),
             )
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: TaskMessage) -> Future[Reply]:
         with self._lock:
             return self._current().send(task)
 

@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 from minloader._checks import copied
 from minloader._memory.files import SharedFile, interrupts_held
 from minloader._pools.base import Death, Pool, finish
+from minloader._worker.environment import Environment
 from minloader._worker.heartbeat import shortened
-from minloader._worker.messages import Job, Reply, Task, WorkerInfo
+from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 
 logger = logging.getLogger("minloader")
@@ -60,7 +61,7 @@ class ThreadPool(Pool):
                 for index in missing:
                     self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
 
-    def submit(self, task: Task) -> Future[Reply]:
+    def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
         with self._lock:
             self.start()
@@ -84,8 +85,16 @@ class ThreadPool(Pool):
         if thread.work is not work:
             return thread  # it has just finished
         cause = f"thread {thread.name} took too long"
-        known = item, thread.info.id, os.getpid(), None, cause, stack
-        death = Death(*known, final=True, place=thread.place[0])
+        death = Death(
+            item=item,
+            worker=thread.info.id,
+            pid=os.getpid(),
+            exitcode=None,
+            cause=cause,
+            stack=stack,
+            final=True,
+            place=thread.place[0],
+        )
         self.deaths[task.id] = death  # before whoever waits for the future looks for it
         if not finish(future, BrokenExecutor(cause)):
             del self.deaths[task.id]
@@ -138,7 +147,7 @@ class _Thread(threading.Thread):
         self._job = job
         self.info = info
         self.tasks = tasks
-        self.work: tuple[Future[Reply], Task, int, float] | None = None
+        self.work: tuple[Future[Reply], TaskMessage, int, float] | None = None
         self.abandoned = False
         self.place = [-1]  # of the sample in its item
         self._consumers_context = contextvars.copy_context()  # of the thread that starts it
@@ -163,7 +172,8 @@ class _Thread(threading.Thread):
             self.work = future, task, 0, time.perf_counter()
             try:
                 if worker is None:
-                    worker = Worker(self._job, self.info, beat=self.beat, place=self.place)
+                    environment = Environment(self.beat, sample_place=self.place)
+                    worker = Worker(self._job, self.info, environment)
                 finish(future, worker.run(task))
             except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
                 finish(future, error)

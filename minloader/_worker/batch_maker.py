@@ -50,6 +50,13 @@ class BatchMaker:
     def __post_init__(self) -> None:
         self.read = reader_of(self.job.dataset)
 
+    def begin_task(self) -> None:
+        """Count from 0: what follows is another task's."""
+        self.transform_seconds = 0.0
+        self.collate_seconds = 0.0
+        self.skipped = 0
+        self.begun = []
+
     def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
         """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
         read = self.job.dataset.__getfutures__

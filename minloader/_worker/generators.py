@@ -302,6 +302,12 @@ class OwnGenerators:
         self._batches = 0
         self._counts = Counter[str]()  # in how many batches each was drawn from
 
+    def take_drawn(self) -> tuple[str, ...]:
+        """Return the names in ``drawn``, and empty it."""
+        drawn = self.drawn
+        self.drawn = ()
+        return drawn
+
     def turn(self, info: WorkerInfo, place: Place) -> Turn | None:
         """Return what is to be done with them for a batch; None if nothing is.
 

@@ -88,7 +88,7 @@ NO_SAMPLE: Final = ...
 """Stands for the index of a sample where none is being made. It survives pickling."""
 
 
-class Task(NamedTuple):
+class TaskMessage(NamedTuple):
     """A chunk of batches to make, mostly one.
 
     Attributes:
@@ -98,7 +98,6 @@ class Task(NamedTuple):
         slot: where to put them; None for the reply itself.
         id: of the task, in its pool.
         shard: of a stream; None if the batches are made from the items.
-        packed: whether items that are bytes are packed ones, since they leave the process.
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
         job: what it takes along for a worker that lacks the job, and how it is submitted then.
@@ -110,9 +109,79 @@ class Task(NamedTuple):
     slot: SlotAddress | None = None
     id: int = 0
     shard: Shard | None = None
-    packed: bool = False
     alone: bool = False
     job: Any = None
+
+
+class Timings(NamedTuple):
+    """How long a task took.
+
+    Attributes:
+        began: when the worker began with it, by ``time.perf_counter``.
+        seconds: what all of it took.
+        transform: of these, seconds of ``transform``.
+        collate: of ``collate_fn``.
+        packing: of packing the batches.
+    """
+
+    began: float = 0.0
+    seconds: float = 0.0
+    transform: float = 0.0
+    collate: float = 0.0
+    packing: float = 0.0
+
+
+class Figures(NamedTuple):
+    """What is counted of a task. Nothing depends on it but what users and logs are told.
+
+    Attributes:
+        timings: how long it took.
+        size: bytes that its batches have, packed, more or less.
+        overflowed: how many of them found no room in shared memory.
+        skipped: how many samples were left out.
+        memory: bytes that the worker has for itself, told now and then, and always if there is a
+            limit; else 0.
+        memory_at_start: bytes that it had before its first batch; 0 if that is not known.
+        processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
+        drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
+    """
+
+    timings: Timings = Timings()
+    size: int = 0
+    overflowed: int = 0
+    skipped: int = 0
+    memory: int = 0
+    memory_at_start: int = 0
+    processor: tuple[float, float, float] | None = None
+    drawn: tuple[str, ...] = ()
+
+
+class SlotUse(NamedTuple):
+    """What has become of the slot of a task.
+
+    Attributes:
+        size: bytes that it has now.
+        is_retired: whether the worker still uses memory of it.
+    """
+
+    size: int
+    is_retired: bool
+
+
+class ShardReply(NamedTuple):
+    """How far a shard of a stream was read.
+
+    Attributes:
+        ended: whether it has no more batches.
+        state: of the stream after the last of the outcomes, packed; None if it has none.
+        fingerprints: what the samples of each batch are recognized by; None: they are not.
+        reread: how many batches were read again, to get to the first of them.
+    """
+
+    ended: bool
+    state: bytes | None
+    fingerprints: list[int | None]
+    reread: int
 
 
 class Reply(NamedTuple):
@@ -123,52 +192,36 @@ class Reply(NamedTuple):
         pid: its process.
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
-            slow is cut short. None: the job is not here.
-        ended: of a stream, whether the shard has no more.
-        began: when the worker began with them, by ``time.perf_counter``.
-        seconds: what they took.
-        timings: of these, seconds of transforming, collating and packing.
-        size: bytes they have, packed, more or less; 0 if they are not packed.
-        slot_size: bytes that the slot has now; None if the worker did not open it.
-        slot_retired: whether the worker still uses memory of it.
-        overflowed: how many batches found no room in shared memory.
-        memory: bytes that the worker has for itself, told now and then, and always if there is a
-            limit; else 0.
-        memory_at_start: bytes that it had before its first batch; 0 if that is not known.
-        state: of the stream after the last of the outcomes, packed; None if it has none.
-        processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
-        reread: how many batches of the stream were read again, to get to the first of them.
-        skipped: how many samples were left out.
-        lasts: of a stream, what the samples of each batch are recognized by.
+            slow is cut short.
         failed: samples that failed and were left out: of which outcome, the index of the sample
             in a tuple (packed if the reply is; () if it is not known), and the error in words.
-        lacks_job: where in Dask's cluster a worker is that has no job to make batches from, "" if
-            it is another's; None if it has one.
-        drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
+        slot: what has become of it; None if the worker did not open it.
+        shard: how far it was read; None if the task was for none.
+        figures: what is counted.
     """
 
     worker: int
     pid: int
     packed: bool
     outcomes: list[Any]
-    ended: bool = False
-    began: float = 0.0
-    seconds: float = 0.0
-    timings: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    size: int = 0
-    slot_size: int | None = None
-    slot_retired: bool = False
-    overflowed: int = 0
-    memory: int = 0
-    memory_at_start: int = 0
-    state: bytes | None = None
-    processor: tuple[float, float, float] | None = None
-    reread: int = 0
-    skipped: int = 0
-    lasts: list[int | None] = []  # noqa: RUF012  # never changed
-    failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # likewise
-    lacks_job: str | None = None
-    drawn: tuple[str, ...] = ()
+    failed: list[tuple[int, Any, str]] = []  # noqa: RUF012  # never changed
+    slot: SlotUse | None = None
+    shard: ShardReply | None = None
+    figures: Figures = Figures()
+
+
+class JobMissing(Exception):
+    """A worker of an executor on other machines has no job to make batches from.
+
+    It is returned in place of a reply, not raised: Dask would log it.
+
+    Attributes:
+        address: where in Dask's cluster the worker is; "" if it is none of Dask's.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
 
 
 def summary(error: BaseException) -> str:
@@ -200,9 +253,13 @@ class Failure(NamedTuple):
         cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
     ) -> Failure:
         """Make the failure of an exception, where it was caught."""
-        if not packed:
-            return cls(error, summary(error), "", stage, fatal)
-        return cls(pack_error(error), summary(error), printed(error), stage, fatal)
+        return cls(
+            error=pack_error(error) if packed else error,
+            summary=summary(error),
+            traceback=printed(error) if packed else "",
+            stage=stage,
+            fatal=fatal,
+        )
 
 
 UNSENT: Final = {"dataset": None, "_sample": NO_SAMPLE, "_generators": None}

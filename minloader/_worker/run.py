@@ -6,19 +6,10 @@
                  |   pack the batch, large arrays into the task's slot  |
     reply <──────┴── outcomes: a batch or a failure for each item <─────┘
 
-The kinds of worker differ in two things that they are given:
+In what the kinds of worker differ, each has an :class:`Environment` for.
 
-    made by            packer                     seed
-    start.py           BatchPacker()              seed_globals     a process of ours
-    InlinePool         None                       seed_globals     the calling process
-    ThreadPool         None                       None             its threads
-    ForeignPool        BatchPacker(OutOfBand())   seed_globals     a process of an executor
-                       None                       None             ... in the calling process
-
-In the calling process the generators are the user's, and borrowed.
-
-A packer means that batches leave the process. Then whatever goes wrong is packed too, and nothing
-may escape from :meth:`Worker.run`. Without one Ctrl-C is Ctrl-C.
+Where batches leave the process, whatever goes wrong is packed too, and nothing may escape from
+:meth:`Worker.run`. In the calling process Ctrl-C is Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,32 +17,32 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
-from minloader._memory.limits import private_memory
-from minloader._memory.pickling import BatchPacker, PackedBatch, pack, size_in_band, unpack
-from minloader._memory.slot_writer import NO_SLOT, NoSlot
-from minloader._worker import lifetimes
+from minloader._memory.pickling import PackedBatch, pack, size_in_band
+from minloader._memory.slot_writer import NoSlot
 from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.environment import Environment
 from minloader._worker.generators import OwnGenerators
-from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import (
     Failure,
+    Figures,
     Job,
     Reply,
-    Task,
+    ShardReply,
+    SlotUse,
+    TaskMessage,
+    Timings,
     WorkerInfo,
     current_info,
 )
-from minloader._worker.processor_time import Meter
-from minloader._worker.seeds import Borrow, Place, Seed
+from minloader._worker.seeds import Place
 from minloader._worker.stream_reader import END, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -65,64 +56,67 @@ READING = "when the stream was read"
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What a worker has made of a task so far.
+
+    Attributes:
+        began: when it began, by ``time.perf_counter``.
+        now: when it was done with the last batch.
+        item: index of the item that it has come to.
+        outcomes: a batch or a failure for each item before that.
+        failed: samples that were left out, as in :class:`Reply`.
+        fingerprints: of a stream, of the batches.
+        overflowed: how many batches found no room in shared memory.
+        packing: seconds that these took to be packed.
+    """
+
+    began: float
+    now: float
+    item: int = 0
+    outcomes: list[Any] = field(default_factory=list)
+    failed: list[tuple[int, Any, str]] = field(default_factory=list)
+    fingerprints: list[int | None] = field(default_factory=list)
+    overflowed: int = 0
+    packing: float = 0.0
+
+
 class Worker:
     """Makes batches, one at a time.
 
     Args:
         job: what to make them from.
         info: what the user's code is told about where it runs.
-        packer: packs batches for the parent; None if this is the process that wants them.
-        seed: seeds the global random generators for a batch. None if they are to be left alone:
-            threads share them, and the dataset too.
-        borrow: notes how they are before, where they are the user's.
-        beat: called before each item is begun.
-        place: its one element is set to the place of each sample in its item.
-        reload: gives the dataset once more, for a stream that is read in several places.
-        tell: called with what the user's code is to be told, before each call of it.
+        environment: where that is, and how batches leave it.
 
     Attributes:
         id: number of the worker in its replies.
-        meter: tells how the time of a task was spent; None if this process has other work too.
-        memory_at_start: bytes that the process had for itself before its first batch, if there is
-            a meter.
+        reads_ahead: whether the samples of a task can be read before it is made, by :meth:`begin`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        info: WorkerInfo,
-        *,
-        packer: BatchPacker | None = None,
-        seed: Seed | None = None,
-        borrow: Borrow | None = None,
-        beat: Beat = lambda task, index, now: None,
-        place: Any = None,
-        reload: Callable[[], Any] | None = None,
-        tell: Callable[[WorkerInfo], None] | None = None,
-    ) -> None:
-        info.dataset, info.rank = job.dataset, job.rank
-        self._tell = tell
+    def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
+        info.dataset = job.dataset
+        info.rank = job.rank
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
-        self._process = lifetimes.process
         self._job = job
-        self._packer = packer
-        self._seed, self._borrow = seed, borrow
-        if job.seed_generators and seed is None:
+        self._environment = environment
+        if job.seed_generators and not environment.seeds_globals:
             raise ValueError(
                 "seed_generators=True cannot be where threads make the batches, since they share "
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
-        self._own = OwnGenerators(job, borrows=borrow is not None)
-        self.meter: Meter | None = None
-        self.memory_at_start = 0
-        self._beat = beat
-        self._maker = BatchMaker(job, info._turn_to, place if place is not None else [-1])
+        self._own = OwnGenerators(job, borrows=environment.is_inline)
+        self._maker = BatchMaker(job, info._turn_to, environment.sample_place)
         self._reread = 0  # batches of a stream, since the last reply
-        self._made = 0.0  # when the last batch was ready to be packed
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
         self.reads_ahead = hasattr(type(job.dataset), "__getfutures__") and not job.is_stream
-        self._readers = ShardReaders(self._maker, info.seed, reload, info.num_workers == 0)
+        self._readers = ShardReaders(
+            maker=self._maker,
+            seed=info.seed,
+            reload=environment.reload,
+            is_inline=environment.is_inline,
+        )
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.is_stream:
             try:
@@ -130,150 +124,157 @@ class Worker:
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
-    def begin(self, task: Task) -> list[Any]:
+    def begin(self, task: TaskMessage) -> list[Any]:
         """Begin to read the samples of a task; return their futures, or an error, of each item."""
         begun: list[Any] = []
         for n, item in enumerate(task.items if self._init_failure is None else ()):
             info = replace(self.info)
             info._begin(task.epoch, task.ordinal + n)
             try:
-                begun.append(self._maker.begin(_unpacked(task, item), info))
+                begun.append(self._maker.begin(self._environment.unpack_item(item), info))
             except BaseException as error:
-                if self._borrow is not None and not isinstance(error, Exception | SystemExit):
-                    raise  # Ctrl-C
+                if self._environment.ends_program(error):
+                    raise
                 begun.append(error)  # comes when the batch is made
         self._begun[task.id] = begun
         return begun
 
-    def run(self, task: Task) -> Reply:
+    def run(self, task: TaskMessage) -> Reply:
         """Make the batches of a task, until they take too long for one task.
 
         Whatever the user's code raises is in the reply, never raised; but for what ends a
         program (Ctrl-C) in the process that the program is.
         """
-        pid, packed = self.info.pid, self._packer is not None
         if self._init_failure is not None:
-            return Reply(self.id, pid, packed, [self._init_failure] * len(task.items))
-        writer = NO_SLOT if self._packer is None else self._packer.open(task.slot)
-        outcomes: list[Any] = []
-        overflowed = 0
-        state = reader = None
-        maker = self._maker
-        maker.transform_seconds = maker.collate_seconds = packing = 0.0
-        maker.skipped, maker.begun = 0, []
-        lasts: list[int | None] = []
-        failed: list[tuple[int, Any, str]] = []
-        begin = now = time.perf_counter()
+            return Reply(
+                worker=self.id,
+                pid=self.info.pid,
+                packed=self._environment.packs,
+                outcomes=[self._init_failure] * len(task.items),
+            )
+        writer = self._environment.open_slot(task.slot)
+        begin = time.perf_counter()
+        work = _Work(began=begin, now=begin)
+        self._maker.begin_task()
         begun = self._begun.pop(task.id, None)
         if begun is None and self.reads_ahead:
             begun = self.begin(task)
             del self._begun[task.id]
+        shard: ShardReply | None = None
         try:
-            if task.shard is not None:
-                reader = self._find_reader(task, outcomes)
-                if reader is None:
-                    return Reply(self.id, pid, packed, outcomes, ended=True)
-            for n, item in enumerate(task.items):
-                self._beat(task.id, n, now)
-                if begun:
-                    maker.begun = begun[n]
-                outcome = self._make(task, n, item, writer, reader)
-                if outcome is END:
-                    break
-                outcomes.append(outcome)
-                del outcome
-                if reader is not None:
-                    lasts.append(reader.last)
-                overflowed += writer.overflowed
-                if maker.errors:
-                    failed += [(n, self._packed(index), text) for index, text in maker.errors]
-                    maker.errors.clear()
-                last, now = now, time.perf_counter()
-                if self._made > last:
-                    packing += now - self._made
-                if now - begin > 2 * CHUNK_SECONDS and not begun and reader is None:
-                    break
-            if reader is not None:
-                state = self._end_stream_task(reader, outcomes)
+            if task.shard is None:
+                self._make_batches(task, work, writer, begun or [])
+            else:
+                shard = self._read_batches(task, work, writer)
         finally:
             for futures in itertools.chain(*(each for each in begun or () if type(each) is list)):
                 for future in futures:  # after Ctrl-C
                     future.cancel()
-            if self._packer is not None:
-                self._packer.close()
+            self._environment.close_slot()
         # The worker is not late while its reply waits for a parent that holds the interpreter.
-        self._beat(task.id, n, math.inf)
-        size, memory = writer.used, 0
-        if packed:
-            size += sum(map(size_in_band, outcomes))
-        processor = None if self.meter is None else self.meter.add(now - begin)
-        if processor is not None or self._job.memory_limit is not None:
-            memory = private_memory()
-        reread, self._reread = self._reread, 0
-        drawn = self._own.drawn
-        self._own.drawn = ()
+        self._environment.beat(task.id, work.item, math.inf)
         return Reply(
             worker=self.id,
-            pid=pid,
-            packed=packed,
-            outcomes=outcomes,
-            ended=reader is not None and reader.ended,
-            began=begin,
-            seconds=now - begin,
-            timings=(maker.transform_seconds, maker.collate_seconds, packing),
-            size=size,
-            slot_size=writer.size,
-            slot_retired=writer.retired,
-            overflowed=overflowed,
-            memory=memory,
-            memory_at_start=self.memory_at_start,
-            state=state,
-            processor=processor,
-            reread=reread,
-            skipped=maker.skipped,
-            lasts=lasts,
-            failed=failed,
-            drawn=drawn,
+            pid=self.info.pid,
+            packed=self._environment.packs,
+            outcomes=work.outcomes,
+            failed=work.failed,
+            slot=None if writer.size is None else SlotUse(writer.size, writer.retired),
+            shard=shard,
+            figures=self._figures(work, writer),
         )
 
-    def _make(
-        self, task: Task, n: int, item: Any, writer: NoSlot, reader: ShardReader | None
-    ) -> Any:
-        """Make one batch; return it, packed if it leaves the process, or its failure."""
-        writer.begin()
-        try:
-            if reader is not None:
-                batch = self._read(task, n, reader)
-            else:
+    def _figures(self, work: _Work, writer: NoSlot) -> Figures:
+        """Return what is counted of a task that is done."""
+        maker = self._maker
+        seconds = work.now - work.began
+        usage = self._environment.measure(seconds, exactly=self._job.memory_limit is not None)
+        size = writer.used
+        if self._environment.packs:
+            size += sum(map(size_in_band, work.outcomes))
+        return Figures(
+            timings=Timings(
+                began=work.began,
+                seconds=seconds,
+                transform=maker.transform_seconds,
+                collate=maker.collate_seconds,
+                packing=work.packing,
+            ),
+            size=size,
+            overflowed=work.overflowed,
+            skipped=maker.skipped,
+            memory=usage.memory,
+            memory_at_start=usage.memory_at_start,
+            processor=usage.processor,
+            drawn=self._own.take_drawn(),
+        )
+
+    def _make_batches(
+        self, task: TaskMessage, work: _Work, writer: NoSlot, begun: list[Any]
+    ) -> None:
+        """Make the batches of a task, of its items.
+
+        Args:
+            task: which.
+            work: where they go.
+            writer: takes their large buffers.
+            begun: for each item what is read ahead, or the error of that; empty if nothing is.
+        """
+        maker = self._maker
+        for n, item in enumerate(task.items):
+            work.item = n
+            self._environment.beat(task.id, n, work.now)
+            if begun:
+                maker.begun = begun[n]
+            writer.begin()
+            try:
                 self.info._begin(task.epoch, task.ordinal + n)
                 if type(item) is bytes:
-                    item = _unpacked(task, item)
-                if type(self._maker.begun) is not list:
-                    raise self._maker.begun
+                    item = self._environment.unpack_item(item)
+                if type(maker.begun) is not list:
+                    raise maker.begun
                 place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
-                batch = self._call(place, self._maker.fetch, item)
-        except BaseException as error:
-            stage = READING if reader is not None and reader.reading else ""
-            whole = type(item) is list and reader is None and self._job.collate_fn is None
-            if whole and isinstance(error, TypeError):
-                stage = WHOLE_ITEM
-            # Whoever leaves out what fails must not leave out that a stream is another one.
-            return self._failure(error, stage, fatal=reader is not None and reader.is_other)
-        if self._packer is None or batch is END:
+                outcome = self._call(place, maker.fetch, item)
+            except BaseException as error:
+                is_whole = type(item) is list and self._job.collate_fn is None
+                stage = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
+                outcome = self._failure(error, stage)
+            else:
+                outcome = self._pack(outcome, work, writer)
+            self._add(outcome, work, writer)
+            del outcome
+            if work.now - work.began > 2 * CHUNK_SECONDS and not begun:
+                break
+
+    def _add(self, outcome: Any, work: _Work, writer: NoSlot) -> None:
+        """Add what has become of an item."""
+        work.outcomes.append(outcome)
+        work.overflowed += writer.overflowed
+        errors = self._maker.errors
+        if errors:
+            work.failed += [(work.item, self._packed(index), text) for index, text in errors]
+            errors.clear()
+        work.now = time.perf_counter()
+
+    def _pack(self, batch: Any, work: _Work, writer: NoSlot) -> Any:
+        """Return a batch as it leaves this process, if it does; or the failure of that."""
+        if not self._environment.packs:
             return batch
-        self._exit_fork()  # before it writes to the slot, where the worker writes too
-        self._made = time.perf_counter()
+        self._environment.exit_fork()  # before it writes to the slot, where the worker writes too
+        begin = time.perf_counter()
         try:
-            packed = self._packer.pack(batch)
+            packed = self._environment.pack(batch)
         except BaseException as error:
             return _unpackable(batch, error, self._job.without_processes)
         finally:
-            self._exit_fork()
+            self._environment.exit_fork()
         del batch  # the writer is to see what the dataset keeps of it
         if isinstance(packed, bytes):
             writer.end([])
-            return packed
-        return PackedBatch(packed.stream, writer.end(packed.buffers))
+        else:
+            packed = PackedBatch(packed.stream, writer.end(packed.buffers))
+        work.packing += time.perf_counter() - begin
+        return packed
 
     def _call(self, place: Place, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
@@ -283,14 +284,11 @@ class Worker:
         """
         before = current_info.get()  # of a batch that reads a loader of its own
         own = None if self.info._generators == {} else self._own.turn(self.info, place)
-        give_back = None if self._borrow is None else self._borrow()
+        restore_globals = self._environment.save_globals()
         try:
             try:
                 current_info.set(self.info)
-                if self._tell is not None:
-                    self._tell(self.info)
-                if self._seed is not None:
-                    self._seed(place)
+                self._environment.enter(self.info, place)
                 if own is not None:
                     own.begin()
                 return function(*args)
@@ -298,41 +296,35 @@ class Worker:
                 if own is not None:
                     own.end()
                 current_info.set(before)
-                if give_back is not None:
-                    give_back()
+                restore_globals()
         except BaseException:  # Ctrl-C may have come while that was done
             if own is not None:
                 own.end()
             current_info.set(before)
-            if give_back is not None:
-                give_back()
+            restore_globals()
             raise
 
     def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
-        if self._borrow is not None and not isinstance(error, Exception | SystemExit):
+        if self._environment.ends_program(error):
             try:  # Ctrl-C. In a process of ours the executor would try to pickle it.
                 raise error
             finally:
                 del error  # its traceback holds this frame
-        self._exit_fork()
-        sample, self._maker.failing = self._packed(self._maker.failing), ()
-        failure = Failure.of(error, packed=self._packer is not None, stage=stage, fatal=fatal)
+        self._environment.exit_fork()
+        sample = self._packed(self._maker.failing)
+        self._maker.failing = ()
+        failure = Failure.of(error, packed=self._environment.packs, stage=stage, fatal=fatal)
         return failure._replace(sample=sample)
 
     def _packed(self, sample: tuple[Any, ...]) -> Any:
         """Return the index of a sample that failed, fit to travel; () if it is not known."""
-        if not sample or self._packer is None:
+        if not sample or not self._environment.packs:
             return sample
         try:
             return pack(sample, down=False)
         except Exception:  # the error matters more
             return ()
-
-    def _exit_fork(self) -> None:
-        """End a fork of the worker that came back from the dataset, before it answers too."""
-        if lifetimes.process is not self._process and self._packer is not None:
-            os._exit(1)
 
     # --- streams
 
@@ -347,28 +339,51 @@ class Worker:
             place = info.seed, -1 - info.epoch, info.id, info.rank
             self._call(place, self._job.worker_init_fn, info)
 
-    def _find_reader(self, task: Task, outcomes: list[Any]) -> ShardReader | None:
-        """Return the reader for a task; None if there is none, for the reason that outcomes has."""
+    def _read_batches(self, task: TaskMessage, work: _Work, writer: NoSlot) -> ShardReply:
+        """Read the batches of a task of a shard, to its end; see :meth:`_make_batches`."""
         assert task.shard is not None
         try:
-            return self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
+            reader = self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
         except BaseException as error:
             stage = "when the stream was made ready, by worker_init_fn if there is one"
-            outcomes.append(self._failure(error, stage, fatal=True))
-            return None
+            work.outcomes.append(self._failure(error, stage, fatal=True))
+            return ShardReply(ended=True, state=None, fingerprints=[], reread=0)
+        for n in range(len(task.items)):
+            work.item = n
+            self._environment.beat(task.id, n, work.now)
+            writer.begin()
+            try:
+                outcome = self._read(task, n, reader)
+            except BaseException as error:
+                # Whoever leaves out what fails must not leave out that a stream is another one.
+                stage = READING if reader.reading else ""
+                outcome = self._failure(error, stage, fatal=reader.is_other)
+            else:
+                if outcome is END:
+                    break
+                outcome = self._pack(outcome, work, writer)
+            self._add(outcome, work, writer)
+            del outcome
+            work.fingerprints.append(reader.last)
+        state = self._end_stream_task(reader, work.outcomes)
+        reread = self._reread
+        self._reread = 0
+        return ShardReply(
+            ended=reader.ended, state=state, fingerprints=work.fingerprints, reread=reread
+        )
 
-    def _read(self, task: Task, n: int, reader: ShardReader) -> Any:
+    def _read(self, task: TaskMessage, n: int, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
-        self.info._seeds_globals = self._seed is not None
+        self.info._seeds_globals = self._environment.seeds_globals
         if not reader.position and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)
-        if task.shard is not None and not n and not reader.ended:
+        if not n and not reader.ended:
             self._pass_over(task, reader)
         return self._call(reader.begin(), reader.fetch)
 
-    def _pass_over(self, task: Task, reader: ShardReader) -> None:
+    def _pass_over(self, task: TaskMessage, reader: ShardReader) -> None:
         """Read what was delivered before, without making batches of it."""
         shard = task.shard
         assert shard is not None
@@ -377,7 +392,7 @@ class Worker:
         while reader.position < shard.first and not reader.ended:
             index = reader.position
             # The time that each may take begins. Who finds this worker dead knows what it did.
-            self._beat(task.id, -1, time.perf_counter())
+            self._environment.beat(task.id, -1, time.perf_counter())
             self._reread += 1
             try:
                 self._call(reader.begin(), reader.draw)
@@ -390,7 +405,7 @@ class Worker:
                     f"was read again, past the {shard.first} batches that it had given"
                 ) from error
             reader.check(shard)
-        self._beat(task.id, 0, time.perf_counter())
+        self._environment.beat(task.id, 0, time.perf_counter())
 
     def _end_stream_task(self, reader: ShardReader, outcomes: list[Any]) -> bytes | None:
         """Return the state of the stream behind the outcomes."""
@@ -406,10 +421,6 @@ class Worker:
             else:
                 outcomes[-1] = failure
         return None
-
-
-def _unpacked(task: Task, item: Any) -> Any:
-    return unpack(item) if task.packed and type(item) is bytes else item
 
 
 def _unpackable(batch: Any, error: BaseException, otherwise: str) -> Failure:

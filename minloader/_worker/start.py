@@ -25,9 +25,8 @@ from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
-from minloader._memory.limits import private_memory
-from minloader._memory.pickling import BatchPacker
 from minloader._worker import current
+from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.import_hook import ImportClock
 from minloader._worker.library_settings import LibrarySettings
@@ -39,12 +38,11 @@ from minloader._worker.messages import (
     Job,
     PoolSettings,
     Reply,
-    Task,
+    TaskMessage,
 )
-from minloader._worker.processor_time import Meter
 from minloader._worker.run import Worker
-from minloader._worker.seeds import seed_globals, wait_until_asked
-from minloader._worker.torch_conventions import collate_in_private_memory, tell_torch
+from minloader._worker.seeds import wait_until_asked
+from minloader._worker.torch_conventions import collate_in_private_memory
 
 logger = logging.getLogger("minloader")
 
@@ -116,19 +114,11 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             _tell_long_start(time.perf_counter() - begin, imports.seconds, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         wait_until_asked()
-        worker = Worker(
-            job,
-            info,
-            packer=BatchPacker(),
-            seed=seed_globals,
-            beat=beat,
-            place=place,
-            reload=_reloader(setup.address, job, inherited),
-            tell=tell_torch,
-        )
-        worker.meter = Meter()  # now: what it took to get here is not the batches'
-        taken = private_memory()
-        worker.memory_at_start = taken
+        reload = _reloader(setup.address, job, inherited)
+        environment = ProcessEnvironment(beat, sample_place=place, reload=reload)
+        worker = Worker(job, info, environment)
+        environment.begin_measuring()
+        taken = environment.memory_at_start
         current.process_worker = worker
         beat(READY, 0, time.perf_counter())
         if job.memory_limit is not None and taken > job.memory_limit:
@@ -146,7 +136,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         stage = f"while worker {info.id} loaded the dataset"
         failure = Failure.of(error, packed=True, stage=stage, fatal=True)
         current.process_worker = None
-        failed_start = Reply(info.id, pid, True, [failure])
+        failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
 
@@ -288,7 +278,7 @@ def worker_main(
     target(*args)
 
 
-def run(task: Task) -> Reply:
+def run(task: TaskMessage) -> Reply:
     """Make the batches of a task in a worker process."""
     worker = current.process_worker
     if worker is None:

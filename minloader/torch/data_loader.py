@@ -29,7 +29,6 @@ from minloader import _checks as checks
 from minloader._checks import check_int, part_meant, shown
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
-from minloader._epochs.feed import is_read_once
 from minloader._epochs.iterator import Batches as LoaderBatches
 from minloader._epochs.options import Shared
 from minloader._epochs.position import check_version
@@ -37,7 +36,7 @@ from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
 from minloader._loader import Loader
 from minloader._sampling.ranks import ranks_of, with_inner
-from minloader._sampling.source import used_up
+from minloader._sampling.source import is_read_once, used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker.shuffled import Shuffled

@@ -1,0 +1,214 @@
+"""Where a worker makes batches, which is all that its kinds differ in. The rest is ``run.py``.
+
+    class                made by       batches               global generators     Ctrl-C
+    Environment          ThreadPool    stay in the process   left alone            for the batch
+    InlineEnvironment    InlinePool    stay                  seeded, then as       raised
+                                                             they were before
+    PackingEnvironment   ForeignPool   packed                seeded                for the batch
+    ProcessEnvironment   start.py      packed, into slots    seeded                for the batch
+
+An executor of the user's may have its workers in this process: then it is ``Environment``, too, but
+for its items, which are packed since nobody knows where they go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from minloader._memory.files import SlotAddress
+from minloader._memory.limits import private_memory
+from minloader._memory.pickling import BatchPacker, PackedBatch, unpack
+from minloader._memory.slot_writer import NO_SLOT, NoSlot
+from minloader._worker import lifetimes
+from minloader._worker.heartbeat import Beat
+from minloader._worker.messages import WorkerInfo
+from minloader._worker.processor_time import Meter
+from minloader._worker.seeds import Place, seed_globals
+from minloader._worker.torch_conventions import (
+    borrow_with_torch,
+    tell_torch,
+    tell_torch_of_shards,
+)
+
+
+class Usage(NamedTuple):
+    """What a worker process has used.
+
+    Attributes:
+        memory: bytes that it has for itself; 0: not looked at this time.
+        memory_at_start: bytes that it had before its first batch.
+        processor: what :meth:`Meter.add` has told.
+    """
+
+    memory: int = 0
+    memory_at_start: int = 0
+    processor: tuple[float, float, float] | None = None
+
+
+UNKNOWN = Usage()
+
+
+def _no_beat(task: int, index: int, now: float) -> None:
+    """Tell nobody that an item is begun."""
+
+
+def _nothing() -> None:
+    """Restore nothing."""
+
+
+class Environment:
+    """A thread, which shares the dataset and the global generators with others.
+
+    Args:
+        beat: called before each item is begun.
+        sample_place: its one element is set to the place of each sample in its item. Whoever finds
+            this worker stuck or dead reads it.
+
+    Attributes:
+        packs: whether batches leave the process. Then nothing may be raised in place of a reply.
+        is_inline: whether this is the calling process, at work for its own loop.
+        seeds_globals: whether the global generators are seeded for each batch.
+        reload: gives another copy of the dataset, for a stream that is read in several places.
+            None: there is only this process's.
+    """
+
+    packs: ClassVar[bool] = False
+    is_inline: ClassVar[bool] = False
+    seeds_globals: ClassVar[bool] = False
+    reload: Callable[[], Any] | None = None
+
+    def __init__(self, beat: Beat = _no_beat, sample_place: Any = None) -> None:
+        self.beat = beat
+        self.sample_place = [-1] if sample_place is None else sample_place
+
+    def unpack_item(self, item: Any) -> Any:
+        """Return an item as the sampler gave it."""
+        return item
+
+    def open_slot(self, address: SlotAddress | None) -> NoSlot:
+        """Begin with a task; return what takes large buffers."""
+        return NO_SLOT
+
+    def close_slot(self) -> None:
+        """End the task."""
+
+    def pack(self, batch: Any) -> Any:
+        """Return a batch in the form in which it leaves."""
+        return batch
+
+    def save_globals(self) -> Callable[[], None]:
+        """Note what the user's code finds changed by a batch; return what restores that.
+
+        It may be called again, where Ctrl-C has come in the middle of it.
+        """
+        return _nothing
+
+    def enter(self, info: WorkerInfo, place: Place) -> None:
+        """Prepare for a call of the user's code: seed what is to be, and tell torch of the info."""
+
+    def ends_program(self, error: BaseException) -> bool:
+        """Whether an error, such as Ctrl-C, is none of the batch's, but ends the program."""
+        return False
+
+    def measure(self, seconds: float, *, exactly: bool) -> Usage:
+        """Return what this process has used, when a task is done.
+
+        Args:
+            seconds: what the task took.
+            exactly: whether memory must be looked at, and not just now and then.
+        """
+        return UNKNOWN
+
+    def exit_fork(self) -> None:
+        """End a fork of a worker that came back from the dataset, before it answers too."""
+
+
+class InlineEnvironment(Environment):
+    """The calling process, whose global generators are the user's."""
+
+    is_inline: ClassVar[bool] = True
+    seeds_globals: ClassVar[bool] = True
+
+    def save_globals(self) -> Callable[[], None]:
+        return borrow_with_torch()
+
+    def enter(self, info: WorkerInfo, place: Place) -> None:
+        tell_torch_of_shards(info)
+        seed_globals(place)
+
+    def ends_program(self, error: BaseException) -> bool:
+        return not isinstance(error, Exception | SystemExit)
+
+
+class PackingEnvironment(Environment):
+    """A process from which batches go to another one.
+
+    Args:
+        packer: packs them.
+        beat, sample_place: as of :class:`Environment`.
+    """
+
+    packs: ClassVar[bool] = True
+    seeds_globals: ClassVar[bool] = True
+
+    def __init__(
+        self, packer: BatchPacker, beat: Beat = _no_beat, sample_place: Any = None
+    ) -> None:
+        super().__init__(beat, sample_place)
+        self._packer = packer
+        self._process = lifetimes.process
+
+    def open_slot(self, address: SlotAddress | None) -> NoSlot:
+        return self._packer.open(address)
+
+    def close_slot(self) -> None:
+        self._packer.close()
+
+    def unpack_item(self, item: Any) -> Any:
+        return unpack(item) if type(item) is bytes else item
+
+    def pack(self, batch: Any) -> bytes | PackedBatch:
+        return self._packer.pack(batch)
+
+    def enter(self, info: WorkerInfo, place: Place) -> None:
+        seed_globals(place)
+
+    def exit_fork(self) -> None:
+        if lifetimes.process is not self._process:
+            os._exit(1)
+
+
+class ProcessEnvironment(PackingEnvironment):
+    """A worker process of ours.
+
+    Args:
+        beat, sample_place: as of :class:`Environment`.
+        reload: gives another copy of the dataset.
+    """
+
+    def __init__(self, beat: Beat, sample_place: Any, reload: Callable[[], Any]) -> None:
+        super().__init__(BatchPacker(), beat, sample_place)
+        self.reload = reload
+        self.memory_at_start = 0
+        self._meter: Meter | None = None
+
+    def begin_measuring(self) -> None:
+        """Measure from now on: what it took to get here is not the batches'."""
+        self._meter = Meter()
+        self.memory_at_start = private_memory()
+
+    def enter(self, info: WorkerInfo, place: Place) -> None:
+        tell_torch(info)
+        seed_globals(place)
+
+    def measure(self, seconds: float, *, exactly: bool) -> Usage:
+        assert self._meter is not None
+        processor = self._meter.add(seconds)
+        is_due = processor is not None or exactly
+        return Usage(
+            memory=private_memory() if is_due else 0,
+            memory_at_start=self.memory_at_start,
+            processor=processor,
+        )
