@@ -978,7 +978,7 @@ def test_time_in_which_the_program_was_stopped_is_no_hang(monkeypatch, tmp_path)
     monkeypatch.setattr(spawned.ProcessPool, "watch", look)
     with Loader(Gate(str(gate)), range(3), num_workers=2, timeout=HANG, retries=0) as loader:
         assert list(loader) == [0, 1, 2]
-        assert loader.stats.replaced == 0
+        assert loader.stats.errors.replaced == 0
     assert next(looks) > 5
 
 
@@ -993,7 +993,7 @@ def test_a_worker_that_stands_still_between_batches(way, method, num_workers, tm
         (tmp_path / "now").touch()
         assert eventually((tmp_path / "stands").exists)
         assert list(loader) == list(range(6))
-        assert loader.stats.replaced in ([1] if num_workers == 1 else [0, 1, 2])
+        assert loader.stats.errors.replaced in ([1] if num_workers == 1 else [0, 1, 2])
         assert list(loader) == list(range(6))
     assert all("it stood still between batches" in line for line in caplog.messages)
 

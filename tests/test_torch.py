@@ -298,21 +298,33 @@ def test_an_iterator_that_a_script_keeps_ends_quietly():
     assert printed_by(script) == "[0, 1]\n"
 
 
+class Own:
+    """A sampler that is its own iterator, and begins anew whenever ``iter`` is called."""
+
+    begun = 0
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left, self.begun = iter(self.items), self.begun + 1
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+class Once(Own):
+    """The same, but it can be read once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if self.begun else super().__iter__()
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_sampler_that_is_its_own_iterator(asks):
-    """It begins anew whenever ``iter`` is called. Lightning predicts with such a one."""
-
-    class Own:
-        begun = 0
-
-        def __iter__(self) -> Iterator[list[int]]:
-            self.left, self.begun = iter([[0, 1], [2, 3], [4]]), self.begun + 1
-            return self
-
-        def __next__(self) -> list[int]:
-            return next(self.left)
-
-    own = Own()
+    """Lightning predicts with such a one."""
+    own = Own([[0, 1], [2, 3], [4]])
     loader = DataLoader(range(5), batch_sampler=own)
     if asks:
         loader.state_dict()
@@ -320,6 +332,29 @@ def test_a_sampler_that_is_its_own_iterator(asks):
     assert own.begun == 1
     next(iter(loader))  # and is left early
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda kind: {"batch_sampler": kind([[0, 1], [2, 3], [4]])},
+        lambda kind: {"sampler": kind(range(5)), "batch_size": None},
+    ],
+    ids=["batches", "samples"],
+)
+def test_the_second_epoch_of_a_sampler_that_is_its_own_iterator(given, num_workers):
+    loader = DataLoader(range(5), **given(Own), num_workers=num_workers)
+    first = [batch.tolist() for batch in map(torch.as_tensor, loader)]
+    assert first
+    assert [batch.tolist() for batch in map(torch.as_tensor, loader)] == first
+    loader = DataLoader(range(5), **given(Once), num_workers=num_workers)
+    assert [batch.tolist() for batch in map(torch.as_tensor, loader)] == first
+    for _ in range(2):
+        batches = iter(loader)
+        with pytest.raises(RuntimeError, match=r"sampler is an iterator.* serves one epoch"):
+            next(batches)
+        assert list(batches) == []
 
 
 @pytest.mark.parametrize("own", [False, True])
