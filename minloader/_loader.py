@@ -208,12 +208,11 @@ class Loader(Generic[B]):
         if checks.is_stream(dataset, sampler):
             checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
             shards = max(1, num_workers)
-            self.sampler: Iterable[Any] = ()
+            made: Iterable[Any] = ()
         else:
             checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, seed)
-            self.sampler = made
-        self._has_own_sampler = self.sampler is not sampler and isinstance(self.sampler, Sampler)
+        self._has_own_sampler = made is not sampler and isinstance(made, Sampler)
         collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
             from minloader._sampling.collate import collate  # which needs numpy
@@ -230,7 +229,7 @@ class Loader(Generic[B]):
             keep_last=last_batch == "keep",
             on_sample=asked_per_sample(on_error),
             is_stream=is_stream,
-            rank=rank_of_stream(dataset) if is_stream else rank_of(self.sampler),
+            rank=rank_of_stream(dataset) if is_stream else rank_of(made),
             seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
             without_processes=self._without_processes,
         )
@@ -258,7 +257,8 @@ class Loader(Generic[B]):
             batch_size=batch_size if is_stream else None,
         )
         self._shared = Shared(options, group)
-        self._epochs = Epochs(self._shared, self.sampler, dataset, shards)
+        follows_length = sampler is None and not is_stream
+        self._epochs = Epochs(self._shared, made, dataset, shards, follows_length=follows_length)
         # The iterators have it, too: the workers live as long as any of these.
         self._end = weakref.finalize(self._shared, _finish, group, self._shared.counters)
         if trace is not None:
@@ -267,6 +267,12 @@ class Loader(Generic[B]):
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def sampler(self) -> Iterable[Any]:
+        """The sampler: as given, or made for the length that the dataset had last."""
+        sampler: Iterable[Any] = self._epochs.source.items
+        return sampler
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_made, public = "_end" in vars(self), name[0] != "_"

@@ -661,6 +661,88 @@ def test_epochs_need_a_number(n):
         loader.epochs(n)
 
 
+FOLLOWS: dict[str, dict[str, Any]] = {
+    "inline": WAYS["inline"],
+    "threads": WAYS["thread-3"],
+    "fork": {"num_workers": 2, "mp_context": "fork"},
+}
+"""Where workers have the dataset itself, or as it is when they are forked."""
+
+GROWN: dict[str, tuple[dict[str, Any], Any]] = {
+    "single": ({}, [[0, 1, 2, 3], [*range(8)]]),
+    "batches": ({"batch_size": 3}, [[[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 5], [6, 7]]]),
+    "rollover": (
+        {"batch_size": 3, "last_batch": "rollover"},
+        [[[0, 1, 2]], [[3, 0, 1], [2, 3, 4], [5, 6, 7]]],
+    ),
+    "shuffled": ({"batch_size": 4, "shuffle": True}, None),
+}
+"""Arguments of a loader over 4 samples, which are 8 from the second epoch on, and its epochs, or
+None, if they have an order of their own."""
+
+
+def listed(batches: Any) -> list[Any]:
+    return [batch.tolist() if hasattr(batch, "tolist") else batch for batch in batches]
+
+
+@pytest.mark.parametrize("way", FOLLOWS)
+@pytest.mark.parametrize("kind", GROWN)
+def test_a_dataset_that_has_grown(kind, way):
+    options, epochs = GROWN[kind]
+    data = [0, 1, 2, 3]
+    make = partial(Loader, data, **options, **FOLLOWS[way])
+    with make() as loader:
+        first = listed(loader)
+        before = json.dumps(loader.state_dict())
+        data += [4, 5, 6, 7]
+        between = json.dumps(loader.state_dict())
+        length = len(loader)
+        batches = iter(loader)
+        second = listed([next(batches)])
+        within = json.dumps(loader.state_dict())
+        second += listed(batches)
+    if epochs is None:
+        epochs = [first, second]
+        assert sorted(itertools.chain(*second)) == [*range(8)]
+    assert [first, second] == epochs
+    assert length == len(second)
+    for state, given in (before, 0), (between, 0), (within, 1):
+        with make() as loader:
+            loader.load_state_dict(json.loads(state))
+            assert listed(loader) == second[given:]
+    del data[7:]
+    with make() as loader, pytest.raises(ValueError, match="but the state is of"):
+        loader.load_state_dict(json.loads(within))
+
+
+@pytest.mark.parametrize("way", ["inline", "threads"])  # forked workers are forked once
+def test_a_dataset_that_grows_while_epochs_are_under_way(way):
+    """Each epoch keeps the length that it had when it began."""
+    data = [0, 1, 2, 3]
+    with Loader(data, **FOLLOWS[way]) as loader:
+        batches = iter(loader)
+        next(batches)
+        data += [4, 5]
+        assert len(loader) == 4
+        other = list(loader)
+        assert [*batches] == [1, 2, 3]
+        assert other == [*range(6)]
+        loader.skip(1)
+        data += [6]
+        assert list(loader) == [*range(1, 6)]
+        assert list(loader) == [*range(7)]
+
+
+def test_a_dataset_that_has_grown_where_workers_have_it_as_it_was(caplog):
+    data = [0, 1, 2, 3]
+    with Loader(data, **WAYS["process-1"]) as loader:
+        first = list(loader)
+        data += [4]
+        assert [list(loader) for _ in range(2)] == [first] * 2
+    (told,) = [each.message for each in caplog.records if "another length" in each.message]
+    assert "make another Loader" in told
+
+
 def test_epochs_that_are_over_are_let_go():
     gc.freeze()  # what else there is takes 0.1 s to look through
     try:

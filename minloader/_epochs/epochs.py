@@ -29,6 +29,7 @@ from minloader._epochs.feed import Feed, SamplerSource, check_length
 from minloader._epochs.iterator import Batches
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
+from minloader._epochs.own_length import length_now, of_length, of_source
 from minloader._epochs.position import (
     Known,
     LanePosition,
@@ -54,22 +55,32 @@ class Epochs:
         sampler: what they are drawn from; None for a stream.
         dataset: the loader's.
         shards: how many the stream has; None where the dataset is no stream.
+        follows_length: whether the sampler is of the loader, made from the dataset's length.
 
     Attributes:
-        source: the sampler.
+        source: the sampler of the epoch begun last.
         shards: how many the stream has.
         resume: where the next epoch begins, if a state was loaded, or batches were left out ahead.
         under_way: the epochs that the iterator begun last has, the consumer's first; before one
             was begun there are none.
     """
 
-    def __init__(self, shared: Shared, sampler: Any, dataset: Any, shards: int | None) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        sampler: Any,
+        dataset: Any,
+        shards: int | None,
+        *,
+        follows_length: bool = False,
+    ) -> None:
         self.shared = shared
         self.source = SamplerSource(sampler)
         self.shards = shards
         self.resume: Position | None = None
         self.under_way: deque[Epoch] = deque()
         self._dataset = dataset
+        self._follows_length = follows_length
         self._number: int | None = None  # of the next epoch, if the user has set it
         if shards is None and isinstance(sampler, Sampler):
             self.resume = _position_of(sampler)
@@ -114,23 +125,56 @@ class Epochs:
 
     def next_position(self) -> Position:
         """Return where the next epoch begins, as far as a state can say."""
+        source = self._next_source()
+        position = self._next_position(source)
+        return of_length(position, source) if self._begins_anew else position
+
+    def _next_position(self, source: SamplerSource) -> Position:
         if self.resume is not None:
             return self.resume
         number = self.number
         if not self.under_way:
-            return self._first_position(number)
+            return self._first_position(number, source)
         former = self.under_way[0]
         lanes = []
         for lane in former.lanes:
             following = lane.feed.following(number, is_left=not former.is_over)
             lanes.append(_beginning(following))
-        length = None if former.is_stream else self.source.length_between()
+        length = None if former.is_stream else source.length_between()
         return Position(epoch=number, lanes=lanes, is_stream=former.is_stream, length=length)
 
-    def _first_position(self, number: int) -> Position:
+    @property
+    def _begins_anew(self) -> bool:
+        """Whether the next epoch has as many items as the dataset has when it begins."""
+        return self._follows_length and (self.resume is None or not self.resume.has_begun)
+
+    def _next_source(self) -> SamplerSource:
+        """Return the sampler of the next epoch."""
+        if self._begins_anew and self.shared.group.can_follow_dataset:
+            return of_source(self.source, length_now(self._dataset))
+        return self.source
+
+    def _follow_dataset(self) -> None:
+        """Have the sampler, and the workers, go by the length that the dataset has now."""
+        group, said = self.shared.group, self.shared.said
+        source = of_source(self.source, length_now(self._dataset))
+        if source is self.source:
+            return
+        if group.can_follow_dataset:
+            group.fork_again()
+            self.source = source
+        elif "length" not in said:
+            said.add("length")
+            logger.warning(
+                "the dataset has another length than when the loader was made, but the workers "
+                "have it as it was: the epochs keep their length; make another Loader, or one with "
+                "mp_context='fork', which sees it (said once)"
+            )
+
+    def _first_position(self, number: int, source: SamplerSource) -> Position:
         if self.shards is None:
-            lane = LanePosition(known=self.source.state_before())
-            length = self.source.length_between()
+            lane = LanePosition(known=source.state_before())
+            length = source.length_between()
             return Position(epoch=number, lanes=[lane], length=length)
         state = None
         if is_stateful(self._dataset):
@@ -147,13 +191,14 @@ class Epochs:
         Raises:
             TypeError: it is not known.
         """
-        sampler = self.source.items
-        if self.source.is_ours:
+        source = self._next_source()
+        sampler = source.items
+        if source.is_ours:
             position = self.next_position()
             known = position.lanes[0].known
-            self.source.prepare(position.epoch, at=known.at, state=known.state)
+            source.prepare(position.epoch, at=known.at, state=known.state)
         elif hasattr(type(sampler), "__len__"):
-            self.source.set_epoch(self.number)
+            source.set_epoch(self.number)
         return len(sampler)
 
     # --- to begin
@@ -168,10 +213,11 @@ class Epochs:
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
+        if self._follows_length and (former is not None or self._begins_anew):
+            self._follow_dataset()
         if former is not None:
-            feeds: list[Any] = [lane.feed for lane in former.lanes]
-            number = former.number + 1
-            epoch = self._make(batches, [feed.following(number, is_left=False) for feed in feeds])
+            feeds = self._following(former, former.number + 1, is_left=False)
+            epoch = self._make(batches, feeds)
             batches.epochs.append(epoch)
             return epoch
         epoch = self._make(batches, self._next_feeds())
@@ -204,8 +250,7 @@ class Epochs:
         resume, number = self.resume, self.number
         if resume is None and self.under_way:
             former = self.under_way[0]
-            feeds: list[Any] = [lane.feed for lane in former.lanes]
-            return [feed.following(number, is_left=not former.is_over) for feed in feeds]
+            return self._following(former, number, is_left=not former.is_over)
         if resume is None and self.shards is not None:  # each copy begins as it is
             lanes = [LanePosition() for _ in range(self.shards)]
             position = Position(epoch=number, lanes=lanes, is_stream=True)
@@ -223,6 +268,14 @@ class Epochs:
             ShardFeed(shard, total, number, lane, follows=None)
             for shard, lane in enumerate(position.lanes)
         ]
+
+    def _following(self, former: Epoch, number: int, *, is_left: bool) -> list[Any]:
+        """Return what an epoch is drawn from, after another one."""
+        feeds = [lane.feed.following(number, is_left=is_left) for lane in former.lanes]
+        if not self._follows_length or feeds[0].source is self.source:
+            return feeds
+        position = of_length(Position(epoch=number, lanes=[_beginning(feeds[0])]), self.source)
+        return [Feed(self.source, number, position.lanes[0])]
 
     def _make(self, batches: Batches[Any], feeds: list[Any]) -> Epoch:
         shared = self.shared
@@ -290,7 +343,12 @@ class Epochs:
         Raises:
             ValueError: the sampler was another one, as far as that can be told.
         """
-        sampler = self.source.items
+        source = self.source
+        if self._follows_length and not position.has_begun:
+            if self.shared.group.can_follow_dataset:
+                source = of_source(source, length_now(self._dataset))
+            position = of_length(position, source)
+        sampler = source.items
         if allow and not isinstance(sampler, Sampler):
             raise ValueError(
                 f"allow is for a sampler of minloader's, but this loader has {shown(sampler)}; "
@@ -305,7 +363,7 @@ class Epochs:
                 "load_state_dict; give the loader the sampler that the state was taken with"
             )
         if lane.known.state is None or not isinstance(sampler, Sampler):
-            check_length(sampler, position.epoch, self.source.length_between(), position.length)
+            check_length(sampler, position.epoch, source.length_between(), position.length)
             return position
         former = sampler.seed
         try:
@@ -354,6 +412,8 @@ class Epochs:
                     )
                 epoch.skip(n)
                 return
+        if self._begins_anew:
+            self._follow_dataset()
         self.resume = self.next_position().skipped(n)
 
 

@@ -154,6 +154,18 @@ class PoolGroup:
         return str(self.executor)
 
     @property
+    def can_follow_dataset(self) -> bool:
+        """Whether batches are made of the dataset itself, or of what it is when workers fork."""
+        forks = self.kind == "process" and self.context.get_start_method() == "fork"
+        return forks or self.kind in ("inline", "thread")
+
+    def fork_again(self) -> None:
+        """Have the next tasks go to workers that are forked from now on."""
+        if self.kind == "process":
+            for pool in self.pools:
+                pool.replace_workers()
+
+    @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
         return sum(user.in_flight for user in copied(self.users))

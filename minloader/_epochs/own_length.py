@@ -1,0 +1,60 @@
+"""The sampler that a loader makes from the length of its dataset, which may grow between epochs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from minloader._checks import dataset_length
+from minloader._epochs.feed import SamplerSource
+from minloader._epochs.position import Known, Position
+from minloader._sampling.batch import BatchSampler
+
+logger = logging.getLogger("minloader")
+
+
+def length_now(dataset: Any) -> int | None:
+    """Return how many samples a dataset has; None if it cannot tell any more."""
+    try:
+        return dataset_length(dataset)
+    except Exception as error:  # its file may be closed here, and open in the workers
+        logger.debug("the length of the dataset is not known any more: %r", error)
+        return None
+
+
+def of_source(source: SamplerSource, size: int | None) -> SamplerSource:
+    """Return a sampler, or one like it for another number of samples.
+
+    It is another object, since epochs that are under way read the former.
+
+    Args:
+        source: a range, or a BatchSampler that the loader has made.
+        size: number of samples; None: as it is.
+    """
+    sampler = source.items
+    if isinstance(sampler, BatchSampler):
+        if size in (None, sampler.n):
+            return source
+        made = BatchSampler(
+            size,
+            sampler.batch_size,
+            shuffle=sampler.shuffle,
+            last_batch=sampler.last_batch,
+            seed=sampler.seed,
+        )
+        return SamplerSource(made)
+    return source if size in (None, len(sampler)) else SamplerSource(range(size))
+
+
+def of_length(position: Position, source: SamplerSource) -> Position:
+    """Return the beginning of an epoch as one of a sampler of another length.
+
+    What "rollover" has left for it comes first, as ever.
+    """
+    (lane,) = position.lanes
+    known = lane.known
+    if isinstance(source.items, BatchSampler) and isinstance(known.state, dict):
+        known = Known(known.at, {**known.state, "n": source.items.n})
+    lanes = [replace(lane, known=known)]
+    return replace(position, lanes=lanes, length=source.length_between())
