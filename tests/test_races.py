@@ -10,6 +10,7 @@ import random
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -35,6 +36,7 @@ from minloader._pools import foreign
 from minloader._pools.base import close_pools
 from minloader._pools.foreign import JobReference
 from minloader._pools.group import PoolGroup
+from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
@@ -468,6 +470,18 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
         counted = inspect(loader).counters
         counted.log.events = disturbed(counted.log.events)
         assert len(loader.stats.events) >= len(counted.log.events) > 1
+
+
+def test_the_collector_ends_a_pool_that_is_being_ended():
+    """In the same thread, which has the lock: before any instruction of it, as may be."""
+    with Loader(Numbers(8), num_workers=1) as loader:
+        (pool,) = inspect(loader).group.pools
+        assert isinstance(pool, ProcessPool)
+
+        def end() -> None:
+            pool.end(time.monotonic())
+
+        assert at_each_step(ProcessPool.end, end, end, pool._current) > 20
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])

@@ -37,6 +37,9 @@ from minloader import (
     pad_collate,
 )
 from minloader._sampling.seeding import generator
+from minloader._worker.fingerprint import fingerprint
+from minloader._worker.messages import Job, Shard, Task, WorkerInfo
+from minloader._worker.run import Worker
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
@@ -446,6 +449,27 @@ def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
         text = "ended after 10 batches when shard 0 was read again"
         assert all(text in str(error) for error in errors)
         assert errors
+
+
+@pytest.mark.parametrize(
+    ("known", "error"),
+    [
+        (None, None),
+        (7, None),
+        (11, "the stream has ended after 10 batches when shard 0 was read again"),
+    ],
+)
+def test_a_task_beyond_the_end_that_comes_first(known, error):
+    """As after a death: what was asked for, but never there, is not missed. What was given is."""
+    check = None if known is None else (known, fingerprint([known]))
+    shard = Shard(id=0, total=1, first=12, at=0, state=None, check=check, number=1, follows=None)
+    job = Job(Numbers(10), *[None] * 3, is_stream=True)
+    worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0))
+    reply = worker.run(Task(12, 0, [0] * 4, shard=shard))
+    assert reply.ended
+    found = [outcome.summary for outcome in reply.outcomes]
+    assert len(found) == (error is not None)
+    assert all(error in each for each in found)
 
 
 def test_a_state_that_cannot_be_told():

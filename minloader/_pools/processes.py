@@ -630,12 +630,12 @@ class ProcessPool(RemotePool):
 
     def end(self, deadline: float) -> None:
         with self._lock:
-            while self._executors:
-                executor = self._executors[-1]
+            # The collector may come meanwhile, and end the pool within this.
+            while last := self._executors[-1:]:
+                (executor,) = last
                 executor.end(deadline)
                 executor.clean_up()
-                # Only now: Ctrl-C meanwhile leaves the rest to the exit. The collector may have
-                # come meanwhile, and ended the pool within this.
+                # Only now: Ctrl-C meanwhile leaves the rest to the exit.
                 with suppress(ValueError):
                     self._executors.remove(executor)
         super().end(deadline)
