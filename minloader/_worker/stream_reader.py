@@ -25,13 +25,15 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any
+from weakref import WeakValueDictionary
 
-from minloader._checks import is_stateful, shown
+from minloader._checks import differences, is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo
 from minloader._worker.seeds import Place
+from minloader._worker.torch_conventions import Stream
 
 logger = logging.getLogger("minloader")
 
@@ -58,6 +60,7 @@ class ShardReader:
         last: what the samples of the batch drawn last are recognized by.
         is_other: whether it gave something else when it was read again.
         beginning: state that the stream had before it was ever read; None if that is not known.
+        left: state that it had last when it was asked; None if it was not.
     """
 
     maker: BatchMaker
@@ -73,6 +76,7 @@ class ShardReader:
     last: int | None = None
     is_other: bool = False
     beginning: bytes | None = None
+    left: bytes | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
     _former: list[Any] | None = None  # those of the batch drawn last, where an interrupt may come
     _is_inside: bool = False  # whether the iterator's own code runs
@@ -90,6 +94,16 @@ class ShardReader:
     def _is_dead(self) -> bool:
         """Whether the iterator is a generator that has raised, or returned."""
         return isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
+
+    @property
+    def is_once(self) -> bool:
+        """Whether the stream can only be read on, where an interrupt may come."""
+        return self.is_inline and is_read_once(self.info.dataset)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an interrupt has come while the stream's own code ran."""
+        return self._is_inside and not self._is_taken
 
     def begin(self, index: int | None = None) -> Place:
         """Prepare for a batch of the shard, by default the next, and return its place.
@@ -159,12 +173,8 @@ class ShardReader:
             # Ctrl-C came before the batch was delivered. Its samples are still here.
             self._samples, self._former = self._former, None
             self.position, self.ended = shard.first, False
-        if self._is_inside and not self._is_taken:
-            # What raised an interrupt may be over, or have lost a sample. An iterator that has no
-            # state and is the stream itself can only be read on.
-            is_own = self.iterator is self.info.dataset and not is_stateful(self.iterator)
-            if self._is_dead or not is_own:
-                return False
+        if self.was_interrupted and not (self.is_once and self.iterator is None):
+            return False  # what raised the interrupt may be over, or have lost a sample
         self.reading = self._failed and self.reading and not self.is_inline
         return self.position == shard.first or (self.ended and self.position < shard.first)
 
@@ -245,7 +255,8 @@ class ShardReader:
 
     def state(self) -> bytes:
         """Return the state of the stream, packed."""
-        return pack({name: part.state_dict() for name, part in self.parts.items()}, down=False)
+        self.left = pack({name: part.state_dict() for name, part in self.parts.items()}, down=False)
+        return self.left
 
 
 @dataclass(eq=False)
@@ -266,6 +277,7 @@ class ShardReaders:
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_taken: bool = False  # whether the job's own object was given to a reader
     _beginning: bytes | None = None  # state that the job's own object had before it was read
+    _has_lost: bool = False  # whether another loader has read the job's own object since
     _original: Any = None  # that object as it was then, if it had no state and is the user's
 
     def find(
@@ -282,9 +294,19 @@ class ShardReaders:
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
+        if self.is_inline:
+            self._take_over(shard)
         before = self._readers.get(shard.id)
-        if before is not None and before.shard.number == shard.number and before.stands_at(shard):
-            return before
+        if before is not None and before.shard.number == shard.number:
+            if before.stands_at(shard):
+                return before
+            if before.was_interrupted and before.is_once:
+                raise RuntimeError(
+                    f"dataset, {shown(before.info.dataset)}, is an iterator that can be read once, "
+                    "and Ctrl-C came while its own code ran: what it gives from now on may lack a "
+                    "sample; give an object whose __iter__ begins anew, or one with state_dict and "
+                    "load_state_dict"
+                )
         if shard.state is None and self.is_inline and self._beginning is not None:
             shard = shard._replace(state=self._beginning)
         goes_on = (
@@ -320,11 +342,52 @@ class ShardReaders:
         """
         if self._is_taken and is_read_once(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
+        _users[id(_bare(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         if self._beginning is not None:
             self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
         elif self._original is not None:
             self.maker.job.dataset = self._original
+
+    def _take_over(self, shard: Shard) -> None:
+        """Be the one that reads the user's own object, which another loader may have read.
+
+        One with a state is put back to where this one is. Any other is read on, unless it is its
+        own iterator: then samples of one loader would come to the other.
+
+        Raises:
+            RuntimeError: it is its own iterator, and somebody is not at its end.
+        """
+        dataset = self.maker.job.dataset
+        thing = _bare(dataset)
+        user = _users.get(id(thing))
+        if user is self:
+            return
+        is_own_iterator = hasattr(type(thing), "__next__")
+        if is_stateful(thing) and (user is not None or self._has_lost):
+            self._readers.clear()
+            if user is not None and not self._is_taken and user._has_left(thing):
+                self._beginning = user._beginning
+                self._original = user._original
+        elif is_own_iterator and user is not None and is_read_once(dataset) and user._is_within():
+            raise _taken_by_two(thing)
+        elif is_own_iterator and self._has_lost and self._is_within(shard):
+            raise _taken_by_two(thing)  # it is of a class that may begin anew, and did
+        if user is not None:
+            user._has_lost = True
+        _users[id(thing)] = self
+        self._has_lost = False
+
+    def _has_left(self, dataset: Any) -> bool:
+        """Return whether an object is where this left it: the user may have put it elsewhere."""
+        found = [each.left for each in self._readers.values() if each.left is not None]
+        states = [state for packed in found for state in unpack(packed).values()]
+        return any(not differences(dataset.state_dict(), state) for state in states)
+
+    def _is_within(self, shard: Shard | None = None) -> bool:
+        """Return whether a pass was begun, and is not over; that of a task, or any."""
+        passes = [each for each in self._readers.values() if each.position and not each.ended]
+        return any(shard is None or each.shard.number == shard.number for each in passes)
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
@@ -360,6 +423,23 @@ class ShardReaders:
                 if self.is_inline:
                     with suppress(Exception):  # what cannot be copied cannot be begun anew either
                         self._original = copy.deepcopy(dataset)
+
+
+_users: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
+"""Who has read an object of the user's last, in the calling process, by the object's id. They keep
+the object, so that no other has its id."""
+
+
+def _bare(dataset: Any) -> Any:
+    return dataset.dataset if type(dataset) is Stream else dataset
+
+
+def _taken_by_two(dataset: Any) -> RuntimeError:
+    return RuntimeError(
+        f"dataset, {shown(dataset)}, is its own iterator, and two loaders without workers read it: "
+        "each would take samples of the other; give each a dataset of its own, or one whose "
+        "__iter__ returns a new iterator"
+    )
 
 
 def _read_once(dataset: Any) -> RuntimeError:
