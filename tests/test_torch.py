@@ -1224,7 +1224,7 @@ def test_attributes():
     assert DataLoader[int](Numbers()).stats.batches == 0
 
 
-class Once:
+class ReadOnce:
     """An iterator of Python's own kind, which nothing begins anew."""
 
     def __init__(self) -> None:
@@ -1268,7 +1268,7 @@ def test_what_is_refused():
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="sampler is an iterator"):
         next(iter(loader))
-    loader = DataLoader(Numbers(), sampler=Once())
+    loader = DataLoader(Numbers(), sampler=ReadOnce())
     assert numbers(loader) == [[1], [2]]
     with pytest.raises(RuntimeError, match="the sampler is an iterator"):
         next(iter(loader))

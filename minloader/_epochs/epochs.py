@@ -271,7 +271,7 @@ class Epochs:
 
     def _following(self, former: Epoch, number: int, *, is_left: bool) -> list[Any]:
         """Return what an epoch is drawn from, after another one."""
-        feeds = [lane.feed.following(number, is_left=is_left) for lane in former.lanes]
+        feeds: list[Any] = [lane.feed.following(number, is_left=is_left) for lane in former.lanes]
         if not self._follows_length or feeds[0].source is self.source:
             return feeds
         position = of_length(Position(epoch=number, lanes=[_beginning(feeds[0])]), self.source)

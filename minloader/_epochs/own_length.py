@@ -36,11 +36,12 @@ def of_source(source: SamplerSource, size: int | None) -> SamplerSource:
     if isinstance(sampler, BatchSampler):
         if size in (None, sampler.n):
             return source
+        last_batch: Any = sampler.last_batch
         made = BatchSampler(
             size,
             sampler.batch_size,
             shuffle=sampler.shuffle,
-            last_batch=sampler.last_batch,
+            last_batch=last_batch,
             seed=sampler.seed,
         )
         return SamplerSource(made)
