@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -463,17 +464,29 @@ def check_shared_memory(shared_memory: Any) -> int | None:
     return check_int("shared_memory", shared_memory, 0)
 
 
-def check_on_error(on_error: Any, max_errors: Any = None) -> None:
-    """Refuse what is neither a known word nor a function, and what is no number of errors."""
-    if max_errors is not None:
-        check_int("max_errors", max_errors, 0)
-    known = on_error in ("raise", "skip", "skip_sample")
-    if not known and (isinstance(on_error, type) or not callable(on_error)):
+def check_on_error(name: str, value: Any) -> None:
+    """Refuse an ``on_error`` or ``on_sample_error`` that is neither a known word nor a function."""
+    known = isinstance(value, str) and value in ("raise", "skip")
+    if not known and (isinstance(value, type) or not callable(value)):
+        raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {shown(value)}")
+
+
+def check_max_errors(max_errors: Any) -> float | None:
+    """Return how many may fail: a number, a share as a float, or None for any number."""
+    if max_errors is None:
+        return None
+    if isinstance(max_errors, bool) or not isinstance(max_errors, Real):
+        raise TypeError(f"max_errors must be an int, a float or None, got {shown(max_errors)}")
+    if isinstance(max_errors, Integral):
+        return check_int("max_errors", max_errors, 0)
+    share = float(max_errors)
+    if not 0 < share < 1:
         raise ValueError(
-            f"on_error must be 'raise', 'skip', 'skip_sample' or a callable, got {shown(on_error)}"
+            f"max_errors={max_errors} is a share of the samples, since it is no int, and must be "
+            "between 0 and 1, such as 0.05; for a number of samples give an int, and for any "
+            "number None"
         )
-    if hasattr(on_error, "for_sample"):
-        check_callable("for_sample of on_error", on_error.for_sample)
+    return share
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:

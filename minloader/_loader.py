@@ -68,7 +68,7 @@ from minloader._pools.group import PoolGroup
 from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
-from minloader._worker.batch_maker import asked_per_sample
+from minloader._worker.batch_maker import OnSampleError, asked_about_samples
 from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
@@ -127,16 +127,21 @@ class Loader(Generic[B]):
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``
             (the one after gives the next batch), "skip" the batch with a warning in the
             log, or a callable that is given a :class:`BatchError` here and returns a batch in its
-            place, or :data:`SKIP`, or raises. "skip_sample" leaves out of its batch a sample on
-            which the dataset or ``transform`` fails, with a warning in the log, and raises all
-            else. A callable with a method ``for_sample`` is asked for each such sample: that is
-            called in the worker, with a :class:`BatchError`, and returns a sample in its place, or
-            :data:`SKIP`, or raises, so that the batch fails. Whatever ``on_error`` is, a sample
-            that is :data:`SKIP` is left out, and an epoch that gives no batch since its batches
-            failed ends in a :class:`BatchError`.
-        max_errors: how many batches and samples may fail in the life of the loader. The next one
-            that fails ends the loop with a :class:`BatchError` in its place, which shows the first
-            ones, whatever ``on_error`` is. None: any number.
+            place, or :data:`SKIP`, or raises. Whatever it is, a sample that is :data:`SKIP` is left
+            out, and an epoch that gives no batch since its batches failed ends in a
+            :class:`BatchError`.
+        on_sample_error: what becomes of a sample on which the dataset or ``transform`` fails, or
+            past ``retries`` hangs or takes its worker along: "raise" has its batch fail, "skip"
+            leaves it out of its batch, with a warning in the log, and a callable returns a sample
+            in its place, or :data:`SKIP`, or raises, so that the batch fails. The callable is given
+            a :class:`BatchError` with the sample, where that is made: in the worker.
+        max_errors: how many samples of an epoch may fail, and batches of which it is not known by
+            which sample; the same sample counts once. A float, such as 0.05, is a share of the
+            samples of the epoch: its number of batches, times the mean size of those so far. Where
+            the epoch has no ``len``, it is a share of the samples so far, or of 1,000 while these
+            are fewer; at its end of all. One more that fails ends the loop with a
+            :class:`BatchError` in its place, which shows the first ones, whatever ``on_error`` is.
+            States keep the count. None: any number.
         chunks: whether tiny batches may travel several to a task, whatever the sampler is. They do
             where it cannot look at the loop: lists, ranges, samplers of minloader and of torch. Any
             other is never read further ahead than ``prefetch_factor * num_workers`` batches, so
@@ -180,7 +185,8 @@ class Loader(Generic[B]):
         timeout: float | None = None,
         retries: int = 1,
         on_error: OnError = "raise",
-        max_errors: int | None = None,
+        on_sample_error: OnSampleError = "raise",
+        max_errors: float | None = None,
         chunks: bool = False,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
@@ -196,7 +202,9 @@ class Loader(Generic[B]):
         retries = check_int("retries", retries, 0)
         checks.check_memory_limit(worker_memory_limit, executor)
         budget = checks.check_shared_memory(shared_memory)
-        checks.check_on_error(on_error, max_errors)
+        checks.check_on_error("on_error", on_error)
+        checks.check_on_error("on_sample_error", on_sample_error)
+        max_errors = checks.check_max_errors(max_errors)
         checks.check_callable("transform", transform)
         checks.check_callable("collate_fn", collate_fn)
         checks.check_callable("worker_init_fn", worker_init_fn)
@@ -227,7 +235,7 @@ class Loader(Generic[B]):
             memory_limit=worker_memory_limit,
             batch_size=batch_size if is_stream else None,
             keep_last=last_batch == "keep",
-            on_sample=asked_per_sample(on_error),
+            on_sample_error=asked_about_samples(on_sample_error),
             is_stream=is_stream,
             rank=rank_of_stream(dataset) if is_stream else rank_of(made),
             seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),

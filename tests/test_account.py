@@ -1160,10 +1160,10 @@ def unmounted(item: Any) -> Any:
     raise OSError(f"{item} is on a disk that is not there")
 
 
-@pytest.mark.parametrize("on_error", ["skip", "skip_sample"])
+@pytest.mark.parametrize("argument", ["on_error", "on_sample_error"])
 @pytest.mark.parametrize("way", ["iter", "epochs", "endless"])
-def test_an_epoch_in_which_every_batch_failed_is_an_error(make, on_error, way):
-    loader = make(unmounted, BatchSampler(6, 2), collate_fn=list, on_error=on_error)
+def test_an_epoch_in_which_every_batch_failed_is_an_error(make, argument, way):
+    loader = make(unmounted, BatchSampler(6, 2), collate_fn=list, **{argument: "skip"})
     batches: Any = iter(loader)
     if way != "iter":
         batches = loader.epochs(2) if way == "epochs" else loader.epochs()

@@ -124,7 +124,7 @@ def test_errors_are_those_of_their_samples(options, caplog):
         with pytest.raises(Exception, match="SystemExit"):
             next(taken)
         assert next(taken) == [1, 2]
-    with Loader(dataset, [[8, 0, 9]], collate_fn=list, on_error="skip_sample", **options) as loader:
+    with Loader(dataset, [[8, 0, 9]], collate_fn=list, on_sample_error="skip", **options) as loader:
         assert list(loader) == [[0]]
         assert loader.stats.errors.skipped_samples == 2
     assert "left out sample 9" in caplog.text

@@ -267,7 +267,7 @@ def test_foreign_executor_in_a_fork_is_refused():
         ({"num_workers": True}, TypeError, "num_workers must be an int, got True"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),
         ({"seed": -3}, ValueError, "seed must be at least 0, got -3"),
-        ({"on_error": "ignore"}, ValueError, "on_error must be 'raise', 'skip', 'skip_sample'"),
+        ({"on_error": "ignore"}, ValueError, "on_error must be 'raise', 'skip' or a callable"),
         ({"executor": "gpu"}, ValueError, "executor must be .* got 'gpu'"),
         ({"mp_context": "spoon"}, ValueError, "mp_context must be .*'spawn'.* got 'spoon'"),
         ({"mp_context": 3}, TypeError, "mp_context must be"),

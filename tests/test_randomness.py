@@ -325,10 +325,10 @@ def test_transform_draws_for_the_sample_and_collate_fn_cannot():
 
 
 @pytest.mark.parametrize("wrap", [Wrapped, concurrent])
-@pytest.mark.parametrize("on_error", ["raise", "skip_sample"])
+@pytest.mark.parametrize("on_sample_error", ["raise", "skip"])
 @pytest.mark.parametrize("items", [range(4), [[0, 1], [2, 3]]])
 def test_the_dataset_and_transform_draw_other_numbers_however_batches_are_made(
-    wrap, on_error, items
+    wrap, on_sample_error, items
 ):
     def draw(sample: Any) -> Any:
         return sample[1], int(get_worker_info().sample_rng.integers(1 << 60))
@@ -342,7 +342,7 @@ def test_the_dataset_and_transform_draw_other_numbers_however_batches_are_made(
 
     expected = drawn(Drawn(), range(4))
     assert len(set(expected)) == 8
-    assert set(drawn(wrap(Drawn()), items, on_error=on_error)) == set(expected)
+    assert set(drawn(wrap(Drawn()), items, on_sample_error=on_sample_error)) == set(expected)
 
 
 def test_whole_lists_streams_and_odd_indices_have_no_samples_generator():

@@ -1782,7 +1782,7 @@ def test_the_epoch_is_told_to_all_who_want_it():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_arguments_of_our_own(num_workers, tmp_path):
-    options: dict[str, Any] = {"num_workers": num_workers, "on_error": "skip_sample"}
+    options: dict[str, Any] = {"num_workers": num_workers, "on_sample_error": "skip"}
     with DataLoader(Bad(6, fails=2), 2, transform=zoo.doubled, **options) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 2], [6], [8, 10]]
         assert loader.stats.errors.skipped_samples == 1

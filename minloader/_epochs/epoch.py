@@ -6,9 +6,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
-from minloader._epochs.position import Position
+from minloader._epochs.position import Position, Tally
 from minloader._epochs.task import Task
 from minloader._worker import lifetimes
 
@@ -78,6 +79,9 @@ class Epoch:
         has_given: whether a batch of it was handed over.
         is_one_of_several: whether the iterator goes through several epochs.
         claims: of the iterator.
+        losses: what has failed in it.
+        before: how many batches and samples had come before the position where it begins.
+        has_told: whether an error has said that too much failed.
         left_out: how many of its batches failed and were left out.
         is_over: whether the consumer was told that there are no more batches.
         is_left: whether the iterator is gone.
@@ -89,6 +93,9 @@ class Epoch:
     has_given: bool
     is_one_of_several: bool
     claims: Claims
+    losses: Losses
+    before: Tally
+    has_told: bool = False
     left_out: int = 0
     is_over: bool = False
     is_left: bool = False
@@ -126,9 +133,24 @@ class Epoch:
         for lane in self.lanes:
             ordinals = [claim.ordinal for claim in on_the_way if claim.lane is lane]
             lanes.append(lane.position(tuple(each for each in ordinals if each >= 0)))
+        tally = self.come()
+        for claim in on_the_way:
+            if claim.task is not None and claim.lane is not None and claim.lane.counts_samples:
+                tally = tally.plus(-1, -claim.lane.samples_of(claim.task, claim.ordinal))
         return Position(
-            epoch=self.number, lanes=lanes, is_stream=self.is_stream, length=self.length
+            epoch=self.number,
+            lanes=lanes,
+            is_stream=self.is_stream,
+            length=self.length,
+            tally=tally._replace(failed=self.losses.count),
         )
+
+    def come(self) -> Tally:
+        """Return how many batches and samples have come, where a share of these may fail."""
+        tally = self.before
+        for lane in self.lanes:
+            tally = tally.plus(lane.come.batches, lane.come.samples)
+        return tally
 
     def skip(self, n: int) -> None:
         """Leave out the next batches, up to the end, or to an error of the sampler."""

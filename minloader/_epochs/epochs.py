@@ -25,12 +25,14 @@ from typing import Any
 from minloader import _checks as checks
 from minloader._checks import is_stateful, shown
 from minloader._epochs.epoch import Epoch
+from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed, SamplerSource, check_length
 from minloader._epochs.iterator import Batches
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.own_length import length_now, of_length, of_source
 from minloader._epochs.position import (
+    NOTHING_CAME,
     Known,
     LanePosition,
     Position,
@@ -296,13 +298,21 @@ class Epochs:
                     share=len(feeds),
                 )
             )
+        number = feeds[0].epoch
+        goes_on = resume is not None and number == resume.epoch
+        tally = resume.tally if resume is not None and goes_on else NOTHING_CAME
+        losses = Losses(tally.failed)
+        if tally.failed:
+            losses.recall(each for each in shared.counters.last_errors if each[0] == number)
         return Epoch(
-            number=feeds[0].epoch,
+            number=number,
             lanes=lanes,
             is_stream=is_stream,
             has_given=False,
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,
+            losses=losses,
+            before=tally,
         )
 
     # --- states
@@ -318,6 +328,8 @@ class Epochs:
                 else:
                     position = self.next_position()
             if self.under_way is under_way and self.resume is resume:
+                errors = tuple(checks.copied(self.shared.counters.last_errors))
+                position = replace(position, errors=errors)
                 return to_state(position, seed, self.shared.options.batch_size)
             # Another thread has begun an epoch meanwhile.
 
@@ -394,6 +406,7 @@ class Epochs:
                 user.is_superseded = True
             if position.is_stream:
                 self.shards = len(position.lanes)
+            self.shared.counters.recall(position.errors)
             self.resume = position
             self._number = None
             self.under_way = deque()

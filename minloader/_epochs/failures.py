@@ -1,24 +1,31 @@
-"""A batch that failed: the error that the user sees, and what ``on_error`` makes of it.
+"""What failed: the error that the user sees, what ``on_error`` makes of it, and how much may fail.
 
-All of it runs in the consumer's thread.
+All of it runs in the consumer's thread. What ``on_sample_error`` makes of a sample is done where
+that is made, by ``_worker/batch_maker.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, shown
 from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
-from minloader._insight.counters import ERRORS_KEPT, Counters
+from minloader._insight.counters import ERRORS_KEPT, Counters, plain
+from minloader._insight.stats import Failed
 from minloader._memory import pickling
 from minloader._pools.base import Death
 from minloader._worker.messages import Failure
 
 logger = logging.getLogger("minloader")
 
-OnError = Literal["raise", "skip", "skip_sample"] | Callable[[BatchError], Any]
+OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+
+UNKNOWN_EPOCH = 1000
+"""Samples that an epoch of unknown length is taken to have, as long as fewer have come."""
 
 
 class Raised(NamedTuple):
@@ -79,7 +86,7 @@ def handle(
         report.__cause__ = error or remote
 
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
-    if on_error in ("raise", "skip_sample") or not skippable:
+    if on_error == "raise" or not skippable:
         # One that cannot be carried; or that would end the loop as if the epoch were over, or the
         # program without a word.
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
@@ -98,32 +105,101 @@ def handle(
 
 def named(ordinal: int, epoch: int, item: Any, sample: Any = ()) -> str:
     """Return how messages name a batch, and in it the sample, whose index is in a tuple."""
-    which = f", sample {shown(sample[0])}" if sample else ""
+    which = f", sample {shown(sample[0])}" if sample and sample[0] is not item else ""
     return f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}"
 
 
 def sample_at(item: Any, place: int) -> tuple[Any, ...]:
     """Return the index at a place of an item, in a tuple; () if it is not known."""
-    if place < 0 or isinstance(item, str | bytes | Mapping):
-        return ()
+    return () if place < 0 else tuple(indices_of(item)[place : place + 1])
+
+
+def indices_of(item: Any) -> list[Any]:
+    """Return the indices of the samples of an item; [] if these are not known."""
+    if isinstance(item, str | bytes | Mapping):
+        return []
     try:
-        index = list(item)[place]
-    except (TypeError, IndexError):
-        return ()
-    return () if isinstance(index, list) else (index,)  # a list of batches
+        indices = list(item)
+    except TypeError:
+        return []
+    if isinstance(item, list) and all(isinstance(each, list) for each in item):  # of batches
+        return [index for each in item for index in each]
+    return indices
 
 
-def too_many(counters: Counters, most: int) -> str:
-    """Return what to say if more has failed than may."""
+# --- how much may fail
+
+
+@dataclass(eq=False, repr=False)
+class Losses:
+    """What has failed in an epoch. The same sample counts once, and the same batch.
+
+    Attributes:
+        count: how many samples have failed, and batches of which it is not known by which sample.
+        known: what the last of these are recognized by, as many as a state has errors.
+    """
+
+    count: int = 0
+    known: dict[str, None] = field(default_factory=dict)
+
+    def add(self, batch: int, sample: Any) -> None:
+        """Count an error, of a sample or else of a batch."""
+        key = self._key(batch, sample)
+        if key in self.known:
+            return
+        self.known[key] = None
+        self.count += 1
+        if len(self.known) > ERRORS_KEPT:
+            del self.known[next(iter(self.known))]
+
+    def recall(self, errors: Iterable[Failed]) -> None:
+        """Know errors of the epoch that were counted before."""
+        self.known = {self._key(batch, sample): None for _, batch, sample, _ in errors}
+
+    def _key(self, batch: int, sample: Any) -> str:
+        return f"batch {batch}" if sample is None else f"sample {plain(sample)!r}"
+
+
+def most_allowed(
+    max_errors: float, length: int | None, batches: int, samples: int, *, is_over: bool
+) -> float:
+    """Return how many may fail in an epoch.
+
+    Args:
+        max_errors: the number, or a share of the samples of the epoch.
+        length: number of batches of the epoch; None if it is not known.
+        batches: that have come.
+        samples: in these.
+        is_over: whether no more will come.
+    """
+    if not isinstance(max_errors, float):
+        return max_errors
+    if is_over:
+        return max_errors * samples
+    if length is None:
+        return max(1.0, max_errors * max(samples, UNKNOWN_EPOCH))
+    return max_errors * length * samples / batches
+
+
+def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, most: float) -> str:
+    """Return what to say if more has failed than may.
+
+    Args:
+        counters: they have the errors.
+        losses: of the epoch.
+        epoch: its number.
+        max_errors: as the user gave it.
+        most: how many that allows.
+    """
+    errors = [each for each in counters.last_errors if each[0] == epoch]
     first = [
-        f"  epoch {epoch}, batch {batch}, sample {shown(sample)}: {error}"
-        for epoch, batch, sample, error in [*counters.last_errors][:5]
+        f"  batch {batch}, sample {shown(sample)}: {error}" for _, batch, sample, error in errors
     ]
-    failed = counters.errors.failed
-    which = "these" if failed <= ERRORS_KEPT else f"the last {ERRORS_KEPT}"
+    share = f" (at most {math.floor(most)} of them)" if isinstance(max_errors, float) else ""
+    which = "these" if losses.count <= len(errors) else "those that are known"
     return (
-        f"{failed} batches and samples have failed, more than max_errors={most}; the first of "
-        f"{which}:\n" + "\n".join(first)
+        f"{losses.count} batches and samples of epoch {epoch} have failed, more than max_errors="
+        f"{max_errors} allows{share}; the first of {which}:\n" + "\n".join(first[:5])
     )
 
 
@@ -145,19 +221,21 @@ def add_note(error: BaseException, note: str) -> None:
         logger.debug("%s; the error takes no notes (%s)", note, refusal)
 
 
-def tell_death(death: Death, ordinal: int, epoch: int, item: Any) -> None:
+def tell_death(death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[Any, ...]) -> None:
     """Say in the log which batch a worker has died with."""
     logger.warning(
         "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
         "under way is made again",
         *(death.worker, death.pid, death.cause),
-        named(ordinal, epoch, item, sample_at(item, death.place)),
+        named(ordinal, epoch, item, sample),
     )
 
 
-def lethal(death: Death, ordinal: int, epoch: int, item: Any, tries: int) -> BatchError:
-    """Return the error for a batch that no worker survives."""
-    what = named(ordinal, epoch, item, sample_at(item, death.place))
+def lethal(
+    death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[Any, ...], tries: int
+) -> BatchError:
+    """Return the error for a batch, or a sample, that no worker survives."""
+    what = named(ordinal, epoch, item, sample)
     times = f" (tried {tries} times)" if tries > 1 else ""
     if death.stack is None:
         crash = death.crash and f"; it was at\n{death.crash}"

@@ -362,6 +362,7 @@ class Feed:
             slot=slot,
             id=number,
             alone=alone,
+            lost=task.lost,
         )
 
     def told_ordinal(self, ordinal: int) -> int:

@@ -43,6 +43,7 @@ from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
 from minloader._epochs.lane import Lane, track
 from minloader._epochs.options import Shared
+from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.stage import Stage, StagedClaim, Work
 from minloader._epochs.task import Arrivals, Task
@@ -291,6 +292,7 @@ class Batches(Iterator[B], Generic[B]):
             feed.error = None
             return
         taken, ahead = lane.after(claim.ordinal)
+        come = lane.come_after(task, claim.ordinal) if lane.counts_samples else lane.come
         outcomes = task.outcomes
         assert outcomes is not None
         n = claim.ordinal - task.first
@@ -301,6 +303,7 @@ class Batches(Iterator[B], Generic[B]):
         claims.ahead = ahead_of_consumer
         lane.ahead = ahead
         lane.taken = taken
+        lane.come = come
         outcomes[n] = None
         if is_last:
             task.reply = task.memory = None
@@ -338,10 +341,12 @@ class Batches(Iterator[B], Generic[B]):
                 return
             if claim.outcome is SKIP:
                 taken, ahead = lane.after(ordinal)
+                come = lane.come_after(task, ordinal)
                 outcomes = task.outcomes
                 assert outcomes is not None
                 lane.ahead = ahead
                 lane.taken = taken
+                lane.come = come
                 outcomes[n] = None
                 shared.counters.errors.skipped += 1
                 epoch.left_out += has_failed
@@ -393,19 +398,39 @@ class Batches(Iterator[B], Generic[B]):
         self, shared: Shared, epoch: Epoch, claim: Claim, sample: Any, text: str
     ) -> BatchError | None:
         """Count what has failed; return an error if that is too many."""
-        assert claim.lane is not None
-        counters, most = shared.counters, shared.options.max_errors
+        lane = claim.lane
+        task = claim.task
+        assert lane is not None
+        assert task is not None
         index = (failures.load(sample) or (None,))[0]
-        ordinal = claim.lane.feed.told_ordinal(claim.ordinal)
-        counters.fail(epoch.number, ordinal, index, text)
-        if most is None or counters.errors.failed <= most:
+        ordinal = lane.feed.told_ordinal(claim.ordinal)
+        shared.counters.fail(epoch.number, ordinal, index, text)
+        epoch.losses.add(ordinal, index)
+        come = epoch.come()
+        if lane.counts_samples:
+            come = come.plus(1, lane.samples_of(task, claim.ordinal))
+        text = self._too_many(shared, epoch, come, is_over=False)
+        if not text:
             return None
-        return BatchError(
-            failures.too_many(counters, most),
-            ordinal=ordinal,
-            epoch=epoch.number,
-            sample=index,
+        return BatchError(text, ordinal=ordinal, epoch=epoch.number, sample=index)
+
+    def _too_many(self, shared: Shared, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
+        """Return what to say if more of an epoch has failed than may; else ""."""
+        max_errors = shared.options.max_errors
+        if max_errors is None:
+            return ""
+        losses = epoch.losses
+        most = failures.most_allowed(
+            max_errors,
+            length=epoch.length,
+            batches=come.batches,
+            samples=come.samples,
+            is_over=is_over,
         )
+        if losses.count <= most:
+            return ""
+        epoch.has_told = True
+        return failures.too_many(shared.counters, losses, epoch.number, max_errors, most)
 
     # --- which is next
 
@@ -563,6 +588,7 @@ class Batches(Iterator[B], Generic[B]):
                     return epoch
                 if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
                     raise StopIteration
+                self._check_losses(shared, epoch)
                 self._check_fruit(epoch)
                 if self._watch is not None:
                     self._watch.count_empty(epoch.lanes)
@@ -584,6 +610,17 @@ class Batches(Iterator[B], Generic[B]):
             self.epochs.popleft()
         for lane in epoch.lanes:
             lane.pool.failed_starts.clear()
+
+    def _check_losses(self, shared: Shared, epoch: Epoch) -> None:
+        """Raise an error if too large a share of an epoch that has ended failed.
+
+        Before its end that was not known, or the other samples were yet to come.
+        """
+        if epoch.has_told or not epoch.losses.count or not epoch.lanes[0].counts_samples:
+            return
+        text = self._too_many(shared, epoch, epoch.come(), is_over=True)
+        if text:
+            raise BatchError(text, epoch=epoch.number)
 
     def _check_fruit(self, epoch: Epoch) -> None:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""

@@ -30,10 +30,10 @@ from minloader._checks import copied, shown
 from minloader._epochs import failures
 from minloader._epochs.feed import Feed
 from minloader._epochs.options import Shared
-from minloader._epochs.position import LanePosition, Range
+from minloader._epochs.position import NOTHING_CAME, LanePosition, Range, Tally
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Arrivals, Shipment, Task
-from minloader._errors import WorkerDied
+from minloader._errors import BatchError, WorkerDied
 from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
@@ -69,6 +69,8 @@ class Lane:
         taken: how many batches the iterator has taken, without a gap: each was handed over, or is
             on its way to the consumer.
         ahead: those after these that it has taken before their turn.
+        come: how many batches and samples it has taken, if these are counted.
+        counts_samples: whether they are, since ``max_errors`` is a share of them.
         tasks: what is not handed over, as far as it was drawn.
         pool: where the tasks are.
     """
@@ -86,6 +88,8 @@ class Lane:
         self.feed = feed
         self.taken = position.given
         self.ahead = position.ahead
+        self.come = NOTHING_CAME
+        self.counts_samples = isinstance(shared.options.max_errors, float)
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
         self._get_pool = get_pool
@@ -238,7 +242,8 @@ class Lane:
             if pool.slots is not None:
                 shipment.slot = pool.slots.lend()
                 address = pool.slots.address(shipment.slot)
-            alone = task.tries > 0 or not self.shared.options.retries
+            is_retried = task.tries > 0 or task.lost is not None
+            alone = is_retried or not self.shared.options.retries
             packed = pool.pack(self.feed.message(task, shipment.id, address, alone=alone))
             is_packed = True
             # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
@@ -287,6 +292,20 @@ class Lane:
             else:
                 joined.append((start, stop))
         return joined[0][1], tuple(joined[1:])
+
+    def samples_of(self, task: Task, ordinal: int) -> int:
+        """Return how many samples a batch is made of, as far as that is known."""
+        if isinstance(self.feed, ShardFeed):
+            return self.shared.options.batch_size or 1
+        if self.shared.group.job.collate_fn is None:
+            return 1
+        return len(failures.indices_of(task.item(ordinal - task.first)))
+
+    def come_after(self, task: Task, ordinal: int) -> Tally:
+        """Return what has come once another batch was taken."""
+        if not self.counts_samples:
+            return self.come
+        return self.come.plus(1, self.samples_of(task, ordinal))
 
     def next_received(self) -> Task | None:
         """Return a task that has something to hand over, if one is here.
@@ -425,7 +444,7 @@ class Lane:
     def _without_suspect(self, task: Task, death: Death) -> list[Task]:
         """Return what is sent again, apart from the batch that a dead worker was making."""
         options, counters = self.shared.options, self.shared.counters
-        if options.concurrency and death.stack is None:
+        if options.concurrency and death.stack is None and task.lost is None:
             death = death._replace(place=-1)  # any of those that were read may be to blame
         n = max(0, death.item)
         suspect = task.part(n, n + 1, tries=task.tries + 1)
@@ -433,6 +452,7 @@ class Lane:
             "ordinal": self.feed.told_ordinal(task.first + n),
             "epoch": self.feed.epoch,
             "item": self.feed.told_item(task, n),
+            "sample": self._sample_of(task, n, death.place),
         }
         self._tell_death(death, place)
         if not (death.final or suspect.tries > options.retries):
@@ -441,15 +461,52 @@ class Lane:
             self.feed.end_before(task, self)
             return [task]
         else:
-            sample = failures.sample_at(place["item"], death.place)
-            suspect.failed(failures.lethal(death, tries=suspect.tries, **place))
-            assert suspect.outcomes is not None
-            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=sample)
-            suspect.reply = Reply(
-                worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
-            )
+            error = failures.lethal(death, tries=suspect.tries, **place)
+            lost = self._lost_with(suspect, death, error)
+            if lost is not None:
+                counters.errors.retries += 1
+                suspect.lost = lost
+                suspect.tries = 0  # another sample has tries of its own
+            else:
+                suspect.failed(error)
+                assert suspect.outcomes is not None
+                suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=place["sample"])
+                suspect.reply = Reply(
+                    worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
+                )
         pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
         return [each for each in pieces if each.items]
+
+    def _sample_of(self, task: Task, n: int, place: int) -> tuple[Any, ...]:
+        """Return the index of a sample of a batch, in a tuple; () if it is not known."""
+        if place < 0 or isinstance(self.feed, ShardFeed):
+            return ()
+        item = self.feed.told_item(task, n)
+        if self.shared.group.job.collate_fn is None:  # the item is the sample
+            return (item,)
+        return failures.sample_at(item, place)
+
+    def _lost_with(
+        self, suspect: Task, death: Death, error: BatchError
+    ) -> dict[int, BatchError] | None:
+        """Return which samples of a batch are not made again, since its worker died once too often.
+
+        None: the batch has failed. Where samples are read together it is made once more before
+        that, without any of them left out, so that it shows which one is to blame.
+        """
+        job = self.shared.group.job
+        if job.on_sample_error is None:
+            return None
+        lost = suspect.lost
+        if death.place < 0:
+            kind = type(job.dataset)
+            is_together = hasattr(kind, "__getfutures__") or hasattr(kind, "__getitems__")
+            is_hidden = lost is None and is_together and not job.is_stream
+            return {} if is_hidden else None
+        if lost is None:
+            return {death.place: error}
+        # Else what was put in its place, or was asked for that, takes workers along too.
+        return None if death.place in lost else {**lost, death.place: error}
 
     def _again(self, task: Task, error: BaseException) -> list[Task]:
         """Return what is sent again of a task that was lost, and no batch of it was suspected."""

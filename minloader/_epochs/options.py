@@ -24,7 +24,8 @@ class Options:
         timeout: seconds that a batch may take; None for any.
         memory_limit: bytes that a worker may have for itself; None for any.
         on_error: what to do with a batch that failed.
-        max_errors: how many batches and samples may fail; None for any.
+        max_errors: how many batches and samples of an epoch may fail; a float is a share of its
+            samples; None for any.
         concurrency: most samples that a worker reads at the same time, by ``concurrent``: a task
             has as many, in as many batches as that takes. 0 without.
         chunks: whether a task may have several batches, whatever the sampler is.
@@ -36,7 +37,7 @@ class Options:
     timeout: float | None
     memory_limit: int | None
     on_error: OnError
-    max_errors: int | None
+    max_errors: float | None
     concurrency: int
     chunks: bool
     batch_size: int | None

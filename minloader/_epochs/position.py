@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from minloader._checks import check_int, part_meant, shown
+from minloader._insight.counters import ERRORS_KEPT, plain
+from minloader._insight.stats import Failed
 
 VERSION = 1
 """Version of the states."""
@@ -115,6 +117,27 @@ def _without(ranges: Iterable[Range], ordinal: int) -> Iterable[Range]:
             yield start, stop
 
 
+class Tally(NamedTuple):
+    """How much of an epoch has come, and has failed: what ``max_errors`` is compared with.
+
+    Attributes:
+        batches: that have come, where a share of their samples may fail; else 0.
+        samples: in these.
+        failed: how many samples have failed, and batches of which no sample is known.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    failed: int = 0
+
+    def plus(self, batches: int, samples: int) -> Tally:
+        """Return the tally after more have come; before that, with numbers below 0."""
+        return self._replace(batches=self.batches + batches, samples=self.samples + samples)
+
+
+NOTHING_CAME = Tally()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """What of an epoch was handed over.
@@ -124,12 +147,16 @@ class Position:
         lanes: one of a sampler, or one for each shard of a stream.
         is_stream: which of these.
         length: number of batches of the epoch; None if it is not known.
+        tally: how much of it has failed.
+        errors: the last ones, of all epochs so far; of a position that is in a state.
     """
 
     epoch: int
     lanes: list[LanePosition] = field(default_factory=lambda: [LanePosition()])
     is_stream: bool = False
     length: int | None = None
+    tally: Tally = NOTHING_CAME
+    errors: tuple[Failed, ...] = ()
 
     @property
     def has_begun(self) -> bool:
@@ -169,7 +196,12 @@ def to_state(position: Position, seed: int, batch_size: int | None) -> State:
     the path of each of its leaves, and a new loader's state is the template that one is read into.
     A tuple is a leaf to them, whatever is in it.
     """
-    state: State = {"version": VERSION, "seed": seed, "epoch": position.epoch}
+    state: State = {
+        "version": VERSION,
+        "seed": seed,
+        "epoch": position.epoch,
+        "errors": (_errors_state(position),),
+    }
     if position.is_stream:
         shards = [_shard_state(lane) for lane in position.lanes]
         return state | {"stream": ({"shards": shards, "batch_size": batch_size},)}
@@ -184,6 +216,18 @@ def to_state(position: Position, seed: int, batch_size: int | None) -> State:
         "sampler": (known,),
         "check": None if lane.check is None else list(lane.check),
     }
+
+
+TEXT_KEPT = 500
+"""Most characters of an error's text that a state has."""
+
+
+def _errors_state(position: Position) -> State:
+    last = [
+        [epoch, batch, plain(sample), text[:TEXT_KEPT]]
+        for epoch, batch, sample, text in position.errors[-ERRORS_KEPT:]
+    ]
+    return position.tally._asdict() | {"last": last}
 
 
 def _shard_state(lane: LanePosition) -> State:
@@ -252,14 +296,27 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
     try:
         seed = check_int("seed", state["seed"], 0)
         epoch = check_int("epoch", state["epoch"], 0)
+        (failed,) = state["errors"]
+        tally = Tally(*[check_int(name, failed[name], 0) for name in Tally._fields])
+        errors = tuple([_error(*each) for each in failed["last"]])
+        length = None
         if is_stream:
             (stream,) = state["stream"]
             lanes = [_shard_position(each) for each in stream["shards"]]
             if not lanes:
                 raise ValueError("it has no shards")
-            return Position(epoch=epoch, lanes=lanes, is_stream=True), seed
-        lane = _sampler_position(state)
-        return Position(epoch=epoch, lanes=[lane], length=state["length"]), seed
+        else:
+            lanes = [_sampler_position(state)]
+            length = state["length"]
+        position = Position(
+            epoch=epoch,
+            lanes=lanes,
+            is_stream=is_stream,
+            length=length,
+            tally=tally,
+            errors=errors,
+        )
+        return position, seed
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
 
@@ -300,6 +357,17 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
             has_failed=_truth("failed", state),
         )
     )
+
+
+def _error(epoch: Any, batch: Any, sample: Any, text: Any) -> Failed:
+    if not isinstance(text, str):
+        raise TypeError(f"an error must be text, got {shown(text)}")
+    return check_int("epoch", epoch, 0), check_int("batch", batch, 0), _as_index(sample), text
+
+
+def _as_index(sample: Any) -> Any:
+    """Return the index of a sample, which is no list, as JSON may have made of it."""
+    return tuple(map(_as_index, sample)) if isinstance(sample, list) else sample
 
 
 def _truth(name: str, state: Mapping[str, Any]) -> bool:

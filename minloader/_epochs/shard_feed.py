@@ -124,6 +124,7 @@ class ShardFeed:
             slot=slot,
             id=number,
             shard=shard,
+            lost=task.lost,
         )
 
     def told_ordinal(self, ordinal: int) -> int:

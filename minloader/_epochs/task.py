@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from minloader._epochs.position import Check, Known
-from minloader._errors import without_frames
+from minloader._errors import BatchError, without_frames
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem
@@ -41,6 +41,8 @@ class Task:
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
             not get here. Not when another worker of its executor died.
+        lost: samples of its one batch that took a worker along, by their places, each with the
+            error that stands for it; they are not made again. None: it is made as ever.
         shipment: what was sent; None if it was not, or that was lost.
         reply: to that; None where the outcomes are not a worker's.
         memory: that the reply's batches lie in.
@@ -53,6 +55,7 @@ class Task:
     known: Known
     check: Check | None = None
     tries: int = 0
+    lost: dict[int, BatchError] | None = None
     shipment: Shipment | None = None
     reply: Reply | None = None
     memory: Any = None
@@ -72,6 +75,7 @@ class Task:
             known=self.known,
             check=self.check,
             tries=self.tries if tries is None else tries,
+            lost=self.lost,
         )
 
     def failed(self, *errors: Exception, stage: str = "", fatal: bool = False) -> Task:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minloader._checks import copied
+from minloader._checks import copied, shown
 from minloader._insight.stats import ErrorStats, Failed, MemoryStats, Stats, TimeStats, WorkerStats
 from minloader._insight.timeline import Event, EventLog
 from minloader._insight.workers import WorkerLog
@@ -15,6 +17,24 @@ from minloader._worker.messages import Reply
 
 ERRORS_KEPT = 1000
 """Number of errors kept, the last ones."""
+
+
+INDEX_KEPT = 1000
+"""Most characters, or parts, of the index of a sample that a state has."""
+
+
+def plain(sample: Any) -> Any:
+    """Return the index of a sample as JSON can have it; of what it cannot, a short text."""
+    if sample is None or isinstance(sample, bool | float):
+        return sample
+    if isinstance(sample, str):
+        return sample[:INDEX_KEPT]
+    if isinstance(sample, tuple | list) and len(sample) <= INDEX_KEPT:
+        return [plain(each) for each in sample]
+    try:
+        return operator.index(sample)  # numpy's, too
+    except TypeError:
+        return shown(sample)
 
 
 # Slots: each access in Batches.__next__ takes half as long (3.12: 230 ns a batch, against 500).
@@ -128,6 +148,13 @@ class Counters:
         """Count an error; see :data:`Failed`."""
         self.errors.failed += 1
         self.last_errors.append((epoch, batch, sample, error))
+
+    def recall(self, errors: Iterable[Failed]) -> None:
+        """Have errors of a state that was loaded be among those that are known."""
+        known = {(epoch, batch, repr(plain(each))) for epoch, batch, each, _ in self.last_errors}
+        former = [error for error in errors if (*error[:2], repr(plain(error[2]))) not in known]
+        self.errors.failed += len(former)
+        self.last_errors = deque([*former, *self.last_errors], maxlen=ERRORS_KEPT)
 
     def record(
         self, track: str, name: str, start: float, seconds: float, args: dict[str, Any]

@@ -151,7 +151,7 @@ class ErrorStats:
 
     Attributes:
         failed: number of batches that failed, whatever became of them, and of samples that were
-            left out since they failed.
+            left out, or replaced, since they failed; with those that a state has brought along.
         last: the last 1,000 of these, as tuples ``(epoch, batch, sample, error)``: the number of
             the batch in its epoch, the index of the sample (None if it is not known), and the
             error as text.

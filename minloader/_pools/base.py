@@ -254,7 +254,8 @@ class RemotePool(Pool):
 
     def pack(self, task: TaskMessage) -> TaskMessage:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]
-        return task._replace(items=items)
+        lost = None if task.lost is None else pack(task.lost, down=True)
+        return task._replace(items=items, lost=lost)
 
 
 @dataclass(eq=False, repr=False)

@@ -276,7 +276,7 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
     try:
         return JobFile(job, start_method)
     except Exception as error:
-        for name in ("dataset", "transform", "collate_fn", "worker_init_fn"):
+        for name in ("dataset", "transform", "collate_fn", "worker_init_fn", "on_sample_error"):
             found = find_culprit(getattr(job, name), name, start_method)
             if found is not None:
                 path, part, cause = found

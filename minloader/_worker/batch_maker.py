@@ -8,13 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from minloader._checks import check_indices, check_samples, reader_of, shown
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import NO_SAMPLE, Job, WorkerInfo, current_info, summary
 
 logger = logging.getLogger("minloader")
+
+OnSampleError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
 @dataclass
@@ -26,6 +28,10 @@ class BatchMaker:
         turn_to: called with the index of each sample before the user's code makes it.
         place: its one element is set to the place of that sample in its item, -1 for none. It may
             be shared memory: who finds this worker stuck or dead reads it.
+        lost: samples that took a worker along, by place, each with the error that stands for it:
+            they are not made again, and the others one after the other. None: there was none.
+        begin_sample: called before each of these others, which has the loader's ``timeout`` for
+            itself.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
         collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
@@ -40,12 +46,15 @@ class BatchMaker:
     job: Job
     turn_to: Callable[..., None] = lambda index, stage=(): None
     place: Any = field(default_factory=lambda: [-1])
+    lost: dict[int, BatchError] | None = None
+    begin_sample: Callable[[], object] = lambda: None
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
     failing: tuple[Any, ...] = ()
     skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
     begun: Any = field(default_factory=list)
+    _before: int = 0  # samples of the item in the batches before, of a list of batches
 
     def __post_init__(self) -> None:
         self.read = reader_of(self.job.dataset)
@@ -66,8 +75,9 @@ class BatchMaker:
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
+        self._before = 0
         if self.job.collate_fn is None:
-            if self.job.on_sample is not None or self.begun:  # the item is a sample
+            if self.job.on_sample_error is not None or self.begun:  # the item is a sample
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self.read(item)
@@ -78,7 +88,10 @@ class BatchMaker:
         # A function of torch's kind: it gets whatever __getitems__ gives.
         as_torch = getattr(self.job.collate_fn, "takes_anything", False)
         if _is_nested(item) and not as_torch:
-            batches = [self._gather(shard) for shard in item]
+            batches = []
+            for indices in item:
+                batches.append(self._gather(indices))
+                self._before += len(indices)
             return SKIP if any(batch is SKIP for batch in batches) else batches
         return self._gather(item, as_torch)
 
@@ -94,14 +107,12 @@ class BatchMaker:
         """
         transform, collate_fn = self.job.transform, self.job.collate_fn
         given = samples
-        samples, indices = self._without_skipped(samples, indices)
+        samples, places = self._without_skipped(samples)
         if transform is not None:
             begin = time.perf_counter()
-            samples = self._each(
-                transform, samples, indices, ("transform",), exact=len(samples) == len(given)
-            )
+            samples = self._each(transform, samples, indices, ("transform",), places=places)
             self.transform_seconds += time.perf_counter() - begin
-            samples, _ = self._without_skipped(samples, ())
+            samples, _ = self._without_skipped(samples)
         if isinstance(samples, list) and not samples and len(given):
             return SKIP  # a sampler's empty batch is one
         if collate_fn is None:
@@ -128,7 +139,9 @@ class BatchMaker:
         dataset = self.job.dataset
         # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
         kind = type(dataset)
-        if self.begun or not (hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")):
+        has_getitems = hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")
+        is_one_by_one = self.lost is not None and (not as_torch or type(item) is list)
+        if self.begun or is_one_by_one or not has_getitems:
             indices = check_indices(item)
             return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)
@@ -136,9 +149,18 @@ class BatchMaker:
             indices = list(item) if hasattr(type(item), "__len__") else []
             if type(item) is tuple and indices and type(indices[0]) is list:
                 item = indices  # as it was before minloader.torch made it no list of batches
-            return self.combine(dataset.__getitems__(item), indices)
+            return self.combine(self._read_together(item, indices), indices)
         indices = check_indices(item)
-        return self.combine(check_samples(dataset.__getitems__(indices), indices), indices)
+        return self.combine(check_samples(self._read_together(indices, indices), indices), indices)
+
+    def _read_together(self, item: Any, indices: list[Any]) -> Any:
+        """Return what ``__getitems__`` gives; if that fails, samples that are read one by one."""
+        try:
+            return self.job.dataset.__getitems__(item)
+        except (Exception, SystemExit):
+            if self.job.on_sample_error is None or not indices:
+                raise
+        return self._each(self.read, indices, indices)
 
     def _each(
         self,
@@ -147,34 +169,56 @@ class BatchMaker:
         indices: Sequence[Any],
         stage: tuple[str, ...] = (),
         *,
-        exact: bool = True,
+        places: Sequence[int] | None = None,
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on.
 
-        ``exact`` says whether these are all samples of the item, so that a place in the one is a
-        place in the other.
+        Args:
+            function: gets each of the values.
+            values: one for each sample.
+            indices: of the samples; () if they have none.
+            stage: what the function is, see :meth:`WorkerInfo._turn_to`.
+            places: of the values among the indices; None: there is one for each.
         """
         results: list[Any] = []
-        place = self.place
-        if not exact:
-            place[0], place = -1, [-1]
+        has_places = bool(indices) or self.job.is_stream
         for n, value in enumerate(values):
+            at = n if places is None else places[n]
             try:
+                if has_places:
+                    self.place[0] = self._before + at
                 if indices:
-                    place[0] = n
-                    self.turn_to(indices[n], stage)
+                    self.turn_to(indices[at], stage)
+                if self.lost is not None:
+                    self._begin_alone(self.lost, self._before + at)
                 results.append(function(value))
             except BaseException as error:
-                self.failing = tuple(indices[n : n + 1])
-                if self.job.on_sample is None or not isinstance(error, Exception):
+                self.failing = tuple(indices[at : at + 1])
+                if self.job.on_sample_error is None or not isinstance(
+                    error, Exception | SystemExit
+                ):
                     raise
-                results.append(self.job.on_sample(self._failed(n, error)))
+                results.append(self.job.on_sample_error(self._failed(at, error)))
                 self.errors.append((self.failing, summary(error)))
                 self.failing = ()
         return results
 
-    def _failed(self, n: int, error: Exception) -> BatchError:
-        """Return what ``on_sample`` is told of a sample that failed."""
+    def _begin_alone(self, lost: dict[int, BatchError], place: int) -> None:
+        """Begin with a sample of a batch that its worker died with.
+
+        Raises:
+            BatchError: it is one that took a worker along.
+        """
+        self.begin_sample()
+        self.place[0] = place
+        info = current_info.get()
+        assert info is not None
+        info._reads = place  # as where all are read at the same time
+        if place in lost:
+            raise lost.pop(place)  # once: what is put in its place gets to ``transform``
+
+    def _failed(self, n: int, error: BaseException) -> BatchError:
+        """Return what ``on_sample_error`` is told of a sample that failed."""
         info = current_info.get()
         assert info is not None
         index = self.failing[0] if self.failing else None
@@ -189,20 +233,25 @@ class BatchMaker:
         failed.__cause__ = error
         return failed
 
-    def _without_skipped(self, samples: Any, indices: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the samples to keep, and their indices."""
+    def _without_skipped(self, samples: Any) -> tuple[Any, list[int] | None]:
+        """Return the samples to keep, and their places; None for these if all are kept."""
         if not isinstance(samples, list):  # a function of torch's kind takes anything
-            return samples, indices
+            return samples, None
         kept = [n for n, sample in enumerate(samples) if sample is not SKIP]
         if len(kept) == len(samples):
-            return samples, indices
+            return samples, None
         self.skipped += len(samples) - len(kept)
-        return [samples[n] for n in kept], [indices[n] for n in kept if indices]
+        return [samples[n] for n in kept], kept
 
 
-def asked_per_sample(on_error: Any) -> Callable[[BatchError], Any] | None:
-    """Return what is called for each sample that fails, by an ``on_error``; None if nothing is."""
-    return leave_out if on_error == "skip_sample" else getattr(on_error, "for_sample", None)
+def asked_about_samples(on_sample_error: OnSampleError) -> Callable[[BatchError], Any] | None:
+    """Return what is called for each sample that fails; None if nothing is."""
+    if on_sample_error == "raise":
+        return None
+    if on_sample_error == "skip":
+        return leave_out
+    assert callable(on_sample_error)
+    return on_sample_error
 
 
 def leave_out(failure: BatchError) -> Any:

@@ -30,8 +30,8 @@ class Job:
         memory_limit: bytes that a worker process may have for itself.
         batch_size: samples in a batch of a stream; None if its elements are the batches.
         keep_last: whether a stream's incomplete last batch is one.
-        on_sample: called with the BatchError of a sample that fails; returns what is to be in its
-            place, or SKIP. None: the batch fails.
+        on_sample_error: called with the BatchError of a sample that fails; returns what is to be
+            in its place, or SKIP. None: the batch fails.
         is_stream: whether the dataset is read by shards, each in a copy of its own.
         rank: that of the sampler: other ranks draw other numbers.
         seed_generators: whether the generators that these have of their own are seeded, too.
@@ -45,7 +45,7 @@ class Job:
     memory_limit: int | None = None
     batch_size: int | None = None
     keep_last: bool = True
-    on_sample: Callable[[BatchError], Any] | None = None
+    on_sample_error: Callable[[BatchError], Any] | None = None
     is_stream: bool = False
     rank: int = 0
     seed_generators: bool = False
@@ -101,6 +101,10 @@ class TaskMessage(NamedTuple):
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
         job: what it takes along for a worker that lacks the job, and how it is submitted then.
+        lost: of a task of one batch that is not made as ever: the samples that took a worker along,
+            by their places in the item, each with the error that stands for it. They are not made
+            again, and the others one after the other, so that it is known with which one a worker
+            dies. Packed if the items are. None: the batch is made as ever.
     """
 
     ordinal: int
@@ -111,6 +115,7 @@ class TaskMessage(NamedTuple):
     shard: Shard | None = None
     alone: bool = False
     job: Any = None
+    lost: Any = None
 
 
 class Timings(NamedTuple):

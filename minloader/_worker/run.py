@@ -14,18 +14,20 @@ Where batches leave the process, whatever goes wrong is packed too, and nothing 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM
 from minloader._errors import TransportError
 from minloader._memory.culprit import find_culprit
-from minloader._memory.pickling import PackedBatch, pack, size_in_band
+from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NoSlot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
@@ -157,7 +159,7 @@ class Worker:
         work = _Work(began=begin, now=begin)
         self._maker.begin_task()
         begun = self._begun.pop(task.id, None)
-        if begun is None and self.reads_ahead:
+        if begun is None and self.reads_ahead and task.lost is None:
             begun = self.begin(task)
             del self._begun[task.id]
         shard: ShardReply | None = None
@@ -228,6 +230,7 @@ class Worker:
                 maker.begun = begun[n]
             writer.begin()
             try:
+                self._leave_out_lost(task, n)
                 self.info._begin(task.epoch, task.ordinal + n)
                 if type(item) is bytes:
                     item = self._environment.unpack_item(item)
@@ -275,6 +278,20 @@ class Worker:
             packed = PackedBatch(packed.stream, writer.end(packed.buffers))
         work.packing += time.perf_counter() - begin
         return packed
+
+    def _leave_out_lost(self, task: TaskMessage, n: int) -> None:
+        """Have the next batch be made without the samples that took a worker along."""
+        maker = self._maker
+        maker.lost = None
+        lost = task.lost
+        if lost is not None:
+            # Copies: what is raised has frames, which would stay as long as the task.
+            maker.lost = unpack(lost) if type(lost) is bytes else copy.deepcopy(lost)
+            maker.begin_sample = partial(self._begin_sample, task.id, n)
+
+    def _begin_sample(self, task_id: int, n: int) -> None:
+        """Have the time that a batch may take begin anew."""
+        self._environment.beat(task_id, n, time.perf_counter())
 
     def _call(self, place: Place, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
@@ -353,6 +370,7 @@ class Worker:
             self._environment.beat(task.id, n, work.now)
             writer.begin()
             try:
+                self._leave_out_lost(task, n)
                 outcome = self._read(task, n, reader)
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.

@@ -24,8 +24,8 @@ IMPORTERS = (MODULE, "accelerate.accelerator", "accelerate", "transformers.train
 """Modules that have these functions by name."""
 
 OWN_ARGUMENTS = (
-    *("transform", "on_error", "max_errors", "retries", "shared_memory", "worker_memory_limit"),
-    *("trace", "seed_generators"),
+    *("transform", "on_error", "on_sample_error", "max_errors", "retries", "shared_memory"),
+    *("worker_memory_limit", "trace", "seed_generators"),
 )
 """Arguments that torch's loader has not, and Accelerate does not read."""
 

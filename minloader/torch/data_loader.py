@@ -39,6 +39,7 @@ from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import is_read_once, used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
+from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.shuffled import Shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, Order, Start, draw_seed, is_told, told_of
@@ -62,8 +63,8 @@ IterableDataset.register(Shuffled)  # also where torch asks
 
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
-    *("multiprocessing_context", "transform", "on_error", "max_errors", "retries"),
-    *("shared_memory", "worker_memory_limit", "seed_generators", "trace", "_order"),
+    *("multiprocessing_context", "transform", "on_error", "on_sample_error", "max_errors"),
+    *("retries", "shared_memory", "worker_memory_limit", "seed_generators", "trace", "_order"),
 )
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
@@ -119,7 +120,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         in_order: False: batches come as they get ready.
         transform: minloader's own, as are those that follow: called in the worker with each sample.
         on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
-        max_errors: how many batches and samples may fail; see :class:`minloader.Loader`.
+        on_sample_error: what an error of one sample does, also if it hangs or kills its worker; see
+            :class:`minloader.Loader`.
+        max_errors: how many samples of an epoch may fail, or which share of them; see
+            :class:`minloader.Loader`.
         retries: how often a batch is tried again whose worker process died while making it.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there.
@@ -157,7 +161,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         in_order: bool = True,
         transform: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
-        max_errors: int | None = None,
+        on_sample_error: OnSampleError = "raise",
+        max_errors: float | None = None,
         retries: int = 1,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
@@ -188,16 +193,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._given: dict[str, Any] = {"sampler": sampler, "batch_sampler": batch_sampler}
         for name, value in self._given.items():
             checks.check_iterable(name, value)
-        checks.check_on_error(on_error)
-        if max_errors is not None:
-            max_errors = check_int("max_errors", max_errors, 0)
+        checks.check_on_error("on_error", on_error)
+        checks.check_on_error("on_sample_error", on_sample_error)
         checks.check_shared_memory(shared_memory)
         checks.check_memory_limit(worker_memory_limit, "process")
         if pin_memory:
             check_pinning(pin_memory_device)
         self.transform: Callable[[Any], Any] | None = transform
         self.on_error: OnError = on_error
-        self.max_errors: int | None = max_errors
+        self.on_sample_error: OnSampleError = on_sample_error
+        self.max_errors: float | None = checks.check_max_errors(max_errors)
         self.retries: int = check_int("retries", retries, 0)
         self.shared_memory: bool | int = shared_memory
         self.worker_memory_limit: int | None = worker_memory_limit
@@ -414,6 +419,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "seed": self._seed,
             "transform": self.transform,
             "on_error": self.on_error,
+            "on_sample_error": self.on_sample_error,
             "max_errors": self.max_errors,
             "retries": self.retries,
             "shared_memory": self.shared_memory,

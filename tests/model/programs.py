@@ -361,22 +361,17 @@ def replaced(failure: Any) -> Any:
     return "replaced", plain(failure.item)
 
 
-class Mending:
-    """An ``on_error`` that is asked per sample, where that is made."""
-
-    def __call__(self, failure: Any) -> Any:
-        raise failure.__cause__
-
-    def for_sample(self, failure: Any) -> Any:
-        return "mended", plain(failure.item)
+def mended(failure: Any) -> Any:
+    """An ``on_sample_error``."""
+    return "mended", plain(failure.item)
 
 
 ON_ERROR: dict[str, Any] = {
-    "fails": "raise",
-    "left out": "skip",
-    "replaced": replaced,
-    "mended": Mending(),
-    "shorter": "skip_sample",
+    "fails": {"on_error": "raise"},
+    "left out": {"on_error": "skip"},
+    "replaced": {"on_error": replaced},
+    "mended": {"on_sample_error": mended},
+    "shorter": {"on_sample_error": "skip"},
 }
 
 
@@ -484,7 +479,7 @@ class Program:
         return tuple(made) if self.collated else made[0], "given"
 
     def make(self, way: str) -> Loader:
-        options = {"on_error": ON_ERROR[self.fate], "retries": 1_000, "max_errors": 100_000}
+        options = {"retries": 1_000, "max_errors": 0.999} | ON_ERROR[self.fate]
         options |= self.options | WAYS[way]
         if callable(options.get("executor")):
             options["executor"] = options["executor"]()

@@ -1,0 +1,591 @@
+"""Samples that fail, hang or take their worker along; how many may; and what a state knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import trouble
+from conftest import require, variants
+from helpers import Deadly, Numbers
+
+from minloader import (
+    SKIP,
+    BatchError,
+    BatchSampler,
+    BatchTimeout,
+    Loader,
+    WorkerDied,
+    concurrent,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+HANG = 4.0
+
+
+class Troubled:
+    """Samples that cannot be made: each does what is written for it, once with a folder."""
+
+    def __init__(self, deeds: dict[Any, Any], folder: Any = None, size: int = 12) -> None:
+        self.deeds = deeds
+        self.folder = folder and str(folder)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> int:
+        deed = self.deeds.get(index)
+        if deed is not None and (self.folder is None or trouble.once(f"{self.folder}/{index}")):
+            deed()
+        return int(np.sum(index))
+
+
+class Together(Troubled):
+    """All samples of a batch are read by one call, as by torch's Subset."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+def fail() -> None:
+    raise OSError("corrupt")
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def exits() -> None:
+    raise SystemExit(3)
+
+
+def one_of(*deeds: Any) -> dict[int, Any]:
+    return dict(zip((1, 4, 5, 9), deeds, strict=False))
+
+
+class Transform:
+    def __init__(self, deeds: dict[int, Any]) -> None:
+        self.deeds = deeds
+
+    def __call__(self, sample: int) -> int:
+        if sample in self.deeds:
+            self.deeds[sample]()
+        return sample
+
+
+def negated(failure: BatchError) -> int:
+    return -failure.sample
+
+
+def lists(batches: Any) -> list[Any]:
+    return [list(batch) for batch in batches]
+
+
+def bad(loader: Any) -> list[Any]:
+    return sorted((batch, sample) for _, batch, sample, _ in loader.stats.errors)
+
+
+WITHOUT = [[0, 2], [3], [6, 7, 8], [10, 11]]
+MENDED = [[0, -1, 2], [3, -4, -5], [6, 7, 8], [-9, 10, 11]]
+BAD = [(0, 1), (1, 4), (1, 5), (3, 9)]
+
+
+@variants(("handler", "expected"), [("skip", WITHOUT), (negated, MENDED)])
+@pytest.mark.parametrize("where", ["dataset", "transform", "together", "concurrent"])
+@variants("in_order", [True, False])
+def test_samples_that_kill_their_worker(handler, expected, where, in_order, caplog):
+    """Past ``retries`` the batch is made without them, each by itself, and all others come."""
+    deeds = one_of(fail, leave, exits, trouble.die)
+    options: dict[str, Any] = {"num_workers": 2, "in_order": in_order, "retries": 0}
+    dataset: Any = Troubled({})
+    if where == "transform":
+        options["transform"] = Transform(deeds)
+    elif where == "together":
+        dataset = Together(deeds)
+    else:
+        dataset = Troubled(deeds)
+    dataset = concurrent(dataset, limit=3) if where == "concurrent" else dataset
+    options |= {"batch_size": 3, "collate_fn": list, "on_sample_error": handler}
+    with Loader(dataset, **options) as loader:
+        found = lists(loader)
+        assert (found if in_order else sorted(found, key=lambda batch: abs(batch[0]))) == expected
+        assert bad(loader) == BAD
+        stats = loader.stats
+        assert stats.skipped_samples == (4 if handler == "skip" else 0)
+        (text,) = [error for _, _, sample, error in stats.errors if sample == 4]
+    assert "WorkerDied" in text
+    assert "batch 1 of epoch 0, item [3, 4, 5], sample 4: exit code 3" in text
+    if handler == "skip":
+        assert "left out sample 4: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"mp_context": "fork"}, {"executor": "thread"}],
+    ids=["process", "fork", "thread"],
+)
+@variants("retries", [0, 1])
+def test_samples_that_hang(way, retries, tmp_path):
+    hang = partial(trouble.wait_until, tmp_path / "go")
+    dataset = Troubled({4: hang, 5: hang})
+    options: dict[str, Any] = {"num_workers": 1, "timeout": 2.0, "retries": retries} | way
+    with Loader(
+        dataset, batch_size=3, collate_fn=list, on_sample_error=negated, **options
+    ) as loader:
+        assert lists(loader) == [[0, 1, 2], [3, -4, -5], [6, 7, 8], [9, 10, 11]]
+        (tmp_path / "go").touch()  # the threads that were given up
+        assert bad(loader) == [(1, 4), (1, 5)]
+        assert all("BatchTimeout" in error for *_, error in loader.stats.errors)
+
+
+def test_what_a_callable_is_told():
+    """The sample, its place, and the error, in the worker."""
+
+    def told(failure: BatchError) -> Any:
+        cause = failure.__cause__
+        return (
+            type(failure),
+            type(cause),
+            failure.sample,
+            failure.ordinal,
+            failure.epoch,
+            os.getpid(),
+        )
+
+    dataset = Troubled({("a", 4): leave, ("a", 5): fail, ("a", 6): trouble.hang})
+    options: dict[str, Any] = {"num_workers": 1, "retries": 0, "timeout": HANG}
+    items = [[("a", 3), ("a", 4)], [("a", 5), ("a", 6)]]
+    dataset.__class__ = Named
+    with Loader(dataset, items, collate_fn=list, on_sample_error=told, **options) as loader:
+        (_, died), (failed, hung) = loader
+    assert died[:5] == (BatchError, WorkerDied, ("a", 4), 0, 0)
+    assert failed[:5] == (BatchError, OSError, ("a", 5), 1, 0)
+    assert hung[:5] == (BatchError, BatchTimeout, ("a", 6), 1, 0)
+    assert os.getpid() not in (died[5], failed[5], hung[5])
+
+
+class Named(Troubled):
+    """Its indices are tuples, and its samples their second parts."""
+
+    def __getitem__(self, index: Any) -> int:
+        if index in self.deeds:
+            self.deeds[index]()
+        return int(index[1])
+
+
+def test_each_sample_has_tries_of_its_own(tmp_path):
+    """One that kills a worker only once is not left out."""
+    dataset = Troubled(dict.fromkeys((3, 4, 5), leave), tmp_path)
+    options: dict[str, Any] = {"num_workers": 1, "retries": 3, "on_sample_error": "skip"}
+    with Loader(dataset, batch_size=6, collate_fn=list, **options) as loader:
+        assert lists(loader) == [list(range(6)), list(range(6, 12))]
+        assert (loader.stats.retries, loader.stats.failed) == (3, 0)
+
+
+def test_what_is_put_in_the_place_of_a_sample_kills_too():
+    """Or asks for it: then the batch has failed."""
+
+    def fatal(failure: BatchError) -> Any:
+        os._exit(4)
+
+    options: dict[str, Any] = {"num_workers": 1, "retries": 0, "on_error": "skip"}
+    with Loader(
+        Troubled({4: leave}), batch_size=3, collate_fn=list, on_sample_error=fatal, **options
+    ) as loader:
+        assert lists(loader) == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+        assert bad(loader) == [(1, 4)]
+
+
+def leaves_with(samples: list[int]) -> list[int]:
+    if 4 in samples:
+        os._exit(3)
+    return samples
+
+
+@pytest.mark.parametrize("dataset", [Troubled({}), Together({})])
+def test_a_batch_that_kills_when_it_is_collated_has_failed(dataset):
+    """No sample is to blame."""
+    options: dict[str, Any] = {"num_workers": 1, "retries": 0, "on_sample_error": "skip"}
+    with Loader(dataset, batch_size=3, collate_fn=leaves_with, **options) as loader:
+        batches = iter(loader)
+        assert next(batches) == [0, 1, 2]
+        with pytest.raises(WorkerDied) as caught:
+            next(batches)
+        assert caught.value.sample is None
+        assert lists(batches) == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_an_item_that_is_the_sample():
+    """Also if it is a list."""
+    dataset = Troubled({4: leave})
+    with Loader(dataset, range(3, 6), retries=0, on_sample_error=negated) as loader:
+        assert list(loader) == [3, -4, 5]
+        assert bad(loader) == [(1, 4)]
+    named = Named({("a", 4): leave})
+    items = [("a", 3), ("a", 4)]
+    with Loader(named, items, retries=0, on_sample_error="skip", num_workers=1) as loader:
+        assert list(loader) == [3]
+        assert bad(loader) == [(1, ("a", 4))]
+
+
+def test_a_sample_of_a_list_of_batches():
+    options: dict[str, Any] = {"retries": 0, "on_sample_error": negated, "num_workers": 1}
+    items = [[[0, 1], [2, 3, 4]], [[5], [6, 7]]]
+    deeds = {3: leave, 6: leave}
+    with Loader(Troubled(deeds), items, collate_fn=list, **options) as loader:
+        assert list(loader) == [[[0, 1], [2, -3, 4]], [[5], [-6, 7]]]
+        assert bad(loader) == [(0, 3), (1, 6)]
+
+
+class Draws(Troubled):
+    """Draws from the batch's generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        from minloader import get_worker_info
+
+        return index, int(get_worker_info().rng.integers(1000))
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, concurrent], ids=["plain", "concurrent"])
+def test_other_samples_stay_as_they_are(wrap, tmp_path):
+    """Where each read has a generator of its own; the same for any number of workers."""
+    found = []
+    for num_workers in (1, 2):
+        with Loader(
+            wrap(Draws({4: leave})),
+            batch_size=3,
+            collate_fn=list,
+            num_workers=num_workers,
+            retries=0,
+            on_sample_error="skip",
+        ) as loader:
+            found.append(list(loader))
+    assert found[0] == found[1]
+    with Loader(wrap(Draws({})), batch_size=3, collate_fn=list, num_workers=0) as loader:
+        whole = list(loader)
+    assert found[0][::2] == whole[::2]
+    if wrap is concurrent:
+        assert found[0][1] == [whole[1][0], whole[1][2]]
+
+
+# --- samples that __getitems__ fails on
+
+
+class Whole(Together):
+    """Fails before it has read any sample of a batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        for index in indices:
+            if index in self.deeds:
+                self.deeds[index]()
+        return super().__getitems__(indices)
+
+
+@pytest.mark.parametrize("kind", [Together, Whole])
+def test_the_sample_that_getitems_fails_on_is_found(make, kind):
+    dataset = kind({4: fail, 9: fail})
+    with make(dataset, batch_size=3, collate_fn=list, on_sample_error="skip") as loader:
+        assert lists(loader) == [[0, 1, 2], [3, 5], [6, 7, 8], [10, 11]]
+        assert bad(loader) == [(1, 4), (3, 9)]
+
+
+def test_with_torch():
+    """The drop-in too, with a Subset, which has ``__getitems__``."""
+    torch = require("torch")
+    from minloader.torch import DataLoader
+
+    for dataset in (
+        Troubled(one_of(leave, fail)),
+        torch.utils.data.Subset(Troubled(one_of(leave, fail)), range(12)),
+    ):
+        options: dict[str, Any] = {"num_workers": 2, "on_sample_error": negated, "retries": 0}
+        with DataLoader(dataset, 3, **options) as loader:
+            assert lists(loader)[:2] == [[0, -1, 2], [3, -4, 5]]
+            assert bad(loader) == BAD[:2]
+        options["on_sample_error"] = "skip"
+        with DataLoader(dataset, None, **options) as loader:
+            assert [int(sample) for sample in loader] == [0, 2, 3, *range(5, 12)]
+    for num_workers in (0, 1):
+        dataset = Troubled({1: fail, 4: fail, 9: fail})
+        options = {"num_workers": num_workers, "on_sample_error": "skip", "max_errors": 0.2}
+        most = r"max_errors=0.2 allows \(at most 2 of them\)"
+        with DataLoader(dataset, 3, **options) as loader, pytest.raises(BatchError, match=most):
+            list(loader)
+    for wrong in ({"on_sample_error": "ignore"}, {"max_errors": 1.5}, {"max_errors": "3"}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            DataLoader(dataset, **wrong)
+
+
+# --- streams
+
+
+@pytest.mark.parametrize(("handler", "expected"), [("skip", [6, 10]), (lambda _: -1, [6, -1, 10])])
+def test_a_sample_of_a_stream_that_kills_in_transform(handler, expected):
+    """It has no index, but it is known which of its batch it is. The next ones come."""
+    deadly = Deadly({8}, None)
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "num_workers": 2}
+    with Loader(Numbers(20), transform=deadly, on_sample_error=handler, **options) as loader:
+        found = lists(loader)
+        assert found[2] == expected
+        assert [batch for batch in found if batch != expected] == [
+            *([0, 2, 4], [1, 3, 5], [7, 9, 11], [12, 14, 16], [13, 15, 17], [18], [19])
+        ]
+        ((_, batch, sample, text),) = loader.stats.errors
+        assert (batch, sample) == (2, None)
+        assert "WorkerDied" in text
+
+
+def test_a_stream_whose_own_code_kills_fails_with_its_batch():
+    options: dict[str, Any] = {"num_workers": 1, "retries": 0, "on_sample_error": "skip"}
+    stream = Numbers(6, on_sample=Deadly({3}, None))
+    with Loader(stream, **options) as loader:
+        batches = iter(loader)
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(WorkerDied):
+            next(batches)
+
+
+# --- how many may fail
+
+
+def lengthless(*items: Any) -> Any:
+    class Items:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(items)
+
+    return Items()
+
+
+def pairs(n: int) -> list[list[int]]:
+    return [[2 * k, 2 * k + 1] for k in range(n)]
+
+
+def tried(loader: Loader) -> list[Any]:
+    """The batches of an epoch, or errors in their places."""
+    found: list[Any] = []
+    batches = iter(loader)
+    for _ in range(10_000):
+        try:
+            found.append(next(batches))
+        except BatchError as error:
+            found.append(error)
+        except StopIteration:
+            return found
+    raise AssertionError("it does not end")
+
+
+def told(loader: Loader) -> list[tuple[int, str]]:
+    return [(n, str(e)) for n, e in enumerate(tried(loader)) if isinstance(e, BatchError)]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "failing", "share", "place"),
+    [
+        (pairs(20), range(3), 0.05, [1]),  # of 40 two may
+        (pairs(20), range(2), 0.05, []),
+        (pairs(20), [39], 0.02, [19]),  # not a single one
+        (lengthless(*pairs(20)), [0], 0.02, [20]),  # only at its end is it known to be too many
+        (lengthless(*pairs(20)), [0], 0.03, []),
+        (lengthless(*pairs(600)), range(52), 0.05, [25]),  # of 1,000
+        (lengthless(*pairs(600)), range(1000, 1053), 0.05, []),
+        (lengthless(*pairs(600)), range(1100, 1200), 0.05, [577]),  # of those so far
+        ([*pairs(20), [0, 1]] * 2, [0], 0.02, []),  # the same one, three times
+    ],
+)
+def test_a_share_of_the_samples(sampler, failing, share, place):
+    """It is told once at least, in the place of the batch, or at the end of the epoch."""
+    deeds = dict.fromkeys(failing, fail)
+    options: dict[str, Any] = {"on_sample_error": "skip", "num_workers": 0}
+    with Loader(Troubled(deeds), sampler, collate_fn=list, max_errors=share, **options) as loader:
+        errors = told(loader)
+        assert [n for n, _ in errors][:1] == place
+        assert all(f"max_errors={share} allows (at most" in text for _, text in errors)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_share_of_a_stream(num_workers):
+    options: dict[str, Any] = {"batch_size": 2, "collate_fn": list, "on_sample_error": "skip"}
+    options |= {"transform": Transform({3: fail, 4: fail}), "num_workers": num_workers}
+    with Loader(Numbers(20), max_errors=0.08, **options) as loader:
+        (error,) = told(loader)
+        assert "2 batches and samples of epoch 0 have failed" in error[1]
+    with Loader(Numbers(20), max_errors=0.1, **options) as loader:
+        assert not told(loader)
+
+
+def test_a_sample_counts_once_an_epoch():
+    """However often it fails: in an epoch, and in each epoch anew."""
+    options: dict[str, Any] = {"on_sample_error": "skip", "num_workers": 0, "max_errors": 1}
+    items = [[3, 0], [1, 3], [3, 2]]
+    with Loader(Troubled({3: fail}), items, collate_fn=list, **options) as loader:
+        for _ in range(3):
+            assert lists(loader) == [[0], [1], [2]]
+        assert loader.stats.failed == 9
+    with Loader(Troubled({3: fail, 2: fail}), items, collate_fn=list, **options) as loader:
+        for _ in range(2):
+            assert [n for n, _ in told(loader)] == [2]
+
+
+def test_a_batch_of_unknown_samples_counts_as_one():
+    options: dict[str, Any] = {"on_error": "skip", "num_workers": 0, "max_errors": 1}
+    with Loader(Troubled({}), batch_size=3, collate_fn=refuses, **options) as loader:
+        assert [n for n, _ in told(loader)] == [0, 1, 2, 3][1 - 1 : 3]
+
+
+def refuses(samples: list[int]) -> list[int]:
+    raise ArithmeticError("never")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (-1, ValueError, "max_errors must be at least 0, got -1"),
+        ("3", TypeError, "max_errors must be an int, a float or None, got '3'"),
+        (True, TypeError, "max_errors must be an int, a float or None, got True"),
+        (5.0, ValueError, "max_errors=5.0 is a share of the samples, since it is no int, and"),
+        (0.0, ValueError, "must be between 0 and 1, such as 0.05; for a number of samples give"),
+    ],
+)
+def test_what_max_errors_may_be(value, error, text):
+    with pytest.raises(error, match=text):
+        Loader(Troubled({}), max_errors=value)
+    with Loader(Troubled({}), max_errors=np.float32(0.5), num_workers=0) as loader:
+        assert len(list(loader)) == 12
+
+
+@pytest.mark.parametrize("value", ["skip_sample", "ignore", None, ValueError])
+def test_what_on_sample_error_may_be(value):
+    with pytest.raises(ValueError, match="on_sample_error must be 'raise', 'skip' or a callable"):
+        Loader(Troubled({}), on_sample_error=value)
+
+
+def test_a_callable_that_cannot_be_sent():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="on_sample_error cannot be sent to worker processes"):
+        list(Loader(Troubled({}), on_sample_error=lambda failure: lock))
+
+
+# --- states
+
+
+FAULTY = dict.fromkeys((1, 4, 5, 9), fail)
+
+
+@variants("k", range(5))
+@pytest.mark.parametrize("there", [{"num_workers": 0}, {"num_workers": 2, "in_order": False}])
+def test_bad_samples_survive_a_resume(k, there, make):
+    """The list of them, and what max_errors compares, in JSON, with another number of workers."""
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
+    with make(Troubled(FAULTY), max_errors=4, **options) as loader:
+        whole = lists(loader)
+        errors = sorted(loader.stats.errors)
+    with make(Troubled(FAULTY), max_errors=4, **options) as loader:
+        batches = iter(loader)
+        given = [list(next(batches)) for _ in range(k)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        known = len(loader.stats.errors)
+    (failed,) = state["errors"]
+    assert failed["failed"] == len(failed["last"]) == known == [0, 1, 3, 3, 4][k]
+    for most, is_enough in ((4, True), (3, False)):
+        with Loader(
+            Troubled(FAULTY), max_errors=most, seed=state["seed"], **options | there
+        ) as loader:
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+            assert len(loader.stats.errors) == loader.stats.failed == known
+            if is_enough or k == 4:
+                assert sorted(given + lists(loader)) == sorted(whole)
+                assert sorted(loader.stats.errors) == errors
+            else:
+                with pytest.raises(BatchError, match="4 batches and samples of epoch 0"):
+                    lists(loader)
+
+
+def test_a_share_survives_a_resume():
+    options: dict[str, Any] = {"collate_fn": list, "on_sample_error": "skip", "num_workers": 0}
+    options |= {"max_errors": 0.2}
+    deeds = dict.fromkeys(range(7, 10), fail)
+    with Loader(Troubled(deeds), lengthless(*pairs(6)), **options) as loader:
+        batches = iter(loader)
+        assert [list(next(batches)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6]]
+        state = loader.state_dict()
+    assert (state["errors"][0]["batches"], state["errors"][0]["samples"]) == (4, 8)
+    with Loader(Troubled(deeds), lengthless(*pairs(6)), **options) as loader:
+        loader.load_state_dict(state)
+        assert [n for n, _ in told(loader)] == [1]  # at the end: 3 of 12
+
+
+def test_the_next_epoch_of_a_state_counts_anew():
+    options: dict[str, Any] = {"collate_fn": list, "on_sample_error": "skip", "num_workers": 0}
+    options |= {"max_errors": 4, "batch_size": 3}
+    with Loader(Troubled(FAULTY), **options) as loader:
+        list(loader)
+        state = loader.state_dict()
+    assert (state["errors"][0]["failed"], len(state["errors"][0]["last"])) == (0, 4)
+    with Loader(Troubled(FAULTY), **options) as loader:
+        loader.load_state_dict(state)
+        assert lists(loader) == WITHOUT
+        assert len(loader.stats.errors) == 8
+        loader.load_state_dict(state)  # what is known already is not known twice
+        assert len(loader.stats.errors) == 8
+
+
+def test_a_state_has_a_thousand_bad_samples_at_most():
+    """Of long errors the beginning, and of indices what JSON can have."""
+
+    class Bad(Troubled):
+        def __getitem__(self, index: Any) -> int:
+            raise OSError("x" * 10_000)
+
+    size = 1_300
+    items: list[Any] = [np.int64(n) for n in range(size)]
+    items[-3:] = [("a", np.int32(1)), {"cut": 1}, "y" * 10_000]
+    options: dict[str, Any] = {"on_sample_error": "skip", "num_workers": 0}
+    with Loader(Bad({}), items, **options) as loader:
+        with pytest.raises(BatchError, match="nothing is left of epoch 0"):
+            list(loader)
+        state = loader.state_dict()
+    text = json.dumps(state)
+    (failed,) = state["errors"]
+    assert (len(failed["last"]), len(text) < 600_000) == (1000, True)
+    assert failed["last"][0][2] == 300
+    assert [sample for _, _, sample, _ in failed["last"][-3:]] == [
+        *(["a", 1], "{'cut': 1}", "y" * 1000)
+    ]
+    with Loader(Bad({}), items, **options) as loader:
+        loader.load_state_dict(json.loads(text))
+        assert loader.stats.errors[-3][2] == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        None,
+        [],
+        [{"last": [], "failed": -1, "batches": 0, "samples": 0}],
+        [{"last": [[0, 1, 2]], "failed": 0, "batches": 0, "samples": 0}],
+        [{"last": [[0, 1, 2, 3]], "failed": 0, "batches": 0, "samples": 0}],
+        [{"last": []}],
+    ],
+)
+def test_errors_of_a_state_that_are_damaged(errors):
+    with Loader(Troubled({}), num_workers=0) as loader:
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match="the state is damaged"):
+            loader.load_state_dict(state | {"errors": errors})
+
+
+def test_skip_is_still_a_sample(make):
+    """What a callable returns may be SKIP; then the transform is not asked."""
+    options: dict[str, Any] = {"transform": Transform({}), "on_sample_error": lambda failure: SKIP}
+    with make(Troubled(FAULTY), BatchSampler(12, 3), collate_fn=list, **options) as loader:
+        assert lists(loader) == WITHOUT
