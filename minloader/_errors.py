@@ -29,7 +29,8 @@ class _Skip:
 
 SKIP: Final = _Skip()
 """Leaves something out. A dataset or ``transform`` returns it for a sample that is not to be in its
-batch. A batch of which no sample is left is skipped, and one for which ``on_error`` returns it.
+batch, and ``on_sample_error`` for one that failed. A batch of which no sample is left is skipped,
+and one for which ``on_error`` returns it.
 """
 
 
@@ -38,7 +39,8 @@ class MinloaderError(RuntimeError):
 
 
 class BatchError(MinloaderError):
-    """One batch failed. An ``on_error`` callable is given one; ``__cause__`` is the original error.
+    """One batch failed, or one sample. A callable as ``on_error`` is given one of a batch, one as
+    ``on_sample_error`` one of a sample; ``__cause__`` is the original error.
 
     Raised without a batch, it is of an epoch that gives none since its batches failed. It is also
     raised when more batches and samples have failed than ``max_errors`` allows.
@@ -46,7 +48,7 @@ class BatchError(MinloaderError):
     Attributes:
         ordinal: place of the batch in its epoch, from 0.
         epoch: the epoch it belongs to.
-        item: what the sampler yielded for it.
+        item: what the sampler yielded for it; of a sample, its index.
         sample: the index, of those in ``item``, of the sample that failed; None if it is not known.
         worker: id of the worker that made it, None if no worker is known.
         pid: process that ran it, None if unknown.
