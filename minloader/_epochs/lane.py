@@ -499,9 +499,8 @@ class Lane:
             return None
         lost = suspect.lost
         if death.place < 0:
-            kind = type(job.dataset)
-            is_together = hasattr(kind, "__getfutures__") or hasattr(kind, "__getitems__")
-            is_hidden = lost is None and is_together and not job.is_stream
+            together = self.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
+            is_hidden = lost is None and together and not job.is_stream
             return {} if is_hidden else None
         if lost is None:
             return {death.place: error}

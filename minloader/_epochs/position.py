@@ -174,7 +174,7 @@ class Position:
         if any(lane.known.at or lane.is_ended or lane.check for lane in self.lanes):
             return None
         lanes = [replace(lane, given=0, ahead=()) for lane in self.lanes]
-        return replace(self, epoch=epoch, lanes=lanes, length=None)
+        return replace(self, epoch=epoch, lanes=lanes, length=None, tally=NOTHING_CAME)
 
     def skipped(self, n: int) -> Position:
         """Return the position after ``n`` more batches were left out."""
