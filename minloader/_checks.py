@@ -406,7 +406,11 @@ def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any
 
 
 def check_timeout(timeout: Any, executor: Any) -> float | None:
-    """Return a number of seconds, or None for no limit."""
+    """Return a number of seconds, or None for no limit.
+
+    Raises:
+        ValueError: it is not positive, or nobody could end what takes longer.
+    """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -416,7 +420,12 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
     if isinstance(executor, Executor):
         raise ValueError(
             "timeout needs workers that can be watched, but those of an executor of your own "
-            "cannot; drop timeout, or use executor='process' or 'thread'"
+            "cannot; drop timeout, or use executor='process'"
+        )
+    if executor == "thread":
+        raise ValueError(
+            f"timeout={timeout} is for executor='process': a thread cannot be killed; drop timeout "
+            "or executor='thread'"
         )
     return float(timeout)
 

@@ -120,8 +120,8 @@ class Loader(Generic[B]):
         in_order: yield batches in the sampler's order; False: as they get ready.
         timeout: seconds that a batch may run, from when a worker begins with it. Then its worker
             is killed with all it started, and the batch is tried again; past ``retries`` it
-            fails with :class:`BatchTimeout`. A thread cannot be killed: the batch fails at
-            once, and the thread is left alone. With ``num_workers=0`` nobody is there to look.
+            fails with :class:`BatchTimeout`. For ``executor="process"`` alone: a thread cannot
+            be killed. With ``num_workers=0`` nobody is there to look.
         retries: how often a batch is tried again whose worker process died while making it,
             before it fails with :class:`WorkerDied`; or that an executor of yours lost.
         on_error: what an exception that makes a batch fail does: "raise" it from ``next``

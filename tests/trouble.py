@@ -473,19 +473,6 @@ class Slow:
         return item
 
 
-RELEASED = threading.Event()
-"""For threads that hang in the tests' own process."""
-
-
-class Stuck:
-    """Item 2 waits until it is released, the others are its squares."""
-
-    def __getitem__(self, item: int) -> int:
-        if item == 2:
-            RELEASED.wait()  # the line of the stuck thread
-        return item * item
-
-
 # --- a worker that dies in the middle of a message ---------------------------------------------
 
 

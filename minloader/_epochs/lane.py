@@ -455,7 +455,7 @@ class Lane:
             "sample": self._sample_of(task, n, death.place),
         }
         self._tell_death(death, place)
-        if not (death.final or suspect.tries > options.retries):
+        if suspect.tries <= options.retries:
             counters.errors.retries += 1
         elif death.item < 0 and isinstance(self.feed, ShardFeed):
             self.feed.end_before(task, self)
@@ -541,8 +541,7 @@ class Lane:
         labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
         where = track(death.worker, death.pid)
         self.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
-        if not death.final:
-            failures.tell_death(death, **place)
+        failures.tell_death(death, **place)
 
     # --- what was left undone
 

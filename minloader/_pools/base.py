@@ -43,7 +43,6 @@ class Death(NamedTuple):
         exitcode: of the process; None if it is not known, or lives.
         cause: the same in words.
         stack: Python stack if it was killed because the batch took too long; else None.
-        final: whether there is no point in trying again.
         place: of the sample in the item; -1 if it is not known.
         crash: Python stack from the moment of a segmentation fault or the like; "" without one.
     """
@@ -54,7 +53,6 @@ class Death(NamedTuple):
     exitcode: int | None
     cause: str
     stack: str | None
-    final: bool = False
     place: int = -1
     crash: str = ""
 

@@ -227,7 +227,7 @@ class PoolGroup:
         if self.num_workers == 0:
             return InlinePool(settings, None, self.job)
         if executor == "thread":
-            return ThreadPool(settings, None, self.job, self.timeout)
+            return ThreadPool(settings, None, self.job)
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
         on_this_machine = not is_foreign or is_local(executor)
