@@ -12,7 +12,7 @@ import logging
 import operator
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
@@ -575,7 +575,15 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
             f"for {len(indices)} of them; if that is the batch, drop batch_size and collate_fn, "
             "and give the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
         )
-    if isinstance(fetched, (str, bytes)) or not hasattr(type(fetched), "__iter__"):
+    kind = type(fetched)
+    if hasattr(kind, "columns"):
+        raise TypeError(
+            f"{wanted}, but returned a {kind.__name__}, which gives its columns one by one; return "
+            "a list of its rows; or if it is the batch, drop batch_size and collate_fn, and give "
+            "the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
+        )
+    is_list = hasattr(kind, "__getitem__") or isinstance(fetched, Iterator)
+    if not is_list or isinstance(fetched, str | bytes):
         raise TypeError(f"{wanted}, but returned {shown(fetched)}")
     samples = list(fetched)
     if len(samples) != len(indices):

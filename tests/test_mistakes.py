@@ -9,6 +9,8 @@ import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -195,6 +197,38 @@ class Rows:
         return self.rows
 
 
+class Frame:
+    """A table of three rows and two columns, as libraries have them."""
+
+    columns = ("x", "y")
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return np.zeros((3, 2))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
+@pytest.mark.parametrize("name", ["pandas.DataFrame", "polars.DataFrame", "pyarrow.table"])
+def test_a_table_is_no_list_of_its_columns(name, anywhere):
+    library, make = name.split(".")
+    table = getattr(require(library), make)({"x": [1, 2], "y": [3, 4]})
+    with pytest.raises(TypeError, match="which gives its columns one by one"):
+        next(iter(anywhere(Rows(table), [[0, 1]], collate_fn=list)))
+    torch_loader = require("minloader.torch").DataLoader
+    with torch_loader(Rows(table), batch_size=2, num_workers=1, collate_fn=same) as loader:
+        assert type(next(iter(loader))) is type(table)
+
+
+@pytest.mark.parametrize("make", [tuple, iter, np.array, partial(np.array, dtype=object)])
+def test_samples_that_are_no_list(make):
+    with Loader(Rows(make([3, 4])), [[0, 1]], collate_fn=list, num_workers=0) as loader:
+        assert list(loader) == [[3, 4]]
+
+
 class Gaps:
     """Some samples, or parts of them, are None."""
 
@@ -222,6 +256,11 @@ class Gaps:
         (Rows([1, 2, 3]), [range(16)], list, ValueError, "returned 3 for 16 indices"),
         (Rows("ab"), [[0, 1]], list, TypeError, "must return a list .* but returned 'ab'"),
         (Rows(None), [[0, 1]], list, TypeError, "must return a list .* but returned None"),
+        (Rows({1, 2}), [[0, 1]], list, TypeError, r"must return a list .* but returned \{1, 2\}"),
+        (
+            *(Rows(Frame()), [[0, 1]], list, TypeError),
+            "returned a Frame, which gives its columns one by one; return a list of its rows; or",
+        ),
         (Squares(), [[0, 1]], pad_collate, TypeError, r"write collate_fn=pad_collate\(\), with"),
     ],
 )

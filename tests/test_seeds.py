@@ -94,6 +94,25 @@ def test_a_function_that_is_sent_draws_from_the_workers_generator(module, in_ite
     assert len(set(drawn[0])) == 8
 
 
+def draw_from_numpy(item: int) -> list[float]:
+    import numpy as np
+
+    return np.random.random(4).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_two_batches_draw_alike_from_numpy(num_workers):
+    """By 32 bits of their seeds these two would, and eight pairs of 300,000 batches."""
+    first, second = 24460, 126115
+    assert batch_seed(0, 0, first, 0) & 0xFFFF_FFFF == batch_seed(0, 0, second, 0) & 0xFFFF_FFFF
+    drawn = []
+    for ordinal in (first, second):
+        with Loader(draw_from_numpy, range(200_000), num_workers=num_workers, seed=0) as loader:
+            loader.skip(ordinal)
+            drawn.append(next(iter(loader)))
+    assert drawn[0] != drawn[1]
+
+
 def test_a_generator_of_the_datasets_own_is_copied():
     own = random.Random(5)
     with Loader(Holder(own.random), range(1), num_workers=1) as loader:
