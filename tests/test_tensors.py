@@ -102,6 +102,32 @@ def test_strides_are_kept(n):
         assert arrived.untyped_storage().nbytes() <= 2 * base.nbytes
 
 
+@pytest.mark.parametrize("send", ["batch", "job"])
+@pytest.mark.parametrize("size", [6, 40_000])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+def test_attributes_of_a_tensor_are_kept(send, size):
+    """Of every dtype, also those of which torch itself cannot load such a tensor again."""
+    names = ("float32", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "bfloat16")
+    for name in names:
+        tensor = torch.arange(float(size)).view(2, -1).to(getattr(torch, name)).t()
+        tensor.label = name
+        if name == "float32":
+            tensor.itself = tensor
+            tensor.requires_grad_()
+        if send == "batch":
+            arrived = there_and_back([tensor])[0]
+        else:
+            job_file = JobFile(tensor)
+            arrived = job_file.address.load()
+            job_file.close()
+        assert (arrived.dtype, arrived.label) == (tensor.dtype, name)
+        assert arrived.requires_grad == tensor.requires_grad
+        assert (getattr(arrived, "itself", None) is arrived) == (name == "float32")
+        assert arrived.stride() == tensor.stride()
+        bits = {torch.complex32: torch.int32}.get(tensor.dtype, tensor.dtype)
+        assert torch.equal(arrived.detach().view(bits), tensor.detach().view(bits))
+
+
 def test_wide_gaps_are_left_out():
     base = torch.arange(1e6).reshape(1000, 1000)
     column = there_and_back([base.t()[::10, ::10]])[0]

@@ -43,6 +43,7 @@ from minloader._memory.tensors import (
     load_tensor,
     reduce_typed_storage,
     require_gradient,
+    with_attributes,
 )
 
 
@@ -158,9 +159,10 @@ class JobPickler(Pickler):
         Torch's own way would write a copy for each of them into the stream.
         """
         if tensor.requires_grad:
-            return require_gradient, (tensor.detach(),)
+            return with_attributes(tensor, (require_gradient, (tensor.detach(),)))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return load_tensor, (self._memory_of(tensor.untyped_storage()), tensor.dtype, *view)
+        memory = self._memory_of(tensor.untyped_storage())
+        return with_attributes(tensor, (load_tensor, (memory, tensor.dtype, *view)))
 
     def reduce_storage(self, storage: Any) -> Any:
         """Reduce an untyped storage as those of tensors."""

@@ -37,8 +37,21 @@ def is_plain_tensor(tensor: Any) -> bool:
         or tensor.is_nested
         or tensor.is_conj()
         or tensor.is_neg()
-        or tensor.__dict__
     )
+
+
+def with_attributes(tensor: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return how a tensor is made again, with the attributes that somebody has given it.
+
+    Torch's own way to keep them cannot load the dtypes that it has no typed storage for.
+    """
+    if not tensor.__dict__:
+        return reduced
+    return (*reduced, tensor.__dict__, None, None, _set_attributes)
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    tensor.__dict__.update(attributes)
 
 
 @functools.cache
@@ -56,6 +69,10 @@ def reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
     if not is_plain_tensor(tensor):
         return tensor.__reduce_ex__(5)
+    return with_attributes(tensor, _reduce_numbers(tensor))
+
+
+def _reduce_numbers(tensor: Any) -> tuple[Any, ...]:
     if tensor.requires_grad:
         return require_gradient, (tensor.detach(),)
     shape = stride = None
