@@ -1,9 +1,11 @@
-"""Executors that the user brings: what they give up, and processes of loky and MPI."""
+"""Executors that the user brings: what they give up, and processes of loky, MPI and Ray."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually, lacking, outcomes, printed_by, require
+from conftest import eventually, lacking, outcomes, printed_by, python, require
 from helpers import Echo
 
 from minloader import Loader, get_worker_info
@@ -267,7 +269,7 @@ def test_a_job_that_is_let_go_is_not_that_of_the_batch_under_way(tmp_path):
         assert told.result() == [(-1, 1, True)] * 2
 
 
-# --- loky, MPI -------------------------------------------------------------------------------
+# --- loky, MPI, Ray -------------------------------------------------------------------------------
 
 PROGRAM = """
 import os, random, sys
@@ -291,14 +293,15 @@ class Batch:
     def __eq__(self, other):
         return self.draws == other.draws and np.array_equal(self.rows, other.rows)
 
-def check(executor):
+def check(executor, is_writable=True):
     with Loader(Dice(), range(60), num_workers=0) as loader:
         expected = [batch for batch, _, _ in loader]
     with Loader(Dice(), range(60), num_workers=2, executor=executor) as loader:
         batches, pids, loaded = zip(*loader)
         assert all(type(batch) is Batch for batch in batches)
         assert list(batches) == expected
-        batches[0].rows[:] = 0
+        if is_writable:
+            batches[0].rows[:] = 0
         assert os.getpid() not in pids
         assert all(len(each) == 1 for each in loaded)
         sent = {pid for pid, each in zip(pids, loaded) if each[0]}
@@ -318,6 +321,24 @@ if __name__ == "__main__":  # MPI's workers import the program, unless told main
     from mpi4py.futures import MPIPoolExecutor
     with MPIPoolExecutor() as executor:
         check(executor)
+"""
+
+RAY = """
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+check(RayExecutor(), is_writable=False)  # in Ray's own memory
+
+class Deadly:
+    def __getitem__(self, index):
+        if index == 3 and not os.path.exists(DEAD):
+            open(DEAD, "w").close()
+            os._exit(1)
+        return index
+
+DEAD = sys.argv[1]
+with Loader(Deadly(), range(6), num_workers=2, executor=RayExecutor()) as loader:
+    assert list(loader) == list(range(6))
+assert os.path.exists(DEAD)
+ray.shutdown()
 """
 
 ELSEWHERE = """
@@ -341,6 +362,22 @@ def run_program(tmp_path: Path, text: str, before: Any = (), options: Any = ()) 
 def test_loky(tmp_path):
     require("loky")
     assert run_program(tmp_path, LOKY) == "mapped\n"
+
+
+@pytest.mark.slow
+def test_ray(tmp_path):
+    """By the executor that the docs show, also when a process of Ray's dies."""
+    if importlib.util.find_spec("ray") is None:
+        lacking("ray")
+    page = Path(__file__).parents[1] / "docs" / "clusters.md"
+    executor = re.search(r"^from concurrent.*?(?=^class Noise)", page.read_text(), re.S | re.M)
+    assert executor
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + executor.group() + RAY)
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    done = python(program, tmp_path / "dead", env=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mapped\n" in done.stdout  # Ray tells there of the process that died
 
 
 def mpiexec() -> str:
