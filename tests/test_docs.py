@@ -38,18 +38,8 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 TEXTS = [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 # Their code starts many workers or ffmpeg, or imports torch.
-SLOW = {
-    "bad_samples",
-    "clusters",
-    "corpora",
-    "datasets",
-    "jax",
-    "memory",
-    "network",
-    "recipes",
-    "samplers",
-}
-SLOW |= {"speech", "state", "stats", "streams", "torch", "trainers"}
+SLOW = {"bad_samples", "clusters", "corpora", "datasets", "jax", "memory", "network", "recipes"}
+SLOW |= {"samplers", "speech", "state", "stats", "streams", "torch", "trainers"}
 FENCE = "```"
 
 
