@@ -251,7 +251,6 @@ class Loader(Generic[B]):
             seed=seed,
             budget=budget,
             timeout=timeout,
-            streams=is_stream,
         )
         options = Options(
             in_order=in_order,

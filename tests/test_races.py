@@ -38,7 +38,7 @@ from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
-from minloader._worker.messages import Job, PoolSettings, TaskMessage
+from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.seeds import batch_seed
 
 
@@ -146,8 +146,14 @@ def test_a_thread_worker_has_the_context_of_the_consumer(inherit):
 def reference(monkeypatch) -> Iterator[JobReference]:
     monkeypatch.setattr(foreign, "loaded_jobs", {})
     job_file = JobFile("here")
-    told = 1, 0, foreign.versions()
-    yield JobReference(job_file.mark, *told, job_file.address, False)
+    yield JobReference(
+        mark=job_file.mark,
+        num_workers=1,
+        seed=0,
+        versions=foreign.versions(),
+        address=job_file.address,
+        may_be_remote=False,
+    )
     job_file.close()
 
 
@@ -360,7 +366,8 @@ def test_a_fork_lets_go_of_slots_while_loaders_are_made(two_slots):
 
 
 def test_pools_are_closed_while_others_are_made():
-    pools = [ThreadPool(PoolSettings(1, 0, 0, 1), None, Job(abs, *[None] * 3)) for _ in "ab"]
+    job = Job(abs, None, None, None)
+    pools = [ThreadPool(infos=[WorkerInfo(0, 1, 0, 0)], job=job) for _ in "ab"]
     for pool in pools:
         pool.start()
     close_pools(disturbed(WeakSet(pools)))
@@ -376,7 +383,7 @@ def test_a_pool_of_threads_is_closed_while_futures_go():
         begun.set()
         released.wait()
 
-    pool = ThreadPool(PoolSettings(1, 0, 0, 1), None, Job(batch, None, None, None))
+    pool = ThreadPool(infos=[WorkerInfo(0, 1, 0, 0)], job=Job(batch, None, None, None))
     futures = [pool.submit(TaskMessage(0, 0, [0, 1], id=number)) for number in (1, 2)]
     assert begun.wait(60)
     pool.futures = disturbed(pool.futures)

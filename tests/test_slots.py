@@ -727,7 +727,8 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     slot = bench.pool.lend()
     reply = run(TaskMessage(0, 0, [pack(0, down=True)], bench.pool.address(slot)))
     assert [type(outcome) for outcome in reply.outcomes] == [Failure]
-    bench.pool.settle(slot, reply.slot.size, reply.figures.size)
+    assert reply.slot is None
+    bench.pool.settle(slot, None, reply.figures.size)
     bench.pool.free(slot)
     assert bench.pool.used == (1, os.fstat(slot.fd).st_size)
     assert set(bench.trip(numbered, [2])[0]) == {2}

@@ -134,7 +134,7 @@ class Inspection:
         """The worker processes of all executors, with dead ones until their executor is removed."""
         return [
             WorkerView(
-                number=executor.setup.settings.first_id + index,
+                number=executor.setup.infos[index].id,
                 pid=process.pid,
                 process=process,
                 is_ready=executor.broken or executor.is_ready(index),

@@ -609,7 +609,7 @@ class Batches(Iterator[B], Generic[B]):
             former.is_over = True
             self.epochs.popleft()
         for lane in epoch.lanes:
-            lane.pool.failed_starts.clear()
+            lane.pool.forgive_failed_starts()
 
     def _check_losses(self, shared: Shared, epoch: Epoch) -> None:
         """Raise an error if too large a share of an epoch that has ended failed.

@@ -109,7 +109,7 @@ class Lane:
     def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
         self.pool = self._get_pool()
-        self.pool.failed_starts.clear()  # the machine may have recovered
+        self.pool.forgive_failed_starts()
 
     @property
     def under_way(self) -> int:
@@ -383,7 +383,7 @@ class Lane:
         self._chunk = min(self._chunk, max(1, least, fits))
         counters.workers.chunk_size = self._chunk
         if reply.pid >= 0:
-            self.pool.failed_starts.clear()
+            self.pool.forgive_failed_starts()
             ordinal = self.feed.told_ordinal(task.first)
             place = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
             item = self.feed.told_item(task, made - 1)
@@ -425,7 +425,7 @@ class Lane:
         """Put what is to be sent again in the place of a task that was lost."""
         self.shared.check_open()
         self.pool.end_broken()  # finds out how its workers ended
-        death = self.pool.deaths.pop(shipment.id, None)
+        death = self.pool.take_death(shipment.id)
         error = shipment.lost
         assert error is not None
         place = {

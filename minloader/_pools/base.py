@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from minloader._checks import copied
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.environment import InlineEnvironment
-from minloader._worker.messages import Job, PoolSettings, Reply, TaskMessage
+from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import in_turn
 
@@ -57,37 +57,33 @@ class Death(NamedTuple):
     crash: str = ""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Pool:
     """Runs tasks somewhere.
 
     Attributes:
-        settings: what the workers are told; new ones are for :meth:`replace_workers` to bring in.
+        infos: what each worker is told about where it runs, by its index in the pool; new ones are
+            for :meth:`replace_workers` to bring in.
         slots: shared memory for the batches; None where they need or want none.
         pid: process the pool belongs to. A fork of it must make one of its own.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
         task_ids: gives the next task its id.
-        deaths: how the worker ended, for each lost task that a worker was just running.
         replaced: how many workers were replaced so far.
-        failed_starts: how workers ended that never got ready, since a batch was made last, or an
-            epoch begun.
     """
 
-    settings: PoolSettings
-    slots: Slots | None
+    infos: list[WorkerInfo]
+    slots: Slots | None = None
     replaces: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.pid = os.getpid()
         self.task_ids = itertools.count(1)
-        self.deaths: dict[int, Death] = {}
         self.replaced = 0
-        self.failed_starts: list[str] = []
 
     @property
     def num_workers(self) -> int:
         """How many tasks can run at once; 0 if submitting runs the task."""
-        return self.settings.num_workers
+        return len(self.infos)
 
     def hold(self, item: Any) -> Any:
         """Keep an item as it is now; the sampler may change it when it is asked for the next."""
@@ -122,6 +118,16 @@ class Pool:
     def end_broken(self) -> None:
         """End what has broken or left, for up to two seconds; lost tasks' futures have an error."""
 
+    def take_death(self, task_id: int) -> Death | None:
+        """Return how the worker ended that was running a lost task, once; None if none was."""
+        return None
+
+    def forgive_failed_starts(self) -> None:
+        """Try again to start workers, however often that has failed.
+
+        The machine may have recovered: an epoch begins, or a batch was made.
+        """
+
     def is_death(self, error: BaseException) -> bool:
         """Whether the error of a future says no more than that workers died, and others live."""
         return False
@@ -137,7 +143,7 @@ class Pool:
     def replace_workers(self) -> None:
         """Let the workers leave when they have done what they were given.
 
-        Tasks that are submitted later go to others, which have the settings of that time.
+        Tasks that are submitted later go to others, which are told what ``infos`` has then.
         """
 
     def needs(self, thread: threading.Thread) -> bool:
@@ -256,7 +262,7 @@ class RemotePool(Pool):
         return task._replace(items=items, lost=lost)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class InlinePool(Pool):
     """Makes each batch in the calling process, when it is submitted.
 
@@ -267,6 +273,10 @@ class InlinePool(Pool):
     job: Job
     _worker: Worker | None = None
 
+    @property
+    def num_workers(self) -> int:
+        return 0
+
     def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
         future.set_result(in_turn(self._run, task))
@@ -274,7 +284,7 @@ class InlinePool(Pool):
 
     def _run(self, task: TaskMessage) -> Reply:
         if self._worker is None:
-            self._worker = Worker(self.job, self.settings.info(0), InlineEnvironment())
+            self._worker = Worker(self.job, replace(self.infos[0]), InlineEnvironment())
         return self._worker.run(task)
 
     def replace_workers(self) -> None:

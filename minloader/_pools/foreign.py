@@ -101,7 +101,9 @@ IDLE_SECONDS = 300.0
 
 def versions() -> tuple[str, str]:
     """Return minloader's version and Python's, of which functions that are sent are the code."""
-    return sys.modules["minloader"].__version__, "{}.{}".format(*sys.version_info)
+    return sys.modules[
+        "minloader"
+    ].__version__, f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class JobSender:
@@ -113,7 +115,8 @@ class JobSender:
     """
 
     def __init__(self, executor: Executor, job_file: JobFile) -> None:
-        self._job_file, self._pid = job_file, os.getpid()
+        self._job_file = job_file
+        self._pid = os.getpid()
         self._client: Any = getattr(executor, "_client", None)  # Dask's
         self._lacking: deque[str] = deque()  # where workers are that lack the job
         self._scattered: Any = None  # Dask's future of it
@@ -144,7 +147,8 @@ class JobSender:
 
     def close(self) -> None:
         """Have the workers of a Dask cluster let the job go. Does not wait for them."""
-        scattered, self._scattered = self._scattered, None
+        scattered = self._scattered
+        self._scattered = None
         if scattered is not None and os.getpid() == self._pid:
             threading.Thread(target=self._tell, name="minloader-job", daemon=True).start()
 
@@ -153,7 +157,7 @@ class JobSender:
             self._client.run(forget, self._job_file.mark, on_error="ignore")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class ForeignPool(RemotePool):
     """Makes batches in an executor that the user brought, and will shut down.
 
@@ -207,8 +211,14 @@ class ForeignPool(RemotePool):
                 "the Loader and its executor here"
             )
         refuse_avalanche()
-        told = self.num_workers, self.settings.seed, versions()
-        reference = JobReference(self._mark, *told, self._address, self.sender is not None)
+        reference = JobReference(
+            mark=self._mark,
+            num_workers=self.num_workers,
+            seed=self.infos[0].seed,
+            versions=versions(),
+            address=self._address,
+            may_be_remote=self.sender is not None,
+        )
         sent: Future[Any]  # of a reply, or of JobMissing
         if self.sender is None:
             sent = self.executor.submit(run_task, reference, task)
@@ -351,13 +361,15 @@ def _load_job(reference: JobReference, attached: Any) -> _Loaded | None:
     if "distributed" in sys.modules:
         _give_dask_a_generator()
     try:
-        mapping, found = address.map(), address
+        mapping = address.map()
+        found: JobAddress | None = address
     except OSError:
         if not reference.may_be_remote:
             raise
         if attached is None:
             return None
-        mapping, found = mmap.mmap(-1, len(attached)), None
+        mapping = mmap.mmap(-1, len(attached))
+        found = None
         mapping[:] = memoryview(attached)  # a copy of its own, for the dataset to change
     return _Loaded(
         job=address.unpickle(mapping),

@@ -26,7 +26,7 @@ from minloader._pools.base import InlinePool, Pool, close_pools
 from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
-from minloader._worker.messages import Job, PoolSettings
+from minloader._worker.messages import Job, WorkerInfo
 
 logger = logging.getLogger("minloader")
 
@@ -58,7 +58,6 @@ class PoolGroup:
         seed: the loader's.
         budget: most bytes of shared memory; None for a share of what is free, 0 for none.
         timeout: seconds that a batch may take.
-        streams: whether each worker needs a pool of its own.
         users: iterators, which may have tasks under way.
     """
 
@@ -70,7 +69,6 @@ class PoolGroup:
     seed: int
     budget: int | None
     timeout: float | None
-    streams: bool
     users: weakref.WeakSet[User] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
@@ -101,11 +99,12 @@ class PoolGroup:
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers. What is under way is finished by those who have it."""
-        former, self.num_workers = self.num_workers, num_workers
-        if not self.streams and former and num_workers:
+        former = self.num_workers
+        self.num_workers = num_workers
+        if not self.job.is_stream and former and num_workers:
             # The same pool goes on, so that an epoch need not wait for its tasks to be done.
             pool = self.pool()
-            pool.settings = self._settings(0)
+            pool.infos = self._infos(0)
             if pool.slots is not None:
                 pool.slots.in_flight = self.depth
             pool.replace_workers()
@@ -136,7 +135,8 @@ class PoolGroup:
 
     def reseed(self, seed: int) -> None:
         """Change the seed; workers that were told the former one leave."""
-        former, self.seed = self.seed, seed
+        former = self.seed
+        self.seed = seed
         try:
             if seed != former:
                 self._make_pools()
@@ -206,10 +206,11 @@ class PoolGroup:
 
     @property
     def _count(self) -> int:
-        return max(1, self.num_workers) if self.streams else 1
+        return max(1, self.num_workers) if self.job.is_stream else 1
 
     def _make_pools(self, keep: int = 0) -> None:
-        kept, former = self._pools[:keep], self._pools[keep:]
+        kept = self._pools[:keep]
+        former = self._pools[keep:]
         pools = kept + [self._make_pool(index) for index in range(len(kept), self._count)]
         for pool in former:
             # In a fork the workers are another process's, but for this process itself.
@@ -218,16 +219,22 @@ class PoolGroup:
         self._former += former
         self._pools = pools
 
-    def _settings(self, index: int) -> PoolSettings:
-        size = min(1, self.num_workers) if self.streams else self.num_workers
-        return PoolSettings(size, self.seed, index, self.num_workers)
+    def _infos(self, index: int) -> list[WorkerInfo]:
+        """Return what the workers of a pool are told."""
+        # Of a stream, each worker has a pool of its own.
+        numbers = [index] if self.job.is_stream else [*range(max(1, self.num_workers))]
+        return [
+            WorkerInfo(id=n, num_workers=self.num_workers, pid=os.getpid(), seed=self.seed)
+            for n in numbers
+        ]
 
     def _make_pool(self, index: int) -> Pool:
-        settings, executor = self._settings(index), self.executor
+        infos = self._infos(index)
+        executor = self.executor
         if self.num_workers == 0:
-            return InlinePool(settings, None, self.job)
+            return InlinePool(infos=infos, job=self.job)
         if executor == "thread":
-            return ThreadPool(settings, None, self.job)
+            return ThreadPool(infos=infos, job=self.job)
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
         on_this_machine = not is_foreign or is_local(executor)
@@ -238,10 +245,19 @@ class PoolGroup:
             slots = Slots(self.budget, self.depth // self._count, share=self._count)
         if is_foreign:
             assert not isinstance(self._sent, ForkedJob)
-            job = self.job, self._sent, self._job_sender
-            return ForeignPool(settings, slots, executor, self._owner, *job)
+            return ForeignPool(
+                infos=infos,
+                slots=slots,
+                executor=executor,
+                owner=self._owner,
+                job=self.job,
+                job_file=self._sent,
+                sender=self._job_sender,
+            )
         assert self._sent is not None
-        return ProcessPool(settings, slots, self._sent, self.context, self.timeout)
+        return ProcessPool(
+            infos=infos, slots=slots, job=self._sent, context=self.context, timeout=self.timeout
+        )
 
     def _send_job(self, on_this_machine: bool) -> JobFile | ForkedJob:
         """Serialize the job, unless workers are forked; look whether they have room here."""
@@ -268,7 +284,10 @@ class PoolGroup:
                 "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the "
                 "control group of this process allows %d: the kernel may kill workers; use fewer, "
                 "or a dataset that reads from files",
-                *(size, self.num_workers, needed, limit),
+                size,
+                self.num_workers,
+                needed,
+                limit,
             )
 
 

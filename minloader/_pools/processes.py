@@ -205,12 +205,13 @@ class _WorkerContext:
         # One whose start failed gives its number back.
         self._started = self.workers
         inheritance = Inheritance(self._inherited)  # of this process alone
-        args = (self._setup, len(self._started), inheritance, target, args)
+        index = len(self._started)
+        args = (self._setup, index, inheritance, target, args)
         context: Any = self._context  # that it has a Process is true of every real one
         # Not daemonic where this process is: it may start processes, and it follows this one.
         process = context.Process(target=worker_main, args=args, daemon=False)
         forks = context.get_start_method() == "fork"
-        self._started.append(WorkerProcess(process, self._setup.settings.seed, forks=forks))
+        self._started.append(WorkerProcess(process, self._setup.infos[index].seed, forks=forks))
         return self._started[-1]
 
 
@@ -362,7 +363,8 @@ class _Executor(Executor):
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        manager, reason = self.manager, ""
+        manager = self.manager
+        reason = ""
         if manager is not None and not manager.is_alive() and self.unfinished:
             # It has ended with an error: Ctrl-C came in the middle of the executor's submit(),
             # which then gave a number twice.
@@ -451,7 +453,7 @@ class _Executor(Executor):
                 heartbeat,
                 Death(
                     item=heartbeat.item,
-                    worker=self.setup.settings.first_id + n,
+                    worker=self.setup.infos[n].id,
                     pid=worker.pid,
                     exitcode=worker.exitcode,
                     cause=cause,
@@ -490,7 +492,7 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
     return f"{text}: the machine may be out of memory"
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class ProcessPool(RemotePool):
     """Makes batches in worker processes, started when there is work for them.
 
@@ -502,7 +504,7 @@ class ProcessPool(RemotePool):
 
     job: JobFile | ForkedJob
     context: BaseContext
-    timeout: float | None
+    timeout: float | None = None
     replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -512,6 +514,10 @@ class ProcessPool(RemotePool):
             # it becomes a worker, and does not come back. Others begin at once.
             multiprocessing.spawn.freeze_support()
         super().__post_init__()
+        self._deaths: dict[int, Death] = {}  # by lost task that the worker was just running
+        self._failed_starts: list[
+            str
+        ] = []  # how those ended that never got ready, one after another
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
         self._closed = False
@@ -522,10 +528,10 @@ class ProcessPool(RemotePool):
         if self._closed:
             raise RuntimeError("the pool is closed")
         self.end_broken()
-        if len(self.failed_starts) >= MOST_FAILED_STARTS:
+        if len(self._failed_starts) >= MOST_FAILED_STARTS:
             raise WorkerDied(
-                f"workers cannot be started: {len(self.failed_starts)} in a row died before "
-                f"they were ready ({self.failed_starts[-1]}); look at what the dataset does when "
+                f"workers cannot be started: {len(self._failed_starts)} in a row died before "
+                f"they were ready ({self._failed_starts[-1]}); look at what the dataset does when "
                 "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
                 + wrong_executable(self.context.get_start_method())
             )
@@ -536,13 +542,14 @@ class ProcessPool(RemotePool):
 
     def _new_executor(self) -> _Executor:
         refuse_avalanche()
-        heartbeats, logs = Heartbeats(self.num_workers), LogReader()
+        heartbeats = Heartbeats(self.num_workers)
+        logs = LogReader()
         try:
             setup = WorkerSetup(
                 address=self.job.address,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
-                settings=self.settings,
+                infos=self.infos,
                 logs=logs.sender,
                 log_settings=LogSettings.of_this_process(),
                 libraries=LibrarySettings.of_this_thread(),
@@ -561,14 +568,16 @@ class ProcessPool(RemotePool):
         for heartbeat, death in executor.deaths():
             self.replaced += 1
             if heartbeat.task == 0 or (heartbeat.task == READY and death.stack is not None):
-                self.failed_starts.append(death.cause)
+                self._failed_starts.append(death.cause)
             if heartbeat.task in executor.lost:
-                self.deaths[heartbeat.task] = death
+                self._deaths[heartbeat.task] = death
                 continue  # whoever has sent the task says what it was
             logger.warning(
                 "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
                 "is made again",
-                *(death.worker, death.pid, death.cause),
+                death.worker,
+                death.pid,
+                death.cause,
             )
 
     def submit(self, task: TaskMessage) -> Future[Reply]:
@@ -577,7 +586,7 @@ class ProcessPool(RemotePool):
 
     def start(self) -> None:
         with self._lock:
-            self.failed_starts.clear()  # the machine may have recovered
+            self.forgive_failed_starts()
             # If it breaks just now, another takes its place with the first task.
             with suppress(BrokenExecutor):
                 executor = self._current()
@@ -601,6 +610,12 @@ class ProcessPool(RemotePool):
                     if executor.broken:
                         self._collect_deaths(executor)
                     executor.clean_up()
+
+    def take_death(self, task_id: int) -> Death | None:
+        return self._deaths.pop(task_id, None)
+
+    def forgive_failed_starts(self) -> None:
+        self._failed_starts.clear()
 
     def renew(self, pid: int, why: str) -> None:
         with self._lock:

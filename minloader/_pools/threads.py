@@ -9,7 +9,7 @@ import time
 import weakref
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._checks import copied
@@ -20,7 +20,7 @@ from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class ThreadPool(Pool):
     """Makes batches in daemon threads of the calling process.
 
@@ -50,7 +50,8 @@ class ThreadPool(Pool):
             missing = range(len(self._threads), self.num_workers)
             with interrupts_held() if missing else nullcontext():  # one would be known to nobody
                 for index in missing:
-                    self._threads.append(_Thread(self.job, self.settings.info(index), self._tasks))
+                    info = replace(self.infos[index])
+                    self._threads.append(_Thread(self.job, info, self._tasks))
 
     def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
@@ -65,7 +66,8 @@ class ThreadPool(Pool):
             for _ in self._threads:
                 self._tasks.put(None)
             self._leaving = [each for each in self._leaving if each.is_alive()] + self._threads
-            self._threads, self._tasks = [], queue.SimpleQueue()
+            self._threads = []
+            self._tasks = queue.SimpleQueue()
 
     def leave(self) -> None:
         with self._lock:

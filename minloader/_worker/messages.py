@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -366,26 +365,6 @@ class WorkerInfo:
         if self._sample is not NO_SAMPLE:
             index = self._sample  # of a wrapper around what reads
         return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)
-
-
-class PoolSettings(NamedTuple):
-    """The settings of a pool that may change while the loader lives.
-
-    Attributes:
-        num_workers: how many workers the pool has.
-        seed: the loader's.
-        first_id: number of the first worker.
-        all_workers: how many workers the loader has in all its pools.
-    """
-
-    num_workers: int
-    seed: int
-    first_id: int
-    all_workers: int
-
-    def info(self, index: int) -> WorkerInfo:
-        """Return what the worker of this index in the pool is told in this process."""
-        return WorkerInfo(self.first_id + index, self.all_workers, os.getpid(), self.seed)
 
 
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)

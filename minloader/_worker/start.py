@@ -36,9 +36,9 @@ from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import (
     Failure,
     Job,
-    PoolSettings,
     Reply,
     TaskMessage,
+    WorkerInfo,
 )
 from minloader._worker.run import Worker
 from minloader._worker.seeds import wait_until_asked
@@ -56,7 +56,7 @@ class WorkerSetup(NamedTuple):
         address: where the job is.
         heartbeats: path of the file of heartbeats.
         token: value of the environment variable TOKEN for all that the worker starts.
-        settings: of its pool.
+        infos: what the workers of its pool are told, by their index.
         logs: leads to where the parent reads what workers log; None if they log for themselves.
         log_settings: what is to be logged at all.
         libraries: what the parent has set in libraries.
@@ -65,7 +65,7 @@ class WorkerSetup(NamedTuple):
     address: JobAddress | ForkedJob
     heartbeats: str
     token: str
-    settings: PoolSettings
+    infos: list[WorkerInfo]
     logs: socket | None
     log_settings: LogSettings
     libraries: LibrarySettings
@@ -85,7 +85,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     global failed_start
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
-    info, pid = setup.settings.info(index), os.getpid()
+    pid = os.getpid()
+    info = setup.infos[index]
+    info.pid = pid
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VECLIB_MAXIMUM_THREADS", "1")
     os.environ[TOKEN] = setup.token
@@ -107,7 +109,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         setup.libraries.apply()
         collate_in_private_memory()
         inherited = inheritance.load()
-        begin, modules = time.perf_counter(), set(sys.modules)
+        begin = time.perf_counter()
+        modules = set(sys.modules)
         with ImportClock() as imports:
             job = setup.address.load(inherited=inherited)
         if not info.id:
@@ -225,7 +228,11 @@ def _tell_long_start(seconds: float, importing: float, before: set[str]) -> None
     logger.warning(
         "a worker took %.1f s to load the dataset, as each one does: %.1f s for imports%s, and "
         "%.1f s to unpickle it; %s",
-        *(seconds, importing, names, seconds - importing, advice),
+        seconds,
+        importing,
+        names,
+        seconds - importing,
+        advice,
     )
 
 
