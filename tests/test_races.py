@@ -305,7 +305,7 @@ def test_a_module_is_imported_while_it_is_waited_for(function, late):
 
 def test_a_batch_ends_while_another_thread_imports():
     def begin() -> None:
-        endings.append(seeds.borrow_globals())
+        endings.append(seeds.save_globals())
         seeds.seed_globals((0, 0, 5, 0))
 
     endings: list[Any] = []

@@ -194,7 +194,7 @@ def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
             other.start()
             other.join(0.1)  # as long as it waits for this thread
 
-    monkeypatch.setattr(seeds, "_place", (0, 0, 0, 0))
+    monkeypatch.setattr(seeds, "_key", (0, 0, 0, 0))
     monkeypatch.setattr(seeds, "_seed_random", seed)
     assert module.something == 1
     other.join()

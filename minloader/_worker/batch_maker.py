@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from minloader._checks import check_indices, check_samples, reader_of, shown
 from minloader._errors import SKIP, BatchError
-from minloader._worker.messages import NO_SAMPLE, Job, WorkerInfo, current_info, summary
+from minloader._worker.messages import (
+    NO_SAMPLE,
+    Job,
+    WorkerInfo,
+    current_batch,
+    current_info,
+    summary,
+)
 
 logger = logging.getLogger("minloader")
 
@@ -105,7 +112,8 @@ class BatchMaker:
         Returns:
             The batch; SKIP if all samples are left out.
         """
-        transform, collate_fn = self.job.transform, self.job.collate_fn
+        transform = self.job.transform
+        collate_fn = self.job.collate_fn
         given = samples
         samples, places = self._without_skipped(samples)
         if transform is not None:
@@ -213,7 +221,7 @@ class BatchMaker:
         self.place[0] = place
         info = current_info.get()
         assert info is not None
-        info._reads = place  # as where all are read at the same time
+        current_batch(info).reads = place  # as where all are read at the same time
         if place in lost:
             raise lost.pop(place)  # once: what is put in its place gets to ``transform``
 
@@ -222,10 +230,11 @@ class BatchMaker:
         info = current_info.get()
         assert info is not None
         index = self.failing[0] if self.failing else None
+        ordinal = current_batch(info).ordinal
         failed = BatchError(
             f"sample {shown(index) if self.failing else f'{n} of a batch'}: {summary(error)}",
             **{"item": index, "sample": index},
-            ordinal=-1 if info._ordinal is None else info._ordinal,
+            ordinal=-1 if ordinal is None else ordinal,
             epoch=info.epoch,
             worker=info.id,
             pid=info.pid,

@@ -32,7 +32,7 @@ from typing import Any
 
 from minloader._checks import check_int, shown
 from minloader._worker.current import get_worker_info
-from minloader._worker.messages import WorkerInfo, current_info
+from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
 
 Futures = list["Future[Any]"]
 Reads = list[tuple[Any, WorkerInfo | None]]
@@ -116,17 +116,19 @@ class Concurrent:
         """
         with self._lock:
             if self._read is None or self._pid != os.getpid():  # threads do not follow a fork
-                self._read, self._pid = self._begin(), os.getpid()
+                self._read = self._begin()
+                self._pid = os.getpid()
             read = self._read
         futures: Futures = [Future() for _ in indices]
-        read(futures, [(each, info and info._of_sample(each)) for each in indices])
+        read(futures, [(each, info and info_of_sample(info, each)) for each in indices])
         return futures
 
     def _begin(self) -> Callable[[Futures, Reads], object]:
         """Begin the threads, or the event loop, of this process."""
         if inspect.iscoroutinefunction(type(self.dataset).__getitem__):
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
-            loop, limit = Context().run(asyncio.new_event_loop), asyncio.Semaphore(self.limit)
+            loop = Context().run(asyncio.new_event_loop)
+            limit = asyncio.Semaphore(self.limit)
             _start(_run_loop, loop)
             try:
                 if hasattr(self.dataset, "__aenter__"):
@@ -169,7 +171,8 @@ class Ahead:
     """
 
     def __init__(self, tasks: Any, begin: Callable[[Any], object]) -> None:
-        self._tasks, self._begin = tasks, begin
+        self._tasks = tasks
+        self._begin = begin
         self._taken: SimpleQueue[Any] = SimpleQueue()
         self._wanted = threading.Semaphore()
         self._is_alone = False  # whether nothing is to be taken beside the task that is made

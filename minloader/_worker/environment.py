@@ -25,9 +25,9 @@ from minloader._worker import lifetimes
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.processor_time import Meter
-from minloader._worker.seeds import Place, seed_globals
+from minloader._worker.seeds import BatchKey, seed_globals
 from minloader._worker.torch_conventions import (
-    borrow_with_torch,
+    save_with_torch,
     tell_torch,
     tell_torch_of_shards,
 )
@@ -105,7 +105,7 @@ class Environment:
         """
         return _nothing
 
-    def enter(self, info: WorkerInfo, place: Place) -> None:
+    def enter(self, info: WorkerInfo, key: BatchKey) -> None:
         """Prepare for a call of the user's code: seed what is to be, and tell torch of the info."""
 
     def ends_program(self, error: BaseException) -> bool:
@@ -132,11 +132,11 @@ class InlineEnvironment(Environment):
     seeds_globals: ClassVar[bool] = True
 
     def save_globals(self) -> Callable[[], None]:
-        return borrow_with_torch()
+        return save_with_torch()
 
-    def enter(self, info: WorkerInfo, place: Place) -> None:
+    def enter(self, info: WorkerInfo, key: BatchKey) -> None:
         tell_torch_of_shards(info)
-        seed_globals(place)
+        seed_globals(key)
 
     def ends_program(self, error: BaseException) -> bool:
         return not isinstance(error, Exception | SystemExit)
@@ -172,8 +172,8 @@ class PackingEnvironment(Environment):
     def pack(self, batch: Any) -> bytes | PackedBatch:
         return self._packer.pack(batch)
 
-    def enter(self, info: WorkerInfo, place: Place) -> None:
-        seed_globals(place)
+    def enter(self, info: WorkerInfo, key: BatchKey) -> None:
+        seed_globals(key)
 
     def exit_fork(self) -> None:
         if lifetimes.process is not self._process:
@@ -199,9 +199,9 @@ class ProcessEnvironment(PackingEnvironment):
         self._meter = Meter()
         self.memory_at_start = private_memory()
 
-    def enter(self, info: WorkerInfo, place: Place) -> None:
+    def enter(self, info: WorkerInfo, key: BatchKey) -> None:
         tell_torch(info)
-        seed_globals(place)
+        seed_globals(key)
 
     def measure(self, seconds: float, *, exactly: bool) -> Usage:
         assert self._meter is not None

@@ -33,14 +33,12 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minloader._sampling.seeding import derive
 from minloader._worker import torch_conventions
-from minloader._worker.seeds import Place, global_generators
-
-if TYPE_CHECKING:
-    from minloader._worker.messages import Job, WorkerInfo
+from minloader._worker.messages import Job, WorkerInfo, current_batch
+from minloader._worker.seeds import BatchKey, global_generators
 
 logger = logging.getLogger("minloader")
 
@@ -122,7 +120,8 @@ _TORCH = Kind(
 
 def _kinds() -> list[tuple[type, Kind]]:
     """Return the classes of generators that there are in this process."""
-    numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    numpy = sys.modules.get("numpy.random")
+    torch = sys.modules.get("torch")
     known = [
         (Random, _PYTHON),
         (getattr(numpy, "Generator", None), _NUMPY),
@@ -159,7 +158,8 @@ def find(roots: dict[str, Any]) -> dict[str, Own]:
     Args:
         roots: the objects, by names, which the paths begin with.
     """
-    kinds, found = _kinds(), dict[str, Own]()
+    kinds = _kinds()
+    found: dict[str, Own] = {}
     seen = {id(each): each for each in global_generators()}
     waiting = deque((path, value, 0) for path, value in roots.items())
     while waiting and len(seen) < LIMIT:
@@ -257,7 +257,8 @@ def _parts_of_function(
     path: str, function: Any, kinds: Any, *, is_near: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to."""
-    code, defaults = function.__code__, function.__defaults__ or ()
+    code = function.__code__
+    defaults = function.__defaults__ or ()
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     known = dict(zip(last, defaults, strict=True)) | (function.__kwdefaults__ or {})
     yield from ((f"{path}:{name}", part) for name, part in known.items())
@@ -297,7 +298,8 @@ class OwnGenerators:
     """
 
     def __init__(self, job: Job, *, borrows: bool) -> None:
-        self.job, self.borrows = job, borrows
+        self.job = job
+        self.borrows = borrows
         self.drawn: tuple[str, ...] = ()
         self._batches = 0
         self._counts = Counter[str]()  # in how many batches each was drawn from
@@ -308,20 +310,28 @@ class OwnGenerators:
         self.drawn = ()
         return drawn
 
-    def turn(self, info: WorkerInfo, place: Place) -> Turn | None:
+    def turn(self, info: WorkerInfo, key: BatchKey) -> Turn | None:
         """Return what is to be done with them for a batch; None if nothing is.
 
-        Call it only if ``info._generators`` is not an empty dict: then there are none.
+        Call it only if the info's ``generators`` are no empty dict: then there are none.
         """
-        if place[1] < 0:  # worker_init_fn, which may be what makes them
+        if key[1] < 0:  # worker_init_fn, which may be what makes them
             return None
-        found = info._generators
+        known = current_batch(info).generators
+        found = known
         if found is None:
             found = self.find(info) if self.job.seed_generators else {}
         states = {}
         if self.borrows or not self.job.seed_generators:
             states = {name: own.kind.state(own.generator) for name, own in found.items()}
-        return Turn(self, info, place, found, states, is_first=info._generators is None)
+        return Turn(
+            owner=self,
+            info=info,
+            key=key,
+            found=found,
+            states=states,
+            is_first=known is None,
+        )
 
     def find(self, info: WorkerInfo) -> dict[str, Own]:
         """Look for them; of a stream that is read, in its copy of the dataset."""
@@ -333,13 +343,15 @@ class OwnGenerators:
 
     def count(self, info: WorkerInfo, changed: list[str]) -> None:
         """Note which of them a batch has drawn from."""
-        assert info._generators is not None
+        current = current_batch(info)
+        known = current.generators
+        assert known is not None
         self._batches += 1
         self._counts.update(changed)
         several = [name for name in changed if self._counts[name] == 2]
         self.drawn += tuple(several)
-        kept = info._generators if self._batches < LOOKS else {}
-        info._generators = {name: own for name, own in kept.items() if name not in several}
+        kept = known if self._batches < LOOKS else {}
+        current.generators = {name: own for name, own in kept.items() if name not in several}
 
 
 @dataclass(eq=False)
@@ -349,7 +361,7 @@ class Turn:
     Attributes:
         owner: those of the worker.
         info: that of the batch.
-        place: of the batch.
+        key: of the batch.
         found: the generators that were there before it.
         states: of them, then; empty if nobody asks for these.
         is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
@@ -357,7 +369,7 @@ class Turn:
 
     owner: OwnGenerators
     info: WorkerInfo
-    place: Place
+    key: BatchKey
     found: dict[str, Own]
     states: dict[str, Any]
     is_first: bool
@@ -365,7 +377,7 @@ class Turn:
     def begin(self) -> None:
         """Seed them, if that is asked for."""
         for name, own in self.found.items() if self.owner.job.seed_generators else ():
-            own.kind.seed(own.generator, derive("generator", name, *self.place))
+            own.kind.seed(own.generator, derive("generator", name, *self.key))
 
     def end(self) -> None:
         """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""
@@ -375,7 +387,7 @@ class Turn:
             if self.is_first:
                 self._look_again()
         elif self.is_first:
-            self.info._generators = self.owner.find(self.info)
+            current_batch(self.info).generators = self.owner.find(self.info)
         else:
             changed = [name for name in self.states if self._has_changed(name)]
             self.states = {}
@@ -395,7 +407,7 @@ class Turn:
                 "make it in __init__, or in worker_init_fn",
                 shown(made),
             )
-        self.info._generators = self.found | found
+        current_batch(self.info).generators = self.found | found
 
 
 def shown(names: Collection[str]) -> str:

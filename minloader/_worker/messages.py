@@ -266,8 +266,53 @@ class Failure(NamedTuple):
         )
 
 
-UNSENT: Final = {"dataset": None, "_sample": NO_SAMPLE, "_generators": None}
-"""What a copy of a :class:`WorkerInfo` in another process has in the place of large values."""
+@dataclass(slots=True, eq=False)
+class CurrentBatch:
+    """What is being made where a :class:`WorkerInfo` holds.
+
+    Attributes:
+        ordinal: place of the batch in its epoch; None before the first.
+        key: of its generator, beside its place.
+        rng: that generator, once somebody has asked for it.
+        reads: how many samples are read for it at the same time.
+        sample: index of the sample being made; NO_SAMPLE if none is.
+        stage: what it is made by, where that is not the dataset.
+        sample_rng: the sample's generator, once somebody has asked for it.
+        generators: of the dataset's own, by name; None before they were looked for.
+        seeds_globals: whether the global generators are seeded here.
+    """
+
+    ordinal: int | None = None
+    key: tuple[int, ...] = ()
+    rng: np.random.Generator | None = None
+    reads: int = 0
+    sample: Any = NO_SAMPLE
+    stage: tuple[str, ...] = ()
+    sample_rng: np.random.Generator | None = None
+    generators: dict[str, Any] | None = None
+    seeds_globals: bool = False
+
+    def begin(self, ordinal: int, key: tuple[int, ...]) -> None:
+        """Begin with another batch."""
+        self.ordinal = ordinal
+        self.key = key
+        self.rng = None
+        self.reads = 0
+        self.turn_to(NO_SAMPLE)
+
+    def turn_to(self, index: Any, stage: tuple[str, ...] = ()) -> None:
+        """Note whose turn it is: the sample of this index, in the dataset or in another stage."""
+        self.sample = index
+        self.stage = stage
+        self.sample_rng = None
+
+    def of_sample(self, index: Any) -> CurrentBatch:
+        """Return what holds for one sample of the batch, which may be made beside others."""
+        key = (*self.key, self.reads)
+        self.reads += 1
+        if self.sample is not NO_SAMPLE:
+            index = self.sample  # of a wrapper around what reads
+        return replace(self, key=key, rng=None, sample=index, sample_rng=None)
 
 
 @dataclass
@@ -294,15 +339,9 @@ class WorkerInfo:
     epoch: int = 0
     rank: int = 0
     dataset: Any = field(default=None, repr=False, compare=False)
-    _ordinal: int | None = field(default=None, repr=False)
-    _rng: np.random.Generator | None = field(default=None, repr=False)
-    _key: tuple[int, ...] = field(default=(), repr=False)
-    _sample: Any = field(default=NO_SAMPLE, repr=False, compare=False)  # whose turn it is
-    _sample_rng: np.random.Generator | None = field(default=None, repr=False, compare=False)
-    _stage: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    _reads: int = field(default=0, repr=False, compare=False)  # at the same time, in this batch
-    # Of the dataset's own, by name; None before they were looked for.
-    _generators: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+    _current: CurrentBatch = field(
+        default_factory=CurrentBatch, init=False, repr=False, compare=False
+    )
 
     @property
     def rng(self) -> np.random.Generator:
@@ -312,13 +351,14 @@ class WorkerInfo:
         the batch. Made when first asked for in a batch; in ``worker_init_fn`` it depends on the
         worker's id instead.
         """
-        if self._rng is None:
-            if self._ordinal is None:
-                self._rng = generator("worker", self.seed, self.rank, max(self.id, 0))
+        now = self._current
+        if now.rng is None:
+            if now.ordinal is None:
+                now.rng = generator("worker", self.seed, self.rank, max(self.id, 0))
             else:
-                place = self.seed, self.epoch, self._ordinal, self.rank
-                self._rng = generator("batch", *place, *self._key)
-        return self._rng
+                key = self.seed, self.epoch, now.ordinal, self.rank, *now.key
+                now.rng = generator("batch", *key)
+        return now.rng
 
     @property
     def sample_rng(self) -> np.random.Generator:
@@ -333,38 +373,40 @@ class WorkerInfo:
                 a dataset that is given a whole list of indices, or in a stream.
             TypeError: the index is not made of numbers and strings.
         """
-        if self._sample is NO_SAMPLE or type(self._sample) is list:
+        now = self._current
+        if now.sample is NO_SAMPLE or type(now.sample) is list:
             raise RuntimeError(
                 "sample_rng is for code that makes one sample of an index: the dataset's "
                 "__getitem__ (with batch_size or collate_fn) and transform; elsewhere draw from "
                 "rng, which belongs to the batch"
             )
-        if self._sample_rng is None:
-            key = sample_key(self._sample)
-            self._sample_rng = generator("sample", self.seed, self.epoch, key, *self._stage)
-        return self._sample_rng
+        if now.sample_rng is None:
+            key = sample_key(now.sample)
+            now.sample_rng = generator("sample", self.seed, self.epoch, key, *now.stage)
+        return now.sample_rng
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | UNSENT  # a batch may hold the info
+        # A batch may hold the info: what is large stays here.
+        current = replace(self._current, sample=NO_SAMPLE, generators=None)
+        return self.__dict__ | {"dataset": None, "_current": current}
 
-    _seeds_globals = False  # whether the global generators are seeded where this holds
 
-    def _begin(self, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
-        self.epoch, self._ordinal, self._rng, self._key = epoch, ordinal, None, key
-        self._reads = 0
-        self._turn_to(NO_SAMPLE)
+def current_batch(info: WorkerInfo) -> CurrentBatch:
+    """Return what is being made where an info holds; always the same object."""
+    return info._current
 
-    def _turn_to(self, index: Any, stage: tuple[str, ...] = ()) -> None:
-        """Note whose turn it is: the sample of this index, in the dataset or in another stage."""
-        self._sample, self._sample_rng, self._stage = index, None, stage
 
-    def _of_sample(self, index: Any) -> WorkerInfo:
-        """Return what holds for one sample of the batch, which may be made beside others."""
-        key = (*self._key, self._reads)
-        self._reads += 1
-        if self._sample is not NO_SAMPLE:
-            index = self._sample  # of a wrapper around what reads
-        return replace(self, _rng=None, _key=key, _sample=index, _sample_rng=None)
+def begin_batch(info: WorkerInfo, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
+    """Have an info hold for another batch."""
+    info.epoch = epoch
+    info._current.begin(ordinal, key)
+
+
+def info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:
+    """Return what holds for one sample of a batch, which may be made beside others."""
+    found = replace(info)
+    found._current = info._current.of_sample(index)
+    return found
 
 
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)

@@ -46,13 +46,18 @@ class Meter:
         return self._tell() if self._work >= self._due else None
 
     def _tell(self) -> tuple[float, float, float] | None:
-        former, before, work = self._computed, self._threads, self._work
+        former = self._computed
+        before = self._threads
+        work = self._work
         begin = time.thread_time()  # a busy machine may take the processor away meanwhile
-        computed, threads = sum(os.times()[:4]), waited()
+        computed = sum(os.times()[:4])
+        threads = waited()
         if not threads:
             self._due = math.inf
             return None
-        self._computed, self._threads, self._work = computed, threads, 0.0
+        self._computed = computed
+        self._threads = threads
+        self._work = 0.0
         self._due = (time.thread_time() - begin) / COST
         computing = max(0.0, computed - former)
         spent = [
@@ -60,7 +65,8 @@ class Meter:
             for each in threads
             for now, then in zip(threads[each], before.get(each, (0, 0)), strict=True)
         ]
-        seen, queued = sum(spent[::2]) / 1e9, sum(spent[1::2]) / 1e9
+        seen = sum(spent[::2]) / 1e9
+        queued = sum(spent[1::2]) / 1e9
         # Of programs that have ended the kernel adds up the computing, not the waiting. They are
         # taken to have waited as the others did, for each second that they computed.
         if seen:

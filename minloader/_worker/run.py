@@ -42,9 +42,11 @@ from minloader._worker.messages import (
     TaskMessage,
     Timings,
     WorkerInfo,
+    begin_batch,
+    current_batch,
     current_info,
 )
-from minloader._worker.seeds import Place
+from minloader._worker.seeds import BatchKey
 from minloader._worker.stream_reader import END, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -109,7 +111,7 @@ class Worker:
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
         self._own = OwnGenerators(job, borrows=environment.is_inline)
-        self._maker = BatchMaker(job, info._turn_to, environment.sample_place)
+        self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_place)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
         self.reads_ahead = hasattr(type(job.dataset), "__getfutures__") and not job.is_stream
@@ -131,7 +133,7 @@ class Worker:
         begun: list[Any] = []
         for n, item in enumerate(task.items if self._init_failure is None else ()):
             info = replace(self.info)
-            info._begin(task.epoch, task.ordinal + n)
+            begin_batch(info, task.epoch, task.ordinal + n)
             try:
                 begun.append(self._maker.begin(self._environment.unpack_item(item), info))
             except BaseException as error:
@@ -231,13 +233,13 @@ class Worker:
             writer.begin()
             try:
                 self._leave_out_lost(task, n)
-                self.info._begin(task.epoch, task.ordinal + n)
+                begin_batch(self.info, task.epoch, task.ordinal + n)
                 if type(item) is bytes:
                     item = self._environment.unpack_item(item)
                 if type(maker.begun) is not list:
                     raise maker.begun
-                place = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
-                outcome = self._call(place, maker.fetch, item)
+                key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
+                outcome = self._call(key, maker.fetch, item)
             except BaseException as error:
                 is_whole = type(item) is list and self._job.collate_fn is None
                 stage = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
@@ -293,19 +295,21 @@ class Worker:
         """Have the time that a batch may take begin anew."""
         self._environment.beat(task_id, n, time.perf_counter())
 
-    def _call(self, place: Place, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, key: BatchKey, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
 
         No context managers: contextlib sets attributes of an exception that passes, which a
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        own = None if self.info._generators == {} else self._own.turn(self.info, place)
+        own = None
+        if current_batch(self.info).generators != {}:
+            own = self._own.turn(self.info, key)
         restore_globals = self._environment.save_globals()
         try:
             try:
                 current_info.set(self.info)
-                self._environment.enter(self.info, place)
+                self._environment.enter(self.info, key)
                 if own is not None:
                     own.begin()
                 return function(*args)
@@ -353,8 +357,8 @@ class Worker:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info
         if self._job.worker_init_fn is not None:
-            place = info.seed, -1 - info.epoch, info.id, info.rank
-            self._call(place, self._job.worker_init_fn, info)
+            key = info.seed, -1 - info.epoch, info.id, info.rank
+            self._call(key, self._job.worker_init_fn, info)
 
     def _read_batches(self, task: TaskMessage, work: _Work, writer: NoSlot) -> ShardReply:
         """Read the batches of a task of a shard, to its end; see :meth:`_make_batches`."""
@@ -393,7 +397,7 @@ class Worker:
     def _read(self, task: TaskMessage, n: int, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
-        self.info._seeds_globals = self._environment.seeds_globals
+        current_batch(self.info).seeds_globals = self._environment.seeds_globals
         if not reader.position and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)

@@ -2,9 +2,9 @@
 
 Before each batch the global generators of ``random``, ``numpy.random`` and ``torch`` are seeded
 from (loader's seed, epoch, ordinal, rank), so every worker count, executor and restart gives the
-same batches, and no two ranks draw alike. None is seeded for nobody: numpy's and torch's from when
-something has imported them, and in a worker process that of ``random``, which the standard library
-imports, from when something has asked that module for any of its functions.
+same batches, and no two ranks draw alike. A generator is seeded only once it is in use: numpy's and
+torch's from when something has imported them, and in a worker process that of ``random``, which the
+standard library imports, from when something has asked that module for any of its functions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,9 @@ from minloader._worker.import_hook import forget, when_imported
 logger = logging.getLogger("minloader")
 R = TypeVar("R")
 
-Place = tuple[int, ...]
+BatchKey = tuple[int, ...]
 """Of a batch: the loader's seed, the epoch, the ordinal and the rank. What is none has more: then
 it never draws what a batch draws."""
-
-Seed = Callable[[Place], None]
-"""Seeds the global generators for one batch."""
-
-Borrow = Callable[[], Callable[[], None]]
-"""Called before generators are seeded that are the user's; returns what is called after it."""
 
 
 def batch_seed(*place: int) -> int:
@@ -69,25 +63,26 @@ def _seed_torch(module: Any, value: int) -> None:
 
 SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
 
-_place: Place | None = None  # of the present batch; None if we are not to seed anything
+_key: BatchKey | None = None  # of the present batch; None if we are not to seed anything
 
 
-def seed_globals(place: Place) -> None:
+def seed_globals(key: BatchKey) -> None:
     """Seed the global generators of this process, for one batch.
 
     A batch may be the first to import numpy.random or torch (numpy imports the former when it is
     first used). They are seeded on arrival then: otherwise the first batch of each worker would
     differ.
     """
-    global _place
-    if _place is None:
+    global _key
+    if _key is None:
         for name in SEEDERS:
             when_imported(name, seed_arrival)
-    _place, value = place, None
+    _key = key
+    value = None
     for name, seed in SEEDERS.items():
         module = sys.modules.get(name)
         if module is not None and type(module) is not _Unasked:
-            value = batch_seed(*place) if value is None else value
+            value = batch_seed(*key) if value is None else value
             seed(module, value)
 
 
@@ -110,9 +105,9 @@ def global_generators() -> list[Any]:
 
 
 def seed_arrival(module: ModuleType) -> None:
-    place = _place  # once: any thread may import, and the batch may end meanwhile
-    if place is not None:
-        SEEDERS[module.__name__](module, batch_seed(*place))
+    key = _key  # once: any thread may import, and the batch may end meanwhile
+    if key is not None:
+        SEEDERS[module.__name__](module, batch_seed(*key))
 
 
 _asking = threading.RLock()  # reentrant: the handler of a signal may ask, too
@@ -127,9 +122,9 @@ class _Unasked(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         if name != "__spec__":  # which every import of it asks for
             with _asking:  # or a thread might seed it again when another has drawn from it
-                place = _place
-                if type(self) is _Unasked and place is not None:
-                    _seed_random(self, batch_seed(*place))
+                key = _key
+                if type(self) is _Unasked and key is not None:
+                    _seed_random(self, batch_seed(*key))
                 self.__class__ = ModuleType  # type: ignore[assignment]
         return ModuleType.__getattribute__(self, name)
 
@@ -140,7 +135,8 @@ def wait_until_asked() -> None:
     Unless somebody already has: then more than the module itself refers to one of its functions,
     which are methods of its generator.
     """
-    values, alone = vars(random), {"": object()}
+    values = vars(random)
+    alone = {"": object()}
     methods = [name for name in values if getattr(values[name], "__self__", None) is _generator]
     references = sys.getrefcount(alone[""])
     # Besides the module and its methods: this module, and what seeds the generator of a fork.
@@ -160,7 +156,9 @@ _lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
 
 def _begin_fork() -> None:
     global _lock, _asking
-    _lock, _asking = threading.RLock(), threading.RLock()  # a thread not here may have held them
+    # A thread that is not here may have held them.
+    _lock = threading.RLock()
+    _asking = threading.RLock()
     if type(random) is _Unasked:  # Python has just seeded its generator, for the fork alone
         random.__class__ = ModuleType  # type: ignore[assignment]
 
@@ -200,22 +198,23 @@ def reserve_globals(held: list[Any]) -> None:
         patience = 0.0
 
 
-def borrow_globals() -> Callable[[], None]:
+def save_globals() -> Callable[[], None]:
     """Note how the global generators of the caller's own process are; return what restores that.
 
     It may be called again, where Ctrl-C has come in the middle of it.
     """
     import numpy.random  # the one generator that every batch may use without importing it
 
-    former = _place
+    former = _key
     # It has none yet if another thread is just importing it.
     torch = getattr(sys.modules.get("torch"), "default_generator", None)
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     torch_state = torch and torch.get_state()
 
-    def give_back() -> None:
-        global _place
-        _place = former  # that of an outer batch, whose dataset reads a loader of its own
+    def restore_globals() -> None:
+        global _key
+        _key = former  # that of an outer batch, whose dataset reads a loader of its own
         if former is None:
             for name in SEEDERS:
                 forget(name, seed_arrival)
@@ -224,4 +223,4 @@ def borrow_globals() -> Callable[[], None]:
         if torch:
             torch.set_state(torch_state)
 
-    return give_back
+    return restore_globals

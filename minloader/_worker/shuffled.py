@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
+from minloader._worker.messages import begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
 
 logger = logging.getLogger("minloader")
@@ -81,6 +83,23 @@ class Shuffled:
         self.loaded = state
 
 
+@dataclass(slots=True, eq=False)
+class Half:
+    """Half of the buffer.
+
+    Attributes:
+        samples: that it has.
+        before: state of the stream before them.
+        is_noted: whether that is known.
+        failed: errors while it was filled.
+    """
+
+    samples: list[Any] = field(default_factory=list)
+    before: Any = None
+    is_noted: bool = False
+    failed: int = 0
+
+
 class Shuffle:
     """Iterator over the samples of one epoch of a shard.
 
@@ -95,14 +114,9 @@ class Shuffle:
         self._source = source
         self._size = -(-owner.buffer_size // 2)
         self._number = -1  # of the half that is given out
-        self._half: list[Any] = []  # in its order, the next sample last
+        self._half = Half()  # that is given out, in its order, the next sample last
         self._given = 0  # of this half
-        self._before: Any = None  # state of the stream before this half
-        self._failed = 0  # errors while this half was filled
-        self._filled: list[Any] = []  # the other half, likewise
-        self._before_filled: Any = None
-        self._failed_filling = 0
-        self._is_noted = False  # whether the state before the other half is known
+        self._filled = Half()  # the other one
         self._has_failed = False  # with the sample that was to be read last
         self._ended = False
 
@@ -112,35 +126,38 @@ class Shuffle:
     def __next__(self) -> Any:
         if self._source is None:
             self._open(self._owner.loaded)
-        if self._half:
-            self._fill(len(self._filled) + 1)  # first: if that fails, no sample is lost
+        if self._half.samples:
+            self._fill(len(self._filled.samples) + 1)  # first: if that fails, no sample is lost
         else:
             self._fill(self._size)
             self._turn()
-        if not self._half:
+        if not self._half.samples:
             raise StopIteration
         self._given += 1
-        return self._half.pop()
+        return self._half.samples.pop()
 
     def _turn(self) -> None:
         """Give out the half that was filled, and fill another."""
-        self._number, self._given = self._number + 1, 0
-        self._before, self._is_noted = self._before_filled, False
-        self._failed, self._failed_filling = self._failed_filling, 0
+        self._number += 1
+        self._given = 0
         info = get_worker_info()
-        place = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
-        rng = generator("shuffled", self._owner.seed, *place, self._number)
-        order = rng.permutation(len(self._filled))
-        self._half, self._filled = [self._filled[place] for place in order], []
+        key = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
+        rng = generator("shuffled", self._owner.seed, *key, self._number)
+        half = self._filled
+        half.samples = [half.samples[n] for n in rng.permutation(len(half.samples))]
+        self._half = half
+        self._filled = Half()
 
     def _fill(self, size: int) -> None:
         """Read until so many samples are there, of a half at most."""
-        while len(self._filled) < min(size, self._size) and not self._ended:
-            if not self._is_noted:
-                self._before_filled, self._is_noted = self._state(), True
-            self._seed(self._number * self._size + len(self._filled))
+        half = self._filled
+        while len(half.samples) < min(size, self._size) and not self._ended:
+            if not half.is_noted:
+                half.before = self._state()
+                half.is_noted = True
+            self._seed(self._number * self._size + len(half.samples))
             try:
-                self._filled.append(next(self._source))
+                half.samples.append(next(self._source))
                 self._has_failed = False
             except StopIteration:
                 self._ended = True
@@ -148,7 +165,7 @@ class Shuffle:
                     logger.warning("a shuffled stream ended with its error, as a generator does")
             except Exception:
                 self._has_failed = True
-                self._failed_filling += 1
+                half.failed += 1
                 raise
 
     def _seed(self, n: int) -> None:
@@ -156,8 +173,8 @@ class Shuffle:
         info = get_worker_info()
         if info is not None:
             key = 2, info.id
-            info._begin(info.epoch, n, key=key)
-            if info._seeds_globals:
+            begin_batch(info, info.epoch, n, key=key)
+            if current_batch(info).seeds_globals:
                 seed_globals((info.seed, info.epoch, n, info.rank, *key))
 
     def _state(self) -> dict[str, Any] | None:
@@ -196,8 +213,12 @@ class StatefulShuffle(Shuffle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been given out, with no samples."""
-        place = {"number": self._number, "given": self._given, "stream": self._before}
-        return place | {"failed": self._failed + self._failed_filling}
+        return {
+            "number": self._number,
+            "given": self._given,
+            "stream": self._half.before,
+            "failed": self._half.failed + self._filled.failed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next sample the one after those that a state has given out.
@@ -211,22 +232,25 @@ class StatefulShuffle(Shuffle):
             self._source.load_state_dict(known["iterator"])
         if state["number"] >= 0:
             self._number = state["number"] - 1
-            self._before_filled, self._is_noted = state["stream"], True
+            self._filled.before = state["stream"]
+            self._filled.is_noted = True
             self._fill_again(self._size, state["failed"])
             self._turn()
             self._given = state["given"]
-            del self._half[len(self._half) - self._given :]
+            samples = self._half.samples
+            del samples[len(samples) - self._given :]
         # With the first sample of a half none of the other was read.
-        self._fill_again(self._given - 1, state["failed"] - self._failed)
+        self._fill_again(self._given - 1, state["failed"] - self._half.failed)
 
     def _fill_again(self, size: int, failures: int) -> None:
         """Read until so many samples are there, and past errors that were raised before."""
-        while len(self._filled) < self._size and not self._ended:
-            if len(self._filled) >= size and self._failed_filling >= failures:
+        half = self._filled
+        while len(half.samples) < self._size and not self._ended:
+            if len(half.samples) >= size and half.failed >= failures:
                 break
             try:
-                self._fill(len(self._filled) + 1)
+                self._fill(len(half.samples) + 1)
             except Exception as error:
-                if self._failed_filling > failures:
+                if half.failed > failures:
                     raise
                 logger.debug("a sample of a shuffled stream fails again: %r", error)

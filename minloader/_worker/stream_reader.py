@@ -31,8 +31,8 @@ from minloader._checks import differences, is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import Shard, WorkerInfo
-from minloader._worker.seeds import Place
+from minloader._worker.messages import Shard, WorkerInfo, begin_batch
+from minloader._worker.seeds import BatchKey
 from minloader._worker.torch_conventions import Stream
 
 logger = logging.getLogger("minloader")
@@ -105,20 +105,22 @@ class ShardReader:
         """Whether an interrupt has come while the stream's own code ran."""
         return self._is_inside and not self._is_taken
 
-    def begin(self, index: int | None = None) -> Place:
+    def begin(self, index: int | None = None) -> BatchKey:
         """Prepare for a batch of the shard, by default the next, and return its place.
 
         At the end the next one is the first of the epoch to come.
         """
         if index is None:
             index = 0 if self.ended else self.position
-        epoch, ordinal = self.epoch + self.ended, self.shard.ordinal(index)
-        self.info._begin(epoch, ordinal)
+        epoch = self.epoch + self.ended
+        ordinal = self.shard.ordinal(index)
+        begin_batch(self.info, epoch, ordinal)
         return self.info.seed, epoch, ordinal, self.info.rank
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
-        state, self.reading = self.shard.state, True
+        state = self.shard.state
+        self.reading = True
         try:
             known = {} if state is None or not self.is_fresh else unpack(state)
             if "dataset" in known:
@@ -154,15 +156,19 @@ class ShardReader:
             # now: what has that for its place would be read on by who has its state.
             self.ended |= self.iterator is None or self._is_dead
             self._failed = True
-            self._samples, self.last, self._is_inside = [], None, False
+            self._samples = []
+            self.last = None
+            self._is_inside = False
             self.position += 1  # it takes the place of a batch
             raise
         self.reading = False
         self.ended = len(samples) < size
         if not samples or (self.ended and not job.keep_last):
-            self._samples, self._former = [], None
+            self._samples = []
+            self._former = None
             return END
-        self._samples, self._former = [], self._samples if self.is_inline else None
+        self._former = self._samples if self.is_inline else None
+        self._samples = []
         self.position += 1
         self.last = fingerprint(samples)
         return samples
@@ -171,8 +177,10 @@ class ShardReader:
         """Return whether it can go on with the first batch of a task; then it is there."""
         if self.position == shard.first + 1 and self._former is not None:
             # Ctrl-C came before the batch was delivered. Its samples are still here.
-            self._samples, self._former = self._former, None
-            self.position, self.ended = shard.first, False
+            self._samples = self._former
+            self._former = None
+            self.position = shard.first
+            self.ended = False
         if self.was_interrupted and not (self.is_once and self.iterator is None):
             return False  # what raised the interrupt may be over, or have lost a sample
         self.reading = self._failed and self.reading and not self.is_inline
@@ -180,7 +188,9 @@ class ShardReader:
 
     def _open(self, known: dict[str, Any]) -> None:
         """Begin to read, in one step; ``known`` may have a state of the iterator."""
-        dataset, is_own, self._is_inside = self.info.dataset, False, True
+        dataset = self.info.dataset
+        is_own = False
+        self._is_inside = True
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.epoch)
         iterator = iter(dataset)
@@ -189,9 +199,11 @@ class ShardReader:
             is_own = iterator.state_dict == dataset.state_dict
         if "iterator" in known:
             iterator.load_state_dict(known["iterator"])
-        self.iterator, self._is_own_iterator = iterator, is_own
+        self.iterator = iterator
+        self._is_own_iterator = is_own
         self._samples = []
-        self.position, self._is_inside = self.shard.at, False
+        self.position = self.shard.at
+        self._is_inside = False
 
     @property
     def _is_taken(self) -> bool:
@@ -216,7 +228,8 @@ class ShardReader:
         if samples is END:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
-        self.info._begin(self.epoch, self.shard.ordinal(self.position - 1), key=(1,))
+        ordinal = self.shard.ordinal(self.position - 1)
+        begin_batch(self.info, self.epoch, ordinal, key=(1,))
         return self.maker.combine(samples)
 
     def check(self, shard: Shard) -> None:
@@ -244,7 +257,8 @@ class ShardReader:
     @property
     def parts(self) -> dict[str, Any]:
         """What has a state, by names: the shard, or at its end the next pass, goes on from that."""
-        dataset, own = self.info.dataset, self._is_own_iterator
+        dataset = self.info.dataset
+        own = self._is_own_iterator
         if not self.ended and getattr(self.iterator, "_is_at_beginning", False):
             return {}
         parts = {"dataset": None if own else dataset, "iterator": self.iterator}
@@ -321,7 +335,9 @@ class ShardReaders:
             info = before.info
         else:
             dataset, is_prepared = self._copy(shard)
-            info = WorkerInfo(shard.id, shard.total, pid, self.seed, dataset=dataset)
+            info = WorkerInfo(
+                id=shard.id, num_workers=shard.total, pid=pid, seed=self.seed, dataset=dataset
+            )
             info.rank = self.maker.job.rank
             if is_read_once(dataset):
                 # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
@@ -329,8 +345,15 @@ class ShardReaders:
                 info.epoch = epoch
             if not is_prepared:
                 prepare(info)
-        reader = ShardReader(self.maker, info, epoch, shard, not goes_on, self.is_inline)
-        reader.beginning = self._beginning
+        reader = ShardReader(
+            maker=self.maker,
+            info=info,
+            epoch=epoch,
+            shard=shard,
+            is_fresh=not goes_on,
+            is_inline=self.is_inline,
+            beginning=self._beginning,
+        )
         self._readers[shard.id] = reader
         return reader
 
@@ -391,7 +414,8 @@ class ShardReaders:
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
-        dataset, is_taken = self.maker.job.dataset, self._is_taken
+        dataset = self.maker.job.dataset
+        is_taken = self._is_taken
         if shard.state is None and self._original is not None:
             return copy.deepcopy(self._original), False
         if not is_taken:

@@ -19,7 +19,7 @@ from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.seeds import borrow_globals, global_states
+from minloader._worker.seeds import global_states, save_globals
 
 logger = logging.getLogger("minloader")
 
@@ -122,7 +122,8 @@ class Stream:
         self.told: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        dataset, told = self.dataset, self.told
+        dataset = self.dataset
+        told = self.told
         wants = hasattr(dataset, "set_epoch")
         if told is not None and wants and getattr(dataset, "epoch", None) != told:
             dataset.set_epoch(told)
@@ -157,12 +158,13 @@ def tell_torch_of_shards(info: WorkerInfo) -> None:
         tell_torch(info)
 
 
-def borrow_with_torch() -> Callable[[], None]:
-    """Borrow the global generators, and what torch's ``get_worker_info`` answers."""
-    former, answer = _told, getattr(sys.modules.get(_MODULE), "_worker_info", None)
-    give_globals_back = borrow_globals()
+def save_with_torch() -> Callable[[], None]:
+    """Note the global generators, and what torch's ``get_worker_info`` answers."""
+    former = _told
+    answer = getattr(sys.modules.get(_MODULE), "_worker_info", None)
+    restore_globals = save_globals()
 
-    def give_back() -> None:
+    def restore() -> None:
         global _told
         if _told is not former:
             if former is None:
@@ -170,16 +172,17 @@ def borrow_with_torch() -> Callable[[], None]:
             if _MODULE in sys.modules:
                 vars(sys.modules[_MODULE])["_worker_info"] = answer
             _told = former  # last: if Ctrl-C comes, all of this is done again
-        give_globals_back()
+        restore_globals()
 
-    return give_back
+    return restore
 
 
 def _write_worker_info(module: ModuleType) -> None:
     torchs: Any = module
     told = _told
     assert told is not None
-    dataset, seed = told.dataset, told.seed
+    dataset = told.dataset
+    seed = told.seed
     if type(dataset) is Stream:
         if dataset.read_once and told.epoch:
             # Torch draws another for each epoch, which datasets shuffle by. This one follows from
