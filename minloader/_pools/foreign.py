@@ -106,6 +106,18 @@ def versions() -> tuple[str, str]:
     ].__version__, f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
+class Attachment(NamedTuple):
+    """The job on its way to a worker on another machine.
+
+    Attributes:
+        data: its bytes, or Dask's future of them.
+        options: how a task is submitted that takes it along.
+    """
+
+    data: Any
+    options: dict[str, Any]
+
+
 class JobSender:
     """Has an executor send the job to its workers on other machines.
 
@@ -129,21 +141,22 @@ class JobSender:
         if isinstance(reply, JobMissing):
             self._lacking.append(reply.address)
 
-    def attach(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the next task takes along, and how it is submitted then."""
+    def attach(self) -> Attachment | None:
+        """Return what the next task takes along; None if no worker is known to lack the job."""
         try:
             where = self._lacking.popleft()
         except IndexError:
-            return [], {}
+            return None
         if not where:
-            return [bytes(self._job_file.content())], {}
+            return Attachment(data=bytes(self._job_file.content()), options={})
         if self._scattered is None:
             import numpy as np
 
             data = np.frombuffer(self._job_file.content(), np.uint8)
             self._scattered = self._client.scatter(data, workers=[where], hash=False)
         # Another worker may run the task too, should this one die.
-        return [self._scattered], {"workers": [where], "allow_other_workers": True}
+        options = {"workers": [where], "allow_other_workers": True}
+        return Attachment(data=self._scattered, options=options)
 
     def close(self) -> None:
         """Have the workers of a Dask cluster let the job go. Does not wait for them."""
@@ -225,9 +238,13 @@ class ForeignPool(RemotePool):
             return sent
         if isinstance(task.job, Exception):
             raise task.job
-        job, options = task.job
-        args = run_task, reference, task._replace(job=None), *job
-        sent = self.executor.submit(*args, **options, **self._options)
+        attachment: Attachment | None = task.job
+        if attachment is None:
+            sent = self.executor.submit(run_task, reference, task, **self._options)
+        else:
+            options = self._options | attachment.options
+            bare = task._replace(job=None)
+            sent = self.executor.submit(run_task, reference, bare, attachment.data, **options)
         sent.add_done_callback(self.sender.look)  # before whoever sends the task again
         return sent
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from minloader._memory.files import at_fork
-from minloader._worker.logs import HEAD, PACKET
+from minloader._worker.logs import HEAD, PACKET, WorkerWarning
 
 logger = logging.getLogger("minloader")
 
@@ -88,17 +88,18 @@ def _hand_on(reader: socket.socket) -> None:
     shown: dict[Any, Any] = {}
     with reader:
         while packet := reader.recv(PACKET + HEAD):
-            worker, is_last, piece = packet[:2], packet[2], packet[HEAD:]
-            pieces.setdefault(worker, bytearray()).extend(piece)
+            worker = packet[:2]
+            pieces.setdefault(worker, bytearray()).extend(packet[HEAD:])
+            is_last = packet[2]
             if not is_last:
                 continue
             try:
-                kind, values = pickle.loads(pieces.pop(worker))
+                message = pickle.loads(pieces.pop(worker))
                 with _showing:
-                    if kind == "record":
-                        _handle(values)
+                    if isinstance(message, WorkerWarning):
+                        _warn(message, shown)
                     else:
-                        _warn(shown, *values)
+                        _handle(message)
             except Exception:  # a handler of the user's, or a filter that makes an error of it
                 try:
                     logger.exception("what a worker logged could not be shown")
@@ -113,10 +114,15 @@ def _handle(values: dict[str, Any]) -> None:
         target.handle(record)
 
 
-def _warn(shown: dict[Any, Any], message: Any, category: Any, filename: str, line: int) -> None:
+def _warn(warning: WorkerWarning, shown: dict[Any, Any]) -> None:
     modules = list(sys.modules.items())
     # Files of which this process has no module are cells of a notebook, or the like.
-    found = (name for name, each in modules if getattr(each, "__file__", None) == filename)
+    found = (name for name, each in modules if getattr(each, "__file__", None) == warning.filename)
     warnings.warn_explicit(
-        message, category, filename, line, module=next(found, "__main__"), registry=shown
+        message=warning.message,
+        category=warning.category,
+        filename=warning.filename,
+        lineno=warning.line,
+        module=next(found, "__main__"),
+        registry=shown,
     )

@@ -185,7 +185,7 @@ class BatchMaker:
             function: gets each of the values.
             values: one for each sample.
             indices: of the samples; () if they have none.
-            stage: what the function is, see :meth:`WorkerInfo._turn_to`.
+            stage: what the function is, see :meth:`CurrentBatch.turn_to`.
             places: of the values among the indices; None: there is one for each.
         """
         results: list[Any] = []

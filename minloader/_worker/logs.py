@@ -26,6 +26,15 @@ HEAD = 3
 """Bytes before a piece: two for the worker's index, and whether the piece is the message's last."""
 
 
+class WorkerWarning(NamedTuple):
+    """A warning of a worker; arguments of ``warnings.warn_explicit``."""
+
+    message: Any
+    category: type[Warning]
+    filename: str
+    line: int
+
+
 class LogSettings(NamedTuple):
     """How the calling process logs and warns, for workers to leave out what nobody wants.
 
@@ -100,21 +109,22 @@ class _LogSender(logging.Handler):
         if record.exc_info:
             values["exc_text"] = logging.Formatter().formatException(record.exc_info)
         try:
-            data = pickle.dumps(("record", values), 5)
+            data = pickle.dumps(values, 5)
         except Exception:  # something in ``extra``
             known = logging.makeLogRecord({}).__dict__
             values = {name: values[name] for name in known if name in values}
-            data = pickle.dumps(("record", values), 5)
+            data = pickle.dumps(values, 5)
         if not self._send(data) and logging.lastResort and record.levelno >= logging.WARNING:
             logging.lastResort.handle(record)
 
     def show_warning(self, message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
         """Stand in for ``warnings.showwarning``."""
+        warning = WorkerWarning(message, category, filename, line)
         try:
-            data = pickle.dumps(("warning", (message, category, filename, line)), 5)
+            data = pickle.dumps(warning, 5)
         except Exception:  # a class that nobody finds by its name
             text = f"{category.__name__}: {message}"
-            data = pickle.dumps(("warning", (text, UserWarning, filename, line)), 5)
+            data = pickle.dumps(warning._replace(message=text, category=UserWarning), 5)
         if not self._send(data):
             sys.stderr.write(warnings.formatwarning(message, category, filename, line))
 

@@ -99,7 +99,7 @@ class TaskMessage(NamedTuple):
         shard: of a stream; None if the batches are made from the items.
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
-        job: what it takes along for a worker that lacks the job, and how it is submitted then.
+        job: what it takes along for a worker that lacks the job; or the error of that.
         lost: of a task of one batch that is not made as ever: the samples that took a worker along,
             by their places in the item, each with the error that stands for it. They are not made
             again, and the others one after the other, so that it is known with which one a worker
