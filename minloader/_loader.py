@@ -64,7 +64,7 @@ from minloader._epochs.options import Options, Shared
 from minloader._insight.counters import Counters
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventFile
-from minloader._pools.group import PoolGroup
+from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
@@ -242,15 +242,15 @@ class Loader(Generic[B]):
             without_processes=self._without_processes,
         )
         checks.check_executor(executor, streams=is_stream)
-        group = PoolGroup(
+        factory = PoolFactory(
             job=job,
             executor=executor,
             context=checks.check_context(mp_context, executor),
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            seed=seed,
             budget=budget,
             timeout=timeout,
+        )
+        group = PoolGroup(
+            factory=factory, num_workers=num_workers, prefetch_factor=prefetch_factor, seed=seed
         )
         options = Options(
             in_order=in_order,

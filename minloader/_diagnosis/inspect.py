@@ -66,7 +66,7 @@ class Inspection:
         self._loader = loader
         self.counters = loader._shared.counters
         self.group = loader._shared.group
-        self.executor = self.group.executor
+        self.executor = self.group.factory.executor
         self.shards = loader._epochs.shards
 
     @property
@@ -112,13 +112,14 @@ class Inspection:
     def start_method(self) -> str:
         """How worker processes are started; "" where there are none of ours."""
         is_ours = self.executor == "process"
-        return self.group.context.get_start_method() or "" if is_ours else ""
+        return self.group.factory.context.get_start_method() or "" if is_ours else ""
 
     def start_by(self, method: str) -> None:
         """Start workers in another way, before there are any."""
         num_workers, self._loader.num_workers = self._loader.num_workers, 0
         self.group.close()
-        self.group.context, self.group._sent = get_context(method), None
+        self.group.factory.context = get_context(method)
+        self.group.factory.sent = None
         self._loader.num_workers = num_workers
 
     # --- the pools and their workers

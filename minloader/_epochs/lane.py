@@ -297,7 +297,7 @@ class Lane:
         """Return how many samples a batch is made of, as far as that is known."""
         if isinstance(self.feed, ShardFeed):
             return self.shared.options.batch_size or 1
-        if self.shared.group.job.collate_fn is None:
+        if self.shared.group.factory.job.collate_fn is None:
             return 1
         return len(failures.indices_of(task.item(ordinal - task.first)))
 
@@ -482,7 +482,7 @@ class Lane:
         if place < 0 or isinstance(self.feed, ShardFeed):
             return ()
         item = self.feed.told_item(task, n)
-        if self.shared.group.job.collate_fn is None:  # the item is the sample
+        if self.shared.group.factory.job.collate_fn is None:  # the item is the sample
             return (item,)
         return failures.sample_at(item, place)
 
@@ -494,7 +494,7 @@ class Lane:
         None: the batch has failed. Where samples are read together it is made once more before
         that, without any of them left out, so that it shows which one is to blame.
         """
-        job = self.shared.group.job
+        job = self.shared.group.factory.job
         if job.on_sample_error is None:
             return None
         lost = suspect.lost

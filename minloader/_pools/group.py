@@ -50,31 +50,20 @@ class PoolGroup:
     """The workers of a loader. It knows nothing of the loader, which ends it when it goes.
 
     Attributes:
-        job: what the workers work on; sent to them once, or had by fork.
-        executor: where they are.
-        context: how processes are started.
+        factory: makes its pools.
         num_workers: how many; 0 for this process itself.
         prefetch_factor: tasks under way for each.
         seed: the loader's.
-        budget: most bytes of shared memory; None for a share of what is free, 0 for none.
-        timeout: seconds that a batch may take.
         users: iterators, which may have tasks under way.
     """
 
-    job: Job
-    executor: Any
-    context: BaseContext
+    factory: PoolFactory
     num_workers: int
     prefetch_factor: int
     seed: int
-    budget: int | None
-    timeout: float | None
     users: weakref.WeakSet[User] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
-        self._owner = os.getpid()
-        self._sent: JobFile | ForkedJob | None = None  # the job, as workers get it
-        self._job_sender: JobSender | None = None
         self._pools: list[Pool] = []  # those that take tasks
         self._former: list[Pool] = []  # those that may still have some, or belong to a fork
         self._replaced = 0  # workers of pools that are closed
@@ -101,7 +90,7 @@ class PoolGroup:
         """Change the number of workers. What is under way is finished by those who have it."""
         former = self.num_workers
         self.num_workers = num_workers
-        if not self.job.is_stream and former and num_workers:
+        if not self._is_stream and former and num_workers:
             # The same pool goes on, so that an epoch need not wait for its tasks to be done.
             pool = self.pool()
             pool.infos = self._infos(0)
@@ -124,11 +113,11 @@ class PoolGroup:
         Raises:
             TypeError: it can no longer be sent; the workers are the former ones then.
         """
-        former = self._sent
-        self._sent = self._send_job(on_this_machine=True)
+        former = self.factory.sent
+        sent = self.factory.send_job(self.num_workers, self.seed)
         for pool in self.pools:
             assert isinstance(pool, ProcessPool)
-            pool.job = self._sent
+            pool.job = sent
             pool.replace_workers()
         if former is not None:
             former.close()
@@ -147,16 +136,12 @@ class PoolGroup:
     @property
     def kind(self) -> str:
         """Where tasks run: "inline", "process", "thread" or "foreign"."""
-        if self.num_workers == 0:
-            return "inline"
-        if isinstance(self.executor, Executor):
-            return "thread" if is_in_process(self.executor) else "foreign"
-        return str(self.executor)
+        return self.factory.kind if self.num_workers else "inline"
 
     @property
     def can_follow_dataset(self) -> bool:
         """Whether batches are made of the dataset itself, or of what it is when workers fork."""
-        forks = self.kind == "process" and self.context.get_start_method() == "fork"
+        forks = self.kind == "process" and self.factory.context.get_start_method() == "fork"
         return forks or self.kind in ("inline", "thread")
 
     def fork_again(self) -> None:
@@ -197,16 +182,15 @@ class PoolGroup:
     def close(self) -> None:
         """End all workers, whatever they are doing, and let the job go."""
         close_pools(self._former + self._pools)
-        if self._job_sender is not None:
-            self._job_sender.close()
-        if self._sent is not None:
-            self._sent.close()
-
-    # --- making pools
+        self.factory.close()
 
     @property
     def _count(self) -> int:
-        return max(1, self.num_workers) if self.job.is_stream else 1
+        return max(1, self.num_workers) if self._is_stream else 1
+
+    @property
+    def _is_stream(self) -> bool:
+        return self.factory.job.is_stream
 
     def _make_pools(self, keep: int = 0) -> None:
         kept = self._pools[:keep]
@@ -222,70 +206,126 @@ class PoolGroup:
     def _infos(self, index: int) -> list[WorkerInfo]:
         """Return what the workers of a pool are told."""
         # Of a stream, each worker has a pool of its own.
-        numbers = [index] if self.job.is_stream else [*range(max(1, self.num_workers))]
+        numbers = [index] if self._is_stream else [*range(max(1, self.num_workers))]
         return [
             WorkerInfo(id=n, num_workers=self.num_workers, pid=os.getpid(), seed=self.seed)
             for n in numbers
         ]
 
     def _make_pool(self, index: int) -> Pool:
-        infos = self._infos(index)
+        count = self._count
+        return self.factory.make(self._infos(index), max_in_flight=self.depth // count, share=count)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class PoolFactory:
+    """Makes pools of one kind, and sends them the job.
+
+    Attributes:
+        job: what the workers work on; sent to them once, or had by fork.
+        executor: where they are.
+        context: how processes are started.
+        budget: most bytes of shared memory; None for a share of what is free, 0 for none.
+        timeout: seconds that a batch may take.
+        owner: the process that made the executor.
+        sent: the job, as workers get it; None before any needs it.
+        job_sender: sends it to workers on other machines; None where there are none.
+    """
+
+    job: Job
+    executor: Any
+    context: BaseContext
+    budget: int | None
+    timeout: float | None
+    owner: int = field(default_factory=os.getpid)
+    sent: JobFile | ForkedJob | None = None
+    job_sender: JobSender | None = None
+
+    @property
+    def kind(self) -> str:
+        """Where tasks run, if there are workers: "process", "thread" or "foreign"."""
+        if isinstance(self.executor, Executor):
+            return "thread" if is_in_process(self.executor) else "foreign"
+        return str(self.executor)
+
+    @property
+    def _is_on_this_machine(self) -> bool:
+        return not isinstance(self.executor, Executor) or is_local(self.executor)
+
+    def make(self, infos: list[WorkerInfo], *, max_in_flight: int, share: int) -> Pool:
+        """Make a pool.
+
+        Args:
+            infos: what its workers are told.
+            max_in_flight: most tasks that it has at once.
+            share: of how many such pools the shared memory is for.
+        """
         executor = self.executor
-        if self.num_workers == 0:
+        num_workers = infos[0].num_workers
+        if num_workers == 0:
             return InlinePool(infos=infos, job=self.job)
         if executor == "thread":
             return ThreadPool(infos=infos, job=self.job)
         is_foreign = isinstance(executor, Executor)
         is_here = is_foreign and is_in_process(executor)
-        on_this_machine = not is_foreign or is_local(executor)
-        if not is_here and self._sent is None:
-            self._sent = self._send_job(on_this_machine)
+        if not is_here and self.sent is None:
+            self.send_job(num_workers, infos[0].seed)
         slots = None
-        if self.budget != 0 and not is_here and on_this_machine and can_be_nameless():
-            slots = Slots(self.budget, self.depth // self._count, share=self._count)
+        has_slots = self.budget != 0 and not is_here and self._is_on_this_machine
+        if has_slots and can_be_nameless():
+            slots = Slots(self.budget, max_in_flight, share=share)
         if is_foreign:
-            assert not isinstance(self._sent, ForkedJob)
+            assert not isinstance(self.sent, ForkedJob)
             return ForeignPool(
                 infos=infos,
                 slots=slots,
                 executor=executor,
-                owner=self._owner,
+                owner=self.owner,
                 job=self.job,
-                job_file=self._sent,
-                sender=self._job_sender,
+                job_file=self.sent,
+                sender=self.job_sender,
             )
-        assert self._sent is not None
+        assert self.sent is not None
         return ProcessPool(
-            infos=infos, slots=slots, job=self._sent, context=self.context, timeout=self.timeout
+            infos=infos, slots=slots, job=self.sent, context=self.context, timeout=self.timeout
         )
 
-    def _send_job(self, on_this_machine: bool) -> JobFile | ForkedJob:
+    def send_job(self, num_workers: int, seed: int) -> JobFile | ForkedJob:
         """Serialize the job, unless workers are forked; look whether they have room here."""
         start_method = self.context.get_start_method() if self.executor == "process" else None
         if start_method == "fork":
-            return ForkedJob(self.job)
+            self.sent = ForkedJob(self.job)
+            return self.sent
         sent = _serialize(self.job, start_method)
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
-            start_fork_server(self.context, sent.modules, self.seed)
-        if not on_this_machine:
-            self._job_sender = JobSender(self.executor, sent)
-        elif self._sent is None:  # it is said once
-            self._look_for_room(sent.size)
+            start_fork_server(self.context, sent.modules, seed)
+        if not self._is_on_this_machine:
+            self.job_sender = JobSender(self.executor, sent)
+        elif self.sent is None:  # it is said once
+            self._look_for_room(sent.size, num_workers)
+        self.sent = sent
         return sent
 
-    def _look_for_room(self, size: int) -> None:
+    def close(self) -> None:
+        """Let the job go."""
+        if self.job_sender is not None:
+            self.job_sender.close()
+        if self.sent is not None:
+            self.sent.close()
+
+    def _look_for_room(self, size: int, num_workers: int) -> None:
         """Warn if workers of this machine may not have room, beside a job of so many bytes."""
         limit = memory_limit()
-        needed = size + self.num_workers * (self.job.memory_limit or WORKER_BYTES)
+        needed = size + num_workers * (self.job.memory_limit or WORKER_BYTES)
         if needed > limit:
             logger.warning(
                 "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the "
                 "control group of this process allows %d: the kernel may kill workers; use fewer, "
                 "or a dataset that reads from files",
                 size,
-                self.num_workers,
+                num_workers,
                 needed,
                 limit,
             )
