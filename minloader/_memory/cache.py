@@ -95,11 +95,13 @@ class cached:  # noqa: N801  # used as a function
         if self.bytes > (free := free_memory()):
             logger.warning(
                 "cached() may take %s, but %s of memory are free: the kernel may kill workers",
-                *(amount(self.bytes), amount(free)),
+                amount(self.bytes),
+                amount(free),
             )
         file = SharedFile()
         weakref.finalize(self, file.close)
-        self._name, self._mark = file.name, file.mark
+        self._name = file.name
+        self._mark = file.mark
         # Written, not left as a hole: to write there later could be SIGBUS.
         os.pwrite(file.fd, b"\0" * self._first, 0)
         self._map(file.fd)

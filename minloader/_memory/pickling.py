@@ -192,7 +192,8 @@ def shorten_notes(error: BaseException) -> None:
     for each in (error, error.__cause__):
         notes = getattr(each, "__notes__", None)
         if isinstance(notes, list) and len(notes) > MOST_NOTES:
-            middle, left_out = MOST_NOTES // 2, len(notes) - MOST_NOTES
+            middle = MOST_NOTES // 2
+            left_out = len(notes) - MOST_NOTES
             notes[middle:-middle] = [f"… {left_out} more levels …"]
 
 
@@ -284,7 +285,8 @@ class BatchPacker:
     def close(self) -> None:
         """End the task, and let its slot go."""
         self._writer.close()
-        self._writer, self._pack_batch = self._without_slot, None
+        self._writer = self._without_slot
+        self._pack_batch = None
 
     def pack(self, batch: Any) -> bytes | PackedBatch:
         """Serialize a batch; return bytes if all of it is in the stream.
@@ -293,7 +295,8 @@ class BatchPacker:
             Exception: whatever pickling raised, when cloudpickle cannot do it either.
         """
         self._renew_reducers()
-        pack_batch, self._pack_batch = self._pack_batch, None  # an error may leave it in the middle
+        pack_batch = self._pack_batch
+        self._pack_batch = None  # an error may leave it in the middle
         try:
             if pack_batch is None:
                 pack_batch = _batch_packer(pickle.Pickler, self._table(), self._writer)
@@ -336,7 +339,9 @@ class BatchPacker:
                 table[torch.TypedStorage] = reduce_typed_storage
             elif torch is not None:  # it is just being imported
                 basis = None
-            self._basis, self._reducers, self._pack_batch = basis, table, None
+            self._basis = basis
+            self._reducers = table
+            self._pack_batch = None
 
 
 def _reduce_array(writer: NoSlot, array: Any) -> Any:
@@ -345,7 +350,8 @@ def _reduce_array(writer: NoSlot, array: Any) -> Any:
     numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
     it writes of a type takes longer than small arrays do. The axes keep their order in memory.
     """
-    dtype, flags = array.dtype, array.flags
+    dtype = array.dtype
+    flags = array.flags
     is_small = array.nbytes < LARGE and dtype.isnative and is_plain(dtype)
     is_small = is_small and dtype.metadata is None  # such as the names of h5py's enumerations
     axes = None if flags.c_contiguous else order_in_memory(array)

@@ -42,7 +42,8 @@ class SharedList(Sequence[Any]):
 
         if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
             raise TypeError(f"values must be a list of values, got {shown(values)}")
-        data, ends = bytearray(), array("q", [0])
+        data = bytearray()
+        ends = array("q", [0])
         self._main_globals: dict[str, Any] = {}
         for number, value in enumerate(values):
             try:

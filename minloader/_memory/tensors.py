@@ -80,9 +80,11 @@ def _reduce_numbers(tensor: Any) -> tuple[Any, ...]:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         span = 1 + sum((length - 1) * step for length, step in steps)
         if span <= MOST_SPAN * tensor.numel():
-            shape, stride = tuple(tensor.shape), tensor.stride()
+            shape = tuple(tensor.shape)
+            stride = tensor.stride()
             tensor = tensor.as_strided((span,), (1,))
-    dtype, like = tensor.dtype, numpy_like(tensor.dtype)
+    dtype = tensor.dtype
+    like = numpy_like(dtype)
     if like is dtype:
         return as_tensor, (tensor.numpy(), None, shape, stride)
     return as_tensor, (tensor.view(like).numpy(), dtype, shape, stride)

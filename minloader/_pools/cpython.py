@@ -218,7 +218,8 @@ if sys.platform != "win32":
             if isinstance(popen, popen_fork.Popen) and hasattr(popen, "sentinel"):
                 if not hasattr(popen, "pid"):  # that of "forkserver" comes after the write
                     popen.pid = forkserver.read_signed(popen.sentinel)
-                process._popen, process._sentinel = popen, popen.sentinel
+                process._popen = popen
+                process._sentinel = popen.sentinel
                 cast(Any, multiprocessing.process)._children.add(process)
                 return True
             trace = trace.tb_next
