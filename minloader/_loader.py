@@ -69,7 +69,7 @@ from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
 from minloader._worker.batch_maker import OnSampleError, asked_about_samples
-from minloader._worker.messages import Job, WorkerInfo
+from minloader._worker.messages import Job, JobOptions, WorkerInfo
 
 logger = logging.getLogger("minloader")
 
@@ -232,14 +232,16 @@ class Loader(Generic[B]):
             transform=transform,
             collate_fn=collates,
             worker_init_fn=worker_init_fn,
-            memory_limit=worker_memory_limit,
-            batch_size=batch_size if is_stream else None,
-            keep_last=last_batch == "keep",
-            on_sample_error=asked_about_samples(on_sample_error),
-            is_stream=is_stream,
-            rank=rank_of_stream(dataset) if is_stream else rank_of(made),
-            seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
-            without_processes=self._without_processes,
+            options=JobOptions(
+                memory_limit=worker_memory_limit,
+                batch_size=batch_size if is_stream else None,
+                keep_last=last_batch == "keep",
+                on_sample_error=asked_about_samples(on_sample_error),
+                is_stream=is_stream,
+                rank=rank_of_stream(dataset) if is_stream else rank_of(made),
+                seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
+                without_processes=self._without_processes,
+            ),
         )
         checks.check_executor(executor, streams=is_stream)
         factory = PoolFactory(

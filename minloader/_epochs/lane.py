@@ -495,12 +495,12 @@ class Lane:
         that, without any of them left out, so that it shows which one is to blame.
         """
         job = self.shared.group.factory.job
-        if job.on_sample_error is None:
+        if job.options.on_sample_error is None:
             return None
         lost = suspect.lost
         if death.place < 0:
             together = self.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
-            is_hidden = lost is None and together and not job.is_stream
+            is_hidden = lost is None and together and not job.options.is_stream
             return {} if is_hidden else None
         if lost is None:
             return {death.place: error}

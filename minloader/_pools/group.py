@@ -190,7 +190,7 @@ class PoolGroup:
 
     @property
     def _is_stream(self) -> bool:
-        return self.factory.job.is_stream
+        return self.factory.job.options.is_stream
 
     def _make_pools(self, keep: int = 0) -> None:
         kept = self._pools[:keep]
@@ -318,7 +318,7 @@ class PoolFactory:
     def _look_for_room(self, size: int, num_workers: int) -> None:
         """Warn if workers of this machine may not have room, beside a job of so many bytes."""
         limit = memory_limit()
-        needed = size + num_workers * (self.job.memory_limit or WORKER_BYTES)
+        needed = size + num_workers * (self.job.options.memory_limit or WORKER_BYTES)
         if needed > limit:
             logger.warning(
                 "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the "
@@ -342,7 +342,7 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
                 raise TypeError(
                     f"{name} cannot be sent to worker processes: {path} is a "
                     f"{type(part).__qualname__} ({cause}); "
-                    f"{_advice(part, cause, start_method, job.without_processes)}"
+                    f"{_advice(part, cause, start_method, job.options.without_processes)}"
                 ) from error
         raise
 

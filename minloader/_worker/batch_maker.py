@@ -84,7 +84,7 @@ class BatchMaker:
         """Return the batch of one item, or SKIP."""
         self._before = 0
         if self.job.collate_fn is None:
-            if self.job.on_sample_error is not None or self.begun:  # the item is a sample
+            if self.job.options.on_sample_error is not None or self.begun:  # the item is a sample
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self.read(item)
@@ -166,7 +166,7 @@ class BatchMaker:
         try:
             return self.job.dataset.__getitems__(item)
         except (Exception, SystemExit):
-            if self.job.on_sample_error is None or not indices:
+            if self.job.options.on_sample_error is None or not indices:
                 raise
         return self._each(self.read, indices, indices)
 
@@ -189,7 +189,7 @@ class BatchMaker:
             places: of the values among the indices; None: there is one for each.
         """
         results: list[Any] = []
-        has_places = bool(indices) or self.job.is_stream
+        has_places = bool(indices) or self.job.options.is_stream
         for n, value in enumerate(values):
             at = n if places is None else places[n]
             try:
@@ -202,11 +202,11 @@ class BatchMaker:
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[at : at + 1])
-                if self.job.on_sample_error is None or not isinstance(
+                if self.job.options.on_sample_error is None or not isinstance(
                     error, Exception | SystemExit
                 ):
                     raise
-                results.append(self.job.on_sample_error(self._failed(at, error)))
+                results.append(self.job.options.on_sample_error(self._failed(at, error)))
                 self.errors.append((self.failing, summary(error)))
                 self.failing = ()
         return results

@@ -320,9 +320,9 @@ class OwnGenerators:
         known = current_batch(info).generators
         found = known
         if found is None:
-            found = self.find(info) if self.job.seed_generators else {}
+            found = self.find(info) if self.job.options.seed_generators else {}
         states = {}
-        if self.borrows or not self.job.seed_generators:
+        if self.borrows or not self.job.options.seed_generators:
             states = {name: own.kind.state(own.generator) for name, own in found.items()}
         return Turn(
             owner=self,
@@ -337,7 +337,7 @@ class OwnGenerators:
         """Look for them; of a stream that is read, in its copy of the dataset."""
         job = self.job
         roots = {"dataset": info.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
-        if job.is_stream and not job.seed_generators:
+        if job.options.is_stream and not job.options.seed_generators:
             del roots["dataset"]  # each reading of a shard begins with those as they were sent
         return find(roots)
 
@@ -376,12 +376,12 @@ class Turn:
 
     def begin(self) -> None:
         """Seed them, if that is asked for."""
-        for name, own in self.found.items() if self.owner.job.seed_generators else ():
+        for name, own in self.found.items() if self.owner.job.options.seed_generators else ():
             own.kind.seed(own.generator, derive("generator", name, *self.key))
 
     def end(self) -> None:
         """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""
-        if self.owner.job.seed_generators:
+        if self.owner.job.options.seed_generators:
             for name, state in self.states.items():
                 self.found[name].kind.put_back(self.found[name].generator, state)
             if self.is_first:

@@ -17,6 +17,32 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How batches are made of a job.
+
+    Attributes:
+        memory_limit: bytes that a worker process may have for itself.
+        batch_size: samples in a batch of a stream; None if its elements are the batches.
+        keep_last: whether a stream's incomplete last batch is one.
+        on_sample_error: called with the BatchError of a sample that fails; returns what is to be
+            in its place, or SKIP. None: the batch fails.
+        is_stream: whether the dataset is read by shards, each in a copy of its own.
+        rank: that of the sampler: other ranks draw other numbers.
+        seed_generators: whether the generators that the job has of its own are seeded, too.
+        without_processes: what errors say to do where something cannot be sent to a process.
+    """
+
+    memory_limit: int | None = None
+    batch_size: int | None = None
+    keep_last: bool = True
+    on_sample_error: Callable[[BatchError], Any] | None = None
+    is_stream: bool = False
+    rank: int = 0
+    seed_generators: bool = False
+    without_processes: str = "use executor='thread'"
+
+
 @dataclass
 class Job:
     """All that a worker needs to make batches. Each worker loads it once.
@@ -26,29 +52,14 @@ class Job:
         transform: applied to each sample, or to the batch when nothing is collated.
         collate_fn: samples to batch; None if the dataset gives whole batches.
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
-        memory_limit: bytes that a worker process may have for itself.
-        batch_size: samples in a batch of a stream; None if its elements are the batches.
-        keep_last: whether a stream's incomplete last batch is one.
-        on_sample_error: called with the BatchError of a sample that fails; returns what is to be
-            in its place, or SKIP. None: the batch fails.
-        is_stream: whether the dataset is read by shards, each in a copy of its own.
-        rank: that of the sampler: other ranks draw other numbers.
-        seed_generators: whether the generators that these have of their own are seeded, too.
-        without_processes: what errors say to do where something cannot be sent to a process.
+        options: how batches are made of these.
     """
 
     dataset: Any
-    transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[list[Any]], Any] | None
-    worker_init_fn: Callable[[WorkerInfo], Any] | None
-    memory_limit: int | None = None
-    batch_size: int | None = None
-    keep_last: bool = True
-    on_sample_error: Callable[[BatchError], Any] | None = None
-    is_stream: bool = False
-    rank: int = 0
-    seed_generators: bool = False
-    without_processes: str = "use executor='thread'"
+    transform: Callable[[Any], Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    worker_init_fn: Callable[[WorkerInfo], Any] | None = None
+    options: JobOptions = field(default_factory=JobOptions)
 
 
 class Shard(NamedTuple):

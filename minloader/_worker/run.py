@@ -100,12 +100,12 @@ class Worker:
 
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
         info.dataset = job.dataset
-        info.rank = job.rank
+        info.rank = job.options.rank
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._job = job
         self._environment = environment
-        if job.seed_generators and not environment.seeds_globals:
+        if job.options.seed_generators and not environment.seeds_globals:
             raise ValueError(
                 "seed_generators=True cannot be where threads make the batches, since they share "
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
@@ -114,7 +114,9 @@ class Worker:
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_place)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
-        self.reads_ahead = hasattr(type(job.dataset), "__getfutures__") and not job.is_stream
+        self.reads_ahead = (
+            hasattr(type(job.dataset), "__getfutures__") and not job.options.is_stream
+        )
         self._readers = ShardReaders(
             maker=self._maker,
             seed=info.seed,
@@ -122,7 +124,7 @@ class Worker:
             is_inline=environment.is_inline,
         )
         self._init_failure: Failure | None = None
-        if job.worker_init_fn is not None and not job.is_stream:
+        if job.worker_init_fn is not None and not job.options.is_stream:
             try:
                 self._call((info.seed, -1, info.id, info.rank), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
@@ -192,7 +194,9 @@ class Worker:
         """Return what is counted of a task that is done."""
         maker = self._maker
         seconds = work.now - work.began
-        usage = self._environment.measure(seconds, exactly=self._job.memory_limit is not None)
+        usage = self._environment.measure(
+            seconds, exactly=self._job.options.memory_limit is not None
+        )
         size = writer.used
         if self._environment.packs:
             size += sum(map(size_in_band, work.outcomes))
@@ -270,7 +274,7 @@ class Worker:
         try:
             packed = self._environment.pack(batch)
         except BaseException as error:
-            return _unpackable(batch, error, self._job.without_processes)
+            return _unpackable(batch, error, self._job.options.without_processes)
         finally:
             self._environment.exit_fork()
         del batch  # the writer is to see what the dataset keeps of it

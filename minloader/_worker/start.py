@@ -124,10 +124,11 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         taken = environment.memory_at_start
         current.process_worker = worker
         beat(READY, 0, time.perf_counter())
-        if job.memory_limit is not None and taken > job.memory_limit:
+        limit = job.options.memory_limit
+        if limit is not None and taken > limit:
             raise MemoryError(
-                f"worker_memory_limit is {job.memory_limit} bytes, but a worker takes {taken} "
-                "before it makes a batch; set more"
+                f"worker_memory_limit is {limit} bytes, but a worker takes {taken} before it makes "
+                "a batch; set more"
             )
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError):
@@ -154,7 +155,7 @@ def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Call
     if isinstance(address, JobAddress):
         return lambda: address.load(inherited=inherited).dataset
     copies = _Copies(job.dataset)
-    if job.is_stream and not getattr(job.dataset, "read_once", False):
+    if job.options.is_stream and not getattr(job.dataset, "read_once", False):
         copies.write()
     return copies.load
 

@@ -139,7 +139,7 @@ class ShardReader:
         self._failed |= self.reading
         self.reading = True
         job = self.maker.job
-        size = job.batch_size or 1
+        size = job.options.batch_size or 1
         try:
             if self.iterator is None:
                 self._open({})
@@ -163,7 +163,7 @@ class ShardReader:
             raise
         self.reading = False
         self.ended = len(samples) < size
-        if not samples or (self.ended and not job.keep_last):
+        if not samples or (self.ended and not job.options.keep_last):
             self._samples = []
             self._former = None
             return END
@@ -338,7 +338,7 @@ class ShardReaders:
             info = WorkerInfo(
                 id=shard.id, num_workers=shard.total, pid=pid, seed=self.seed, dataset=dataset
             )
-            info.rank = self.maker.job.rank
+            info.rank = self.maker.job.options.rank
             if is_read_once(dataset):
                 # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
                 # same for a copy that is made in a later epoch, to replace another.
