@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import printed_by, variants
+from conftest import printed_by, python, variants
 
 from minloader._memory.limits import free_memory, memory_limit, processors, remedy
 
@@ -144,6 +144,80 @@ def test_too_few_descriptors_are_told():
     assert "need more open files: raise the limit (ulimit -n), or use fewer (num_workers=0" in said
 
 
+SMALL_FILES = """
+import errno, logging, resource
+import numpy as np
+from minloader import Loader
+logging.basicConfig(format="%(message)s")
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+def batch(item):
+    return np.full(100_000, item)
+with Loader(batch, range(20), num_workers=2) as loader:
+    assert all((batch == n).all() for n, batch in enumerate(loader))
+    assert loader.stats.overflowed == 20
+    assert loader.stats.replaced == 0
+try:
+    Loader(np.zeros(100_000), range(20), num_workers=2)
+except OSError as error:
+    assert error.errno == errno.EFBIG, error
+    print(error)
+"""
+
+
+def test_small_files_are_enough_for_small_datasets():
+    """Which are memory files, but there is one limit for all kinds."""
+    done = python(SMALL_FILES)
+    assert done.returncode == 0, done.stderr
+    assert "a batch takes 80" in done.stderr
+    assert "and a file may have 100 kB: raise the limit (ulimit -f)" in done.stderr
+    assert "larger than a file may be, 100 kB: raise the limit (ulimit -f), or use" in done.stdout
+
+
+WITHOUT_INIT = """
+import os, sys
+import trouble
+from minloader import Loader
+assert os.getpid() == 1
+dataset = trouble.Leaves(sys.argv[2], sys.argv[3])
+with Loader(dataset, range(6), num_workers=2, timeout=5, mp_context=sys.argv[1]) as loader:
+    assert list(loader) == list(range(6))
+    assert loader.stats.replaced == (sys.argv[2] != "leave")
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with open(f"/proc/{pid}/stat") as file:
+        name, state = file.read().split()[1:3]
+        assert state != "Z", name
+"""
+
+
+@variants(
+    ("end", "method"), [("leave", "spawn"), ("die", "fork"), ("hang", "spawn"), ("die", "spawn")]
+)
+def test_the_first_process_of_a_container_leaves_no_zombies(end, method, tmp_path):
+    """Orphans are given to it, and there is no init that reaps them."""
+    before = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("programs cannot be given a namespace of pids here")
+    done = python(WITHOUT_INIT, method, end, tmp_path / "did", before=before)
+    assert done.returncode == 0, done.stderr
+
+
+@variants("method", ["spawn", "fork", "forkserver"])
+def test_every_text_has_its_encoding(method):
+    code = """
+import sys
+import helpers
+from minloader import Loader
+with Loader(helpers.numbered, range(9), num_workers=2, mp_context=sys.argv[1]) as loader:
+    assert len(list(loader)) == 9
+"""
+    options = ["-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
+    done = python(code, method, options=options)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_processes_without_semaphores_are_told():
     """They are files in /dev/shm; batches are not."""
     mount = "mount -t tmpfs -o ro tmpfs /dev/shm"
@@ -165,6 +239,7 @@ def test_processes_without_semaphores_are_told():
         (BlockingIOError(errno.EAGAIN, "?"), "ulimit -u"),
         (RuntimeError("can't start new thread"), "ulimit -u"),
         (OSError(errno.ENOSPC, "?"), "/dev/shm"),
+        (OSError(errno.EFBIG, "?"), "ulimit -f"),
         (OSError(errno.ENOSPC, "?", "file"), ""),
         (RuntimeError("the pool is closed"), ""),
         (OSError("?"), ""),

@@ -419,6 +419,30 @@ def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
 
+class Leaves:
+    """Each worker of it starts a process, and leaves it behind.
+
+    Args:
+        end: what a worker does in item 3, once: "die", "hang" or nothing in particular.
+        path: of a file, by which it is known whether it was done.
+    """
+
+    def __init__(self, end: str, path: str) -> None:
+        self.end = end
+        self.path = path
+        self.started: Any = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.started is None:
+            self.started = subprocess.Popen(["sleep", "600"])
+        if index == 3 and once(self.path):
+            if self.end == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.end == "hang":
+                hang()
+        return index
+
+
 class StandsStill:
     """A thread of a worker of it comes to a standstill when it is told to, for good.
 

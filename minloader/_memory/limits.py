@@ -48,7 +48,7 @@ def words(folder: str, *names: str) -> list[str]:
     """Words in the first of some files of the kernel that can be read; [] if none can."""
     for name in names:
         try:
-            with open(f"{folder}/{name}") as file:
+            with open(f"{folder}/{name}", encoding="utf-8") as file:
                 return file.read().split()
         except OSError:  # gone, or not this version, or not seen from here
             continue
@@ -65,12 +65,21 @@ def names(folder: str) -> list[str]:
 
 def most_files() -> int:
     """How many descriptors this process may have."""
+    return _soft_limit("RLIMIT_NOFILE", windows=512, unlimited=1 << 20)
+
+
+def largest_file() -> int:
+    """How many bytes a file may have that this process writes; NO_LIMIT if there is no limit."""
+    return _soft_limit("RLIMIT_FSIZE", windows=NO_LIMIT, unlimited=NO_LIMIT)
+
+
+def _soft_limit(name: str, *, windows: int, unlimited: int) -> int:
     try:
         import resource
-    except ImportError:  # Windows
-        return 512
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    except ImportError:
+        return windows
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return unlimited if soft == resource.RLIM_INFINITY else soft
 
 
 _NEEDS: dict[Any, str] = {
@@ -78,6 +87,7 @@ _NEEDS: dict[Any, str] = {
     errno.ENFILE: "need more open files than the machine allows",
     errno.EAGAIN: "are processes and threads, and need more of them: raise the limit (ulimit -u, "
     "or pids.max of a control group)",
+    errno.EFBIG: "need larger files: raise the limit (ulimit -f)",
     errno.ENOMEM: "need more memory, or address space (ulimit -v)",
     **dict.fromkeys(
         (errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOSYS, errno.ENOENT),
@@ -114,7 +124,7 @@ def _has_current_folder() -> bool:
 def _groups(controller: str) -> list[str]:
     """Folders of the control groups that limit this process's "memory" or "cpu", if visible."""
     try:
-        with open("/proc/self/cgroup") as file:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
             groups = [line.strip().split(":", 2) for line in file]
     except OSError:
         return []

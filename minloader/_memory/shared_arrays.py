@@ -71,7 +71,7 @@ def _start(mapping: Mapping) -> int:
 def _read_mappings() -> list[Mapping]:
     found = []
     try:
-        with open("/proc/self/maps", errors="surrogateescape") as file:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
             for line in file:
                 addresses, flags, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
                 start, stop = (int(each, 16) for each in addresses.split("-"))

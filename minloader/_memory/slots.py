@@ -43,7 +43,7 @@ from minloader._memory.files import (
     interrupts_held,
     when_gone,
 )
-from minloader._memory.limits import free_memory, most_files
+from minloader._memory.limits import free_memory, largest_file, most_files
 
 SPARE = 16
 """A slot is to have room for a 16th more than a batch was seen to need."""
@@ -106,6 +106,11 @@ class Slots:
         each = self._largest + self._largest // SPARE
         enough = -(-count * each * self._share // 1_000_000) * 1_000_000
         limit = self.budget * self._share
+        if self._largest > largest_file():
+            return (
+                f"a batch takes {amount(self._largest)}, and a file may have "
+                f"{amount(largest_file())}: raise the limit (ulimit -f)"
+            )
         advice = f"{count} batches of {amount(each)}, {self.in_flight} of them under way, take"
         if enough > limit:
             return f"{advice} {amount(enough)}, so set shared_memory={enough:_} (it is {limit:_})"

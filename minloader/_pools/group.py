@@ -4,6 +4,7 @@ apart. They are made when they are needed, resized, replaced in a fork, and clos
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -15,12 +16,12 @@ from multiprocessing.context import BaseContext
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import copied
+from minloader._checks import amount, copied
 from minloader._memory.culprit import find_culprit
 from minloader._memory.files import can_be_nameless
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import ForkedJob, JobFile
-from minloader._memory.limits import memory_limit
+from minloader._memory.limits import largest_file, memory_limit
 from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, close_pools
 from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
@@ -335,8 +336,22 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
     try:
         return JobFile(job, start_method)
     except Exception as error:
-        for name in ("dataset", "transform", "collate_fn", "worker_init_fn", "on_sample_error"):
-            found = find_culprit(getattr(job, name), name, start_method)
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise OSError(
+                errno.EFBIG,
+                "the dataset, which is written to a file for the workers, is larger than a file "
+                f"may be, {amount(largest_file())}: raise the limit (ulimit -f), or use "
+                f"mp_context='fork', or {job.options.without_processes}",
+            ) from error
+        sent = {
+            "dataset": job.dataset,
+            "transform": job.transform,
+            "collate_fn": job.collate_fn,
+            "worker_init_fn": job.worker_init_fn,
+            "on_sample_error": job.options.on_sample_error,
+        }
+        for name, value in sent.items():
+            found = find_culprit(value, name, start_method)
             if found is not None:
                 path, part, cause = found
                 raise TypeError(

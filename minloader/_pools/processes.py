@@ -65,7 +65,13 @@ from minloader._pools.environment import check_executable, hash_seed, wrong_exec
 from minloader._pools.log_reader import LogReader
 from minloader._worker.heartbeat import READY, Heartbeat, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
-from minloader._worker.lifetimes import handled_signals, kill_group, kill_marked, kill_trees
+from minloader._worker.lifetimes import (
+    handled_signals,
+    kill_group,
+    kill_marked,
+    kill_trees,
+    reap_orphans,
+)
 from minloader._worker.logs import LogSettings
 from minloader._worker.messages import Reply, TaskMessage
 from minloader._worker.start import (
@@ -116,6 +122,7 @@ class WorkerProcess:
 
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
+        killed: pids of what was killed along with it.
         fault: why we killed it, if it was for taking too long; else "".
         stack: its Python stack then; else None.
         began: when it was started, by ``time.perf_counter``; 0 if that failed.
@@ -128,6 +135,7 @@ class WorkerProcess:
         self.began = 0.0
         self.ended_by_us = False
         self.fault = ""
+        self.killed: list[int] = []
         self.stack: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -172,8 +180,9 @@ class WorkerProcess:
 def _kill(workers: list[WorkerProcess]) -> None:
     """Kill workers, and all that they started."""
     alive = {worker.pid: partial(send_signal, worker) for worker in workers if worker.is_alive()}
-    kill_trees(alive)
+    killed = kill_trees(alive)
     for worker in workers:
+        worker.killed += killed
         worker.kill_group()
 
 
@@ -330,8 +339,10 @@ class _Executor(Executor):
         codes = [worker.exitcode for worker in self.workers]  # of each: to look is to reap
         self.heartbeats.close()
         self._logs.close(GRACE)
+        killed = [pid for worker in self.workers for pid in worker.killed]
         if self.broken or any(codes):
-            kill_marked(TOKEN, self.setup.token)
+            killed += kill_marked(TOKEN, self.setup.token)
+        reap_orphans([worker.pid for worker in self.workers], killed, GRACE)
 
     def _reveal_deaths(self) -> list[WorkerProcess]:
         """Return the workers that have ended. Forks that they left, which hide that, are killed."""

@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -96,7 +97,7 @@ def kill_descendants() -> None:
         _send(partial(os.kill, pid), "SIGKILL")
 
 
-def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> None:
+def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> list[int]:
     """Kill processes with their groups, and what they started outside these (setsid).
 
     All descendants are looked up before the first process dies, because then they lose the
@@ -104,6 +105,9 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> None:
 
     Args:
         leaders: how to send a signal to each process, by its pid.
+
+    Returns:
+        The pids of the others that were killed.
     """
     descendants: list[int] = []
     try:
@@ -116,6 +120,7 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> None:
             _send(send, "SIGKILL")
         for pid in descendants:
             _send(partial(os.kill, pid), "SIGKILL")
+    return descendants
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
@@ -168,9 +173,44 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def kill_marked(name: str, value: str) -> None:
-    """Kill every process that was started with this environment variable, wherever it went."""
+def kill_marked(name: str, value: str) -> list[int]:
+    """Kill every process that was started with this environment variable, wherever it went.
+
+    Returns:
+        Their pids.
+    """
     mark = f"{name}={value}".encode()
-    for pid, environment in _read_all("environ"):
-        if mark in environment.split(b"\0"):
-            _send(partial(os.kill, pid), "SIGKILL")
+    found = [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")]
+    for pid in found:
+        _send(partial(os.kill, pid), "SIGKILL")
+    return found
+
+
+def reap_orphans(leaders: list[int], others: list[int], seconds: float) -> None:
+    """Reap what workers have left, where this process is the one that orphans are given to.
+
+    That is the first process of a container which has no init. Nobody else would reap them.
+
+    Args:
+        leaders: pids of workers that were reaped: all that was in their groups is meant.
+        others: pids of other processes that were killed.
+        seconds: how long to wait for their end.
+    """
+    if not hasattr(os, "waitpid") or not hasattr(os, "WNOHANG"):
+        return
+    deadline = time.monotonic() + seconds
+    left = [-pid for pid in leaders if not _exists(pid)] + others
+    while left := [each for each in left if _is_ours(each)]:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.005)
+
+
+def _is_ours(which: int) -> bool:
+    """Reap a process that has ended, or all such of a group; return whether some are to end."""
+    try:
+        while os.waitpid(which, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return False
+    return True

@@ -66,7 +66,7 @@ def _write(known: dict[str, Any]) -> SharedFile:
                 packed.append(pack({name: value}, down=True))
     file = SharedFile()
     multiprocessing.util.Finalize(None, file.close, exitpriority=0)
-    with open(file.fd, "w", closefd=False) as text:
+    with open(file.fd, "w", encoding="utf-8", closefd=False) as text:
         text.write(f"from {__name__} import define\n")
         for each in packed:
             text.write(f"define(globals(), {each!r})\n")
