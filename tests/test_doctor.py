@@ -286,7 +286,7 @@ def test_too_few_batches_to_tell():
 
 def test_a_start_that_is_quicker_is_told():
     slow, quick = trial(2, 100, first=8.0), trial(2, 100, first=1.5, start_method="forkserver")
-    said = "mp_context='forkserver' starts sooner: 1.5 s to the first batch, 8.0 s with 'spawn'"
+    said = "starts sooner: 1.5 s to the first batch, 8.0 s with 'spawn'"
     assert said in findings.recommend([slow.row, quick.row], slow.row)
     assert "mp_context" not in findings.recommend([slow.row, slow.row], slow.row)
 

@@ -1222,6 +1222,11 @@ def test_attributes():
     assert len(ours) == len(iter(ours)) == 6
     assert DataLoader(Numbers(), num_workers=1).prefetch_factor == 2
     assert DataLoader[int](Numbers()).stats.batches == 0
+    ours.num_workers = 1
+    next(iter(ours))
+    assert "look again after more batches" in str(ours.stats)
+    assert "start()" not in str(ours.stats)  # which it has not
+    ours.close()
 
 
 class ReadOnce:
