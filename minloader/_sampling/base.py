@@ -2,20 +2,23 @@
 
 Samplers decide what a batch is. They run in the parent and yield lists of indices.
 
-The order of an epoch depends on ``seed``, on the epoch set by ``set_epoch``, which
-:class:`minloader.Loader` calls at the start of each epoch, and on what the epoch before has left.
-An iterator keeps the epoch it began with.
+The order of an epoch depends on ``seed``, on the number of the epoch, and on the items that the
+epoch before has left over (with ``last_batch="rollover"``). :class:`minloader.Loader` tells a
+sampler the number by ``set_epoch``. An iterator keeps the epoch that it began with.
 
 With ``world_size`` ranks, each in a process of its own, every rank plans the epoch of all of them
-and yields its own share, so that ranks need not communicate. A *step* is one batch for each rank,
-of a like size, so that no rank waits for another. All ranks have been given equally many batches,
-so each knows what all were given, and what is left to deal out when there are more ranks or fewer.
+and yields its own share, so that ranks need not communicate. A *step* is one batch for each rank.
+The batches of a step are of a like size, so that no rank waits for another. All ranks have been
+given equally many batches. So each rank knows what all were given, and what remains to be dealt out
+when there are more ranks or fewer.
 
 ::
 
     source.py  ── items ──>  a Run: the batches of one epoch  ── a batch a step ──>  this rank
                                     |
                                  place(): plain values. A run that begins there goes on alike
+
+To write a sampler, derive from :class:`Sampler`, and give it a :class:`Run` of its own.
 """
 
 from __future__ import annotations
@@ -34,21 +37,24 @@ VERSION = 1
 state gets another entry."""
 
 Place = dict[str, Any]
-"""Where in an epoch a run stands, in plain values that nobody changes:
+"""Where in an epoch a run stands, as plain values, which nobody changes:
 
-- between: whether no epoch has begun, so that any may begin there;
-- batches: number of batches that each rank was given in the epoch, or the one that has ended;
-- dropped: number of samples that no rank gets, of the one that has ended, or of the windows
-  (``windows.py``) before this one;
-- source: where the source stands; begun: number of batches that were given until then;
-- legs: who was given batches since then, of other world sizes one after another: the values that
-  decided how steps were dealt out, and until which number of batches;
-- left: items that are read and still to be given;
-- errors: how many were raised of the window.
+- ``between``: whether no epoch is under way, so that any epoch may begin there;
+- ``batches``: number of batches that each rank was given in this epoch, or in the one that has
+  ended;
+- ``dropped``: number of samples that no rank gets: of the epoch that has ended, or of the windows
+  before this one (see ``windows.py``);
+- ``source``: where the source stands;
+- ``begun``: number of batches that each rank had been given when the source stood there;
+- ``legs``: the world sizes in which batches were given since then, if that was not always this
+  one. Of each: the values of the attributes that decide how steps are dealt out (``_dealt_by``),
+  and until which number of batches;
+- ``left``: items that were read from the source, and not given yet;
+- ``errors``: how many errors were raised of the window.
 """
 
 NOTHING: Place = {"batches": 0, "dropped": 0}
-"""Of an epoch that begins."""
+"""What was given of an epoch that begins."""
 
 
 class Run(Iterator[Any]):
@@ -67,11 +73,14 @@ class Run(Iterator[Any]):
     """
 
     def __init__(self, sampler: Any, epoch: int, place: Place) -> None:
-        self.sampler, self.epoch, self._place = sampler, epoch, place
+        self.sampler = sampler
+        self.epoch = epoch
+        self._place = place
         self._reading = sampler._read(epoch, place["source"])
         self.batches: int = place["batches"]
         self.dropped: int = place["dropped"]
-        self.touched = self.ended = False
+        self.touched = False
+        self.ended = False
 
     def __next__(self) -> Any:
         self.touched = True
@@ -109,15 +118,16 @@ class Run(Iterator[Any]):
 class Sampler(Resettable):
     """The seed, epoch, rank and state of a sampler."""
 
-    # Attributes that decide the order; and those that decide how steps are dealt out to ranks: the
-    # world size, and what may be another one if that is allowed.
+    # Names of the attributes that decide the order of an epoch, besides seed and world size.
     _arguments: tuple[str, ...] = ()
+    # Names of those that decide how steps are dealt out to ranks. A state of other values can be
+    # gone on from: if the world size is another, and if others are and the user allows that.
     _dealt_by: tuple[str, ...] = ("world_size",)
-    _begin: type[Run]  # the batches of an epoch, from a place on
+    _begin: type[Run]  # makes the batches of an epoch, from a place on
     sampler: Any = None  # what this one reads its items from
     _source = ItemSource("nothing", 0)  # the same, or lazy lengths
 
-    def __init__(self, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+    def __init__(self, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, 0)
         self.world_size = check_int("world_size", world_size, 1)
@@ -126,7 +136,8 @@ class Sampler(Resettable):
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
         self._run: Run | None = None  # made last
-        # An epoch, and where it began; or the next begins, if a state was loaded.
+        # The epoch of that run, and where it began. If a state was loaded since, there is no run,
+        # and this is where the next one begins.
         self._known: tuple[int, Place] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -153,7 +164,7 @@ class Sampler(Resettable):
             place = self._beginning()
         if place["between"]:
             place = place | NOTHING
-        self._known = self.epoch, place
+        self._known = (self.epoch, place)
         self._run = self._begin(self, self.epoch, place)
         return self._run
 
@@ -166,9 +177,10 @@ class Sampler(Resettable):
         return self._counts()[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        run, known = self._run, self._known  # a copy begins where the epoch has begun
+        run = self._run
+        known = self._known  # a copy begins where the epoch has begun
         if run is not None and run.ended:
-            known = run.epoch, run.place()
+            known = (run.epoch, run.place())
         return vars(self) | {"_run": None, "_known": known}
 
     def __bool__(self) -> bool:
@@ -185,8 +197,9 @@ class Sampler(Resettable):
     def _counts(self) -> tuple[int, int]:
         place = self._position()
         foreseen = self._foreseen(place)
-        has_ended = place["between"] and place["batches"]
-        return (place["batches"], place["dropped"]) if has_ended else foreseen
+        if place["between"] and place["batches"]:  # the epoch has ended
+            return place["batches"], place["dropped"]
+        return foreseen
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the iterator made last, as a small dict that is fit for JSON.
@@ -237,15 +250,17 @@ class Sampler(Resettable):
         else:
             epoch = state["epoch"]
         if former and not place["between"]:
-            until, legs = place["batches"] + more, place["legs"]
+            until = place["batches"] + more
+            legs = place["legs"]
             if until > (legs[-1][-1] if legs else place["begun"]):
                 place |= {"batches": until, "legs": [*legs, [*former.values(), until]]}
         try:
             self._restore(epoch, place)
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {shown(state)}") from error
-        self.epoch, self._run = epoch, None
-        self._known = epoch, place
+        self.epoch = epoch
+        self._run = None
+        self._known = (epoch, place)
 
     # --- what kinds of samplers have of their own
 
@@ -294,9 +309,10 @@ class Sampler(Resettable):
 
     def _position(self) -> Place:
         """Return where the present epoch stands."""
-        run, known = self._run, self._known
+        run = self._run
+        known = self._known
         if run is not None and run.touched:
-            known = run.epoch, run.place()
+            known = (run.epoch, run.place())
         if known is not None and known[0] == self.epoch:
             return known[1]
         if known is not None and known[1]["between"]:
@@ -305,7 +321,7 @@ class Sampler(Resettable):
 
     def _identity(self) -> dict[str, Any]:
         """Return all that decides the order of an epoch, as far as it is known."""
-        names = "world_size", "seed", *self._arguments
+        names = ("world_size", "seed", *self._arguments)
         arguments = {name: getattr(self, name) for name in names}
         return {"sampler": type(self).__name__, "version": VERSION, **arguments}
 
@@ -348,7 +364,7 @@ class Sampler(Resettable):
                 "what was not given"
             )
         check_int("world_size", state["world_size"], 1)
-        for name in "epoch", "batches", "begun", "errors", "dropped":
+        for name in ("epoch", "batches", "begun", "errors", "dropped"):
             check_int(name, state[name], 0)
         width = len(self._dealt_by) + 1
         if any(len(leg) != width or type(leg[-1]) is not int for leg in state["legs"]):

@@ -34,29 +34,33 @@ class StepRun(Run):
 
     def _next(self) -> Any:
         sampler = self.sampler
-        rank, ranks, size = sampler.rank, sampler.world_size, sampler.batch_size
-        while self._legs:
-            *by, until = self._legs[0]
+        rank = sampler.rank
+        ranks = sampler.world_size
+        while self._legs:  # what was given is read again, and passed over
+            leg_ranks, leg_size, until = self._legs[0]
             if self._begun < until:
-                self._step(*by)
+                self._step(leg_ranks, leg_size)
             else:
                 del self._legs[0]
-        step = self._step(ranks, size)
-        if size is None:
+        step = self._step(ranks, sampler.batch_size)
+        if sampler.batch_size is None:
             return step[rank]
         return step[len(step) * rank // ranks : len(step) * (rank + 1) // ranks]
 
     def _step(self, ranks: int, size: int | None) -> list[Any]:
         """Return the items that all ranks take at once, or end."""
-        whole, last_batch = ranks * (size or 1), self.sampler.last_batch
+        whole = ranks * (size or 1)
+        last_batch = self.sampler.last_batch
         if len(self._left) < whole:
             self._reading.take(self._left, whole - len(self._left))
         if len(self._left) < (ranks if last_batch == "keep" else whole):
             if last_batch != "rollover":
-                self.dropped, self._left = len(self._left), []
+                self.dropped = len(self._left)
+                self._left = []
             self.ended = True
             raise StopIteration
-        step, self._left = self._left[:whole], self._left[whole:]
+        step = self._left[:whole]
+        self._left = self._left[whole:]
         self._begun += 1
         return step
 
@@ -68,12 +72,15 @@ class StepSampler(Sampler):
     _begin: type[StepRun] = StepRun
     last_batch = "keep"
 
-    def __init__(self, batch_size: int | None, shuffle: bool, *ranks: int) -> None:
-        super().__init__(shuffle, *ranks)
+    def __init__(
+        self, batch_size: int | None, *, shuffle: bool, seed: int, rank: int, world_size: int
+    ) -> None:
+        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
 
     def _foreseen(self, place: Place) -> tuple[int, int]:
-        items, batches = len(place["left"]) + self._ahead(place["source"]), place["begun"]
+        items = len(place["left"]) + self._ahead(place["source"])
+        batches = place["begun"]
         for ranks, size, until in self._legs(place):
             items -= (until - batches) * ranks * (size or 1)
             batches = until
@@ -133,7 +140,7 @@ class BatchSampler(StepSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(batch_size, shuffle, seed, rank, world_size)
+        super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         order = self._derive if self.shuffle else None
         self._source = ItemSource("n_or_sampler", n_or_sampler, order)
         self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class DynamicBatchSampler(WindowSampler):
 
     _arguments = ("n", "lengths", "max_total", "max_padded", "max_batch", "buckets", "shuffle")
     _dealt_by = ("world_size", "max_total", "max_padded", "max_batch")
-    _limits = "max_padded", "max_total"
+    _limit_names = ("max_padded", "max_total")
 
     def __init__(
         self,
@@ -115,11 +115,17 @@ class DynamicBatchSampler(WindowSampler):
         self.buckets = check_int("buckets", buckets, 1)
         check_callable("cost", cost)
         self.cost = cost
-        super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
+        super().__init__(
+            lengths, sampler, long, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
+        )
 
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
-        ranks, padded = by["world_size"], by["max_padded"] is not None
-        limits = self._limit(by)[1], padded, by["max_batch"]
+        ranks = by["world_size"]
+        budget = Budget(
+            most=self._limit(by)[1],
+            is_padded=by["max_padded"] is not None,
+            max_batch=by["max_batch"],
+        )
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
         if self.shuffle:
             rng.shuffle(numbers)
@@ -129,23 +135,26 @@ class DynamicBatchSampler(WindowSampler):
             bucket = np.searchsorted(edges, costs).astype(np.min_scalar_type(self.buckets))
             numbers = numbers[np.argsort(bucket[numbers], kind="stable")]
             borders = [0, *np.cumsum(np.bincount(bucket, minlength=self.buckets)).tolist()]
-        ends, sizes = [0], [0.0]  # of batches, behind an empty one
+        # Where each batch ends, and what it costs; behind an empty one.
+        ends = [0]
+        sizes = [0.0]
         steps: list[list[int]] = []
-        odd: list[int] = []
+        unmatched: list[int] = []
         others: list[int] = []
         for start, stop in pairwise(borders):
             first = len(ends)
-            for end, size in _filled(costs[numbers[start:stop]], *limits):
+            for end, size in _filled(costs[numbers[start:stop]], budget):
                 ends.append(start + end)
                 sizes.append(size)
-            odd += range(first, len(ends))[-1:]  # it may be incomplete
+            unmatched += range(first, len(ends))[-1:]  # it may be incomplete
             # Within a bucket first, where the batches have a like shape as well.
             others += _match(range(first, len(ends) - 1), sizes, ranks, steps)
-        odd += _match(others, sizes, ranks, steps)
-        spans = [numbers[ends[batch - 1] : ends[batch]] for batch in odd]
+        unmatched += _match(others, sizes, ranks, steps)
+        spans = [numbers[ends[batch - 1] : ends[batch]] for batch in unmatched]
         rest = np.sort(np.concatenate([numbers[:0], *spans]))
-        dealt = _deal(rest, costs[rest], ranks, limits, rng)
-        bounds, chosen = np.array(ends, np.int64), np.array(steps, np.int64).reshape(-1)
+        dealt = _deal(rest, costs[rest], ranks, budget, rng)
+        bounds = np.array(ends, np.int64)
+        chosen = np.array(steps, np.int64).reshape(-1)
         added = np.cumsum([len(numbers), *map(len, dealt)])
         starts = np.concatenate([bounds[chosen - 1], added[:-1]])
         stops = np.concatenate([bounds[chosen], added[1:]])
@@ -160,22 +169,37 @@ class DynamicBatchSampler(WindowSampler):
         yield numbers, starts[places], stops[places]
 
 
-def _filled(
-    costs: NDArray[Any], budget: float, padded: bool, most: int | None
-) -> Iterator[tuple[int, float]]:
+class Budget(NamedTuple):
+    """What a batch may have.
+
+    Attributes:
+        most: what it may cost.
+        is_padded: whether that is its size when it is padded, or else what its samples cost.
+        max_batch: number of samples that it may have; None for any.
+    """
+
+    most: float
+    is_padded: bool
+    max_batch: int | None
+
+
+def _filled(costs: NDArray[Any], budget: Budget) -> Iterator[tuple[int, float]]:
     """Fill batches with samples as they come; yield where each ends, and what it costs."""
-    count, size = 0, 0.0
+    most, padded, max_batch = budget
+    count = 0
+    size = 0.0
     chunks = (costs[at : at + CHUNK].tolist() for at in range(0, len(costs), CHUNK))
-    for place, cost in enumerate(chain.from_iterable(chunks)):
+    for index, cost in enumerate(chain.from_iterable(chunks)):
         if padded:
             grown = cost if cost > size else size
-            full = grown * (count + 1) > budget
+            full = grown * (count + 1) > most
         else:
             grown = size + cost
-            full = grown > budget
-        if count and (full or count == most):
-            yield place, size * count if padded else size
-            count, grown = 0, cost
+            full = grown > most
+        if count and (full or count == max_batch):
+            yield index, size * count if padded else size
+            count = 0
+            grown = cost
         size = grown
         count += 1
     if count:
@@ -187,20 +211,25 @@ def _match(
 ) -> list[int]:
     """Add steps of batches of like cost. Return the batches that match no others."""
     batches = sorted(batches, key=sizes.__getitem__, reverse=True)
-    odd, at = [], 0
+    unmatched: list[int] = []
+    at = 0
     while at < len(batches):
         step = batches[at : at + ranks]
         if len(step) == ranks and sizes[step[-1]] >= (1 - SPREAD) * sizes[step[0]]:
             steps.append(step)
             at += ranks
         else:
-            odd.append(batches[at])
+            unmatched.append(batches[at])
             at += 1
-    return odd
+    return unmatched
 
 
 def _deal(
-    numbers: NDArray[Any], costs: NDArray[Any], ranks: int, limits: Any, rng: np.random.Generator
+    numbers: NDArray[Any],
+    costs: NDArray[Any],
+    ranks: int,
+    budget: Budget,
+    rng: np.random.Generator,
 ) -> list[NDArray[Any]]:
     """Deal samples out, the costliest first, each to the rank whose batch costs least so far.
 
@@ -210,35 +239,41 @@ def _deal(
         numbers: of the samples to deal.
         costs: what they cost.
         ranks: number of ranks.
-        limits: the budget of a batch, whether that is padded, and its largest number of samples.
+        budget: of a batch.
         rng: what to draw from. If fewer samples than ranks are left over, chance says which.
 
     Returns:
         The batches, step after step.
     """
-    budget, padded, most = limits
     order = np.argsort(-costs.astype(np.float64), kind="stable")
     values = costs[order].tolist()
     steps: list[list[list[int]]] = []
-    at = first = 0
+    at = 0
+    first = 0
     while len(values) - at >= ranks:
-        hands: list[list[int]] = [[] for _ in range(ranks)]
+        bins: list[list[int]] = [[] for _ in range(ranks)]  # one for the batch of each rank
         heap = [(0, rank) for rank in range(ranks)]
-        first, alike, highest = at, 0, 0
+        first = at
+        level = 0  # behind the last sample after which all batches were of like cost
+        highest = 0
         for stop in range(at, len(values)):
             size, rank = heap[0]
-            hand = hands[rank]
-            grown = values[hand[0]] * (len(hand) + 1) if padded and hand else size + values[stop]
-            if hand and (grown > budget or len(hand) == most):
+            chosen = bins[rank]
+            grown = size + values[stop]
+            if budget.is_padded and chosen:
+                grown = values[chosen[0]] * (len(chosen) + 1)
+            if chosen and (grown > budget.most or len(chosen) == budget.max_batch):
                 break
-            hand.append(stop)
+            chosen.append(stop)
             heapq.heapreplace(heap, (grown, rank))
             highest = max(highest, grown)
             if heap[0][0] >= (1 - SPREAD) * highest:
-                alike = stop + 1
-        at = alike or sum(map(len, hands)) + first
-        steps.append([[place for place in hand if place < at] for hand in hands])
+                level = stop + 1
+        at = level or sum(map(len, bins)) + first
+        steps.append([[index for index in chosen if index < at] for chosen in bins])
     if steps and at < len(values):
         some = rng.choice(np.arange(first, at), len(values) - at, replace=False)
-        order[some], order[at:] = order[at:], order[some]
-    return [numbers[np.sort(order[hand])] for step in steps for hand in step]
+        left_over = order[at:].copy()
+        order[at:] = order[some]
+        order[some] = left_over
+    return [numbers[np.sort(order[chosen])] for step in steps for chosen in step]

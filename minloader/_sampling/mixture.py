@@ -91,9 +91,12 @@ class Draws:
     """
 
     def __init__(self, sampler: MixtureSampler, epoch: int, known: dict[str, Any]) -> None:
-        self._parts, self._epoch = sampler._parts, epoch
-        self._stop, self._length_of = sampler.stop, sampler._length_of
-        self._step, self._weights = 0, list[float]()
+        self._parts = sampler._parts
+        self._epoch = epoch
+        self._stop = sampler.stop
+        self._length_of = sampler._length_of
+        self._step = 0
+        self._weights: list[float] = []
         self._due: list[int] = list(known["due"])
         self._longest: int = known["longest"]
         self._passes: list[int] = [number for number, _ in known["parts"]]
@@ -136,16 +139,17 @@ class Draws:
         while len(into) < most and any(self._shares):
             number = self._choose()
             try:
-                draws = [(number, item) for item in self._next(number)]
-                lengths = [self._length(draw) for draw in draws]
-            except Exception:  # it had its turn
+                items = self._next(number)
+                draws = [(number, item) for item in items]
+                length = max(map(self._length, draws), default=0)
+            except Exception:  # the part had its turn
                 self._give(number, self._longest)
                 raise
             if draws:
-                self._give(number, *lengths)
+                self._give(number, length)
                 into += draws
             else:
-                self._due = [0] * len(self._due)  # what is due to it cannot be given
+                self._due = [0] * len(self._due)  # what is due to the part cannot be given
                 self._divide()
 
     def _next(self, number: int) -> list[Any]:
@@ -184,11 +188,12 @@ class Draws:
         systems as "earliest deadline first").
         """
         exact = self._length_of is None  # then this draw's length is known, and counts already
-        turns = (
-            (due + (share if exact else 1) <= 0, (self._longest * UNIT - due) / share, part)
-            for part, (due, share) in enumerate(zip(self._due, self._shares, strict=True))
-            if share
-        )
+        turns = []
+        for part, (due, share) in enumerate(zip(self._due, self._shares, strict=True)):
+            if share:
+                is_ahead = due + (share if exact else 1) <= 0
+                behind_in = (self._longest * UNIT - due) / share  # of what all parts are given
+                turns.append((is_ahead, behind_in, part))
         return min(turns)[2]
 
     def _give(self, number: int, length: int) -> None:
@@ -277,7 +282,7 @@ class MixtureSampler(StepSampler):
         world_size: int = 1,
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
-        super().__init__(batch_size, shuffle, seed, rank, world_size)
+        super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         if not hasattr(parts, "__iter__"):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
         self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
@@ -319,10 +324,12 @@ class MixtureSampler(StepSampler):
 
     def _restore(self, epoch: int, place: Place) -> None:
         known = place["source"]
-        step, weights = known["step"], known["weights"]
-        if weights and (here := self._weights_at(epoch, step)) != weights:
+        step = known["step"]
+        weights = known["weights"]
+        now = self._weights_at(epoch, step) if weights else weights
+        if now != weights:
             raise ValueError(
-                f"weights of step {step} are {here}, but the state is of weights {weights}; give "
+                f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
         for part, (_, at) in zip(self._parts, known["parts"], strict=True):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from minloader._checks import check_int
 from minloader._sampling.collate import pack_collate
 from minloader._sampling.source import LookUp
-from minloader._sampling.windows import Plan, WindowSampler
+from minloader._sampling.windows import LengthType, Plan, WindowSampler
 
 UNITS = 16_384
 """Rows have at most so many units of room. Of a larger capacity a unit is several entries, and a
@@ -83,11 +83,11 @@ class PackedBatchSampler(WindowSampler):
             left out.)
     """
 
-    _kind = "ui", Integral, "int"
-    _ways = "refuse", "drop", "split"
+    _length_type = LengthType(dtypes="ui", type=Integral, word="int")
+    _long_choices = ("refuse", "drop", "split")
     _arguments = ("n", "capacity", "rows", "long", "window", "shuffle", "lengths")
-    _dealt_by: tuple[str, ...] = "world_size", "rows", "capacity"
-    _limits = ("capacity",)
+    _dealt_by: tuple[str, ...] = ("world_size", "rows", "capacity")
+    _limit_names = ("capacity",)
 
     def __init__(
         self,
@@ -105,9 +105,11 @@ class PackedBatchSampler(WindowSampler):
         self.capacity = check_int("capacity", capacity, 1)
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
-        super().__init__(lengths, sampler, long, shuffle, seed, rank, world_size)
+        super().__init__(
+            lengths, sampler, long, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
+        )
         if self.long == "split":  # with another capacity the pieces are others
-            self._dealt_by = "world_size", "rows"
+            self._dealt_by = ("world_size", "rows")
 
     def collate(self, value: Any = 0) -> pack_collate:
         """Return the ``collate_fn`` that lays the batches of this sampler out in its rows.
@@ -127,7 +129,9 @@ class PackedBatchSampler(WindowSampler):
         if self.shuffle:
             rng.shuffle(order)
         size = self.window or max(1, len(costs))
-        pieces = rows = order[:0]  # those that are packed, and in no step yet
+        # Those that are packed, and in no step yet.
+        pieces = order[:0]
+        rows = order[:0]
         for start in range(0, len(costs), size):
             added = order[start : start + size]
             packed = _best_fit(costs[added], by["capacity"])
@@ -137,7 +141,8 @@ class PackedBatchSampler(WindowSampler):
             plan, rest = _arranged(rows, self.shuffle, rng, by, is_last=is_last)
             places, starts, stops = plan
             yield pieces[places], starts, stops
-            pieces, rows = pieces[rest], rows[rest]
+            pieces = pieces[rest]
+            rows = rows[rest]
 
 
 def _best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
@@ -155,7 +160,8 @@ def _best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
     """
     if capacity > UNITS:
         unit = -(-capacity // UNITS)
-        costs, capacity = -(-costs.astype(np.int64) // unit), capacity // unit
+        costs = -(-costs.astype(np.int64) // unit)
+        capacity = capacity // unit
         costs = np.minimum(costs, capacity)  # a piece that touches all units is alone in its row
     # Integers of 16 bits, where the capacity allows them, are sorted ten times faster.
     order = np.argsort(
@@ -166,7 +172,8 @@ def _best_fit(costs: NDArray[Any], capacity: int) -> NDArray[Any]:
     found = np.empty(len(costs), np.int64)
     rows_with: dict[int, NDArray[Any]] = {}  # rows, by the room that is left in them
     rooms: list[int] = []  # the keys, ascending
-    opened = placed = 0
+    opened = 0
+    placed = 0
     counts = np.diff(firsts, append=len(costs))
     for cost, count in zip(values[firsts].tolist(), counts.tolist(), strict=True):
         while count:

@@ -5,12 +5,14 @@
     lengths, or an inner sampler  ──>  window  ──>  plan(costs)  ──>  numbers of samples, and where
           (source.py)                                                 each batch begins and ends
 
-An array of lengths is one window. Lazy lengths, and the items of an inner sampler, are read window
-by window. Nothing is carried over from one to the next. So a place is that of the source where the
-window begins, and a run that goes on reads no more than one window again.
+A *window* is the samples that are planned together. An array of lengths is one window. Lazy
+lengths, and the items of an inner sampler, are read window by window. Nothing is carried over from
+one window to the next. So a state says where the source stood when the window began, and how many
+batches were given since. A run that goes on from a state reads that window again, and no more.
 
-A *leg* is what is given in one world size. If that changes in a window, the legs before are planned
-again as they were then, and what they have left is planned as if it were all.
+A *leg* is the part of an epoch that was given out with one world size. If the world size changes
+within a window, then the legs before are planned again as they were planned then. The samples that
+they did not give are planned as if they were all there are.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice, starmap
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +38,30 @@ from minloader._sampling.seeding import Piece
 from minloader._sampling.source import ItemSource, look_up, plain
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-"""Numbers of entries; where each batch begins in them; and where it ends. Step after step, the
-batches of its ranks in their order."""
+"""Some steps: the numbers of their entries; where each batch begins in these; and where it ends.
+The batches come step after step, and within a step rank after rank."""
 
 WINDOW = 10_000
 """Number of lazy lengths, or of an inner sampler's items, that are read ahead to be planned. More
 of them make tighter buckets, fuller rows and better shuffling, but the first batch waits for all of
 them."""
 
-
 PIECES = 1 << 24
 """Into how many pieces a sample may be split. A length beyond that is a mistake."""
+
+
+class LengthType(NamedTuple):
+    """What the lengths of a sampler may be.
+
+    Attributes:
+        dtypes: kinds of numpy's types.
+        type: of Python's numbers.
+        word: in messages.
+    """
+
+    dtypes: str
+    type: type
+    word: str
 
 
 @dataclass
@@ -54,10 +69,11 @@ class Window:
     """Samples that are planned together. An *entry* is a sample, or a piece of one.
 
     Attributes:
-        costs: of the entries, above 0.
-        samples: number of the sample of each entry; None: they are the same.
-        spans: where each entry starts and stops in its sample; None: they are whole.
-        names: what the samples are called: of an array of lengths ``range(n)``, their numbers.
+        costs: what each entry costs, above 0.
+        samples: number of the sample of each entry; None where entry n is sample n.
+        spans: where each entry starts and stops in its sample; None where entries are whole
+            samples.
+        names: what the sampler yields for each sample: of an array of lengths ``range(n)``.
     """
 
     costs: NDArray[Any]
@@ -77,77 +93,88 @@ class Window:
         return list(starmap(Piece, spans))
 
 
-class Dealt:
-    """What a leg of an epoch gives of a window. Its batches are planned as they are asked for.
+class PlannedWindow:
+    """The batches of a window, in one leg of an epoch. They are planned as they are asked for.
 
     Args:
-        plans: begins to plan: returns the first steps, the next ones, and so on.
+        begin: begins to plan: returns an iterator over the plans.
         entries: which entries of the window are planned.
-        begun: number of batches that each rank was given before them.
+        batches_before: number of batches that each rank was given before these.
         ranks: how many there are.
 
     Attributes:
-        begun: as given.
-        there: number of entries that ranks may get; those that no rank does are dropped.
-        legs: that leg and later ones, if the leg goes on in the next window.
+        batches_before: as given.
+        num_samples: number of entries that ranks may get; those that no rank gets are dropped.
+        unfinished_legs: this leg and later ones, if the leg goes on in the next window.
     """
 
     def __init__(
         self,
-        plans: Callable[[], Iterator[Plan]],
+        begin: Callable[[], Iterator[Plan]],
         entries: NDArray[Any],
-        begun: int,
+        batches_before: int,
         ranks: int,
     ) -> None:
-        self.begun = begun
-        self.there = len(entries)
-        self.legs: list[Any] = []
-        self._begin = plans
+        self.batches_before = batches_before
+        self.num_samples = len(entries)
+        self.unfinished_legs: list[Any] = []
+        self._begin = begin
         self._entries = entries
         self._ranks = ranks
         self._lock = threading.RLock()  # another thread may ask for the length
-        self._coming: Iterator[Plan] | None = None
+        self._next_plans: Iterator[Plan] | None = None
         self._plans: list[Plan] = []
-        self._counts: list[int] = []  # of batches, up to the end of each plan
+        self._ends: list[int] = []  # number of batches up to the end of each plan
 
     def _plan_more(self) -> bool:
         """Plan the next steps; return whether there are any."""
-        if self._coming is None:
+        if self._next_plans is None:
             self._plans.clear()
-            self._counts.clear()
-            self._coming = self._begin()
-        before = len(self._counts)
+            self._ends.clear()
+            self._next_plans = self._begin()
+        before = len(self._ends)
         try:
-            self._plans.extend(islice(self._coming, 1))  # in one step, which nothing interrupts
+            # In one step, which nothing interrupts.
+            self._plans.extend(islice(self._next_plans, 1))
         except BaseException:
-            self._coming = None  # what was interrupted is over: it is planned again
+            self._next_plans = None  # an iterator that was interrupted is over: plan again
             raise
-        while len(self._counts) < len(self._plans):
-            _, starts, _ = self._plans[len(self._counts)]
-            self._counts.append((self._counts[-1] if self._counts else 0) + len(starts))
-        return len(self._counts) > before
+        while len(self._ends) < len(self._plans):
+            _, starts, _ = self._plans[len(self._ends)]
+            self._ends.append(self._num_planned + len(starts))
+        return len(self._ends) > before
+
+    @property
+    def _num_planned(self) -> int:
+        """Number of batches that are planned, of all ranks."""
+        return self._ends[-1] if self._ends else 0
 
     def _plan_all(self) -> None:
         while self._plan_more():
             pass
 
     def batch(self, number: int) -> NDArray[Any] | None:
-        """Return the entries of a batch, of those of all ranks; None if there are fewer."""
+        """Return the entries of a batch, by its number among those of all ranks.
+
+        Returns:
+            None if there are fewer batches.
+        """
         with self._lock:
-            while not self._counts or number >= self._counts[-1]:
+            while number >= self._num_planned:
                 if not self._plan_more():
                     return None
-            at = bisect_right(self._counts, number)
+            at = bisect_right(self._ends, number)
+            first = self._ends[at - 1] if at else 0
             numbers, starts, stops = self._plans[at]
-            place = number - (self._counts[at - 1] if at else 0)
-        return self._entries[numbers[starts[place] : stops[place]]]
+        span = slice(starts[number - first], stops[number - first])
+        return self._entries[numbers[span]]
 
     @property
-    def end(self) -> int:
+    def batches_after(self) -> int:
         """Number of batches that each rank was given after those of the window."""
         with self._lock:
             self._plan_all()
-            return self.begun + (self._counts[-1] if self._counts else 0) // self._ranks
+            return self.batches_before + self._num_planned // self._ranks
 
     @property
     def dropped(self) -> int:
@@ -155,7 +182,7 @@ class Dealt:
         with self._lock:
             self._plan_all()
             given = sum(int((stops - starts).sum()) for _, starts, stops in self._plans)
-            return self.there - given
+            return self.num_samples - given
 
 
 class WindowSampler(Sampler):
@@ -166,25 +193,39 @@ class WindowSampler(Sampler):
             in.
         sampler: the inner sampler.
         long: what to do with a sample that costs more: "refuse", "drop", and perhaps "split".
-        ranks: whether to shuffle, seed, rank and world size.
+        shuffle: whether each epoch has another order.
+        seed: non-negative int.
+        rank: number of this rank, from 0.
+        world_size: number of ranks.
     """
 
-    _kind: tuple[str, type, str] = "uif", Real, "number"  # what lengths may be: dtypes, type, words
-    _ways: tuple[str, ...] = "refuse", "drop"
-    _limits: tuple[str, ...]  # arguments of which one is given: the most that a sample may cost
+    _length_type = LengthType(dtypes="uif", type=Real, word="number")
+    _long_choices: tuple[str, ...] = ("refuse", "drop")
+    _limit_names: tuple[str, ...]  # arguments of which one is given: what a sample may cost at most
     cost: Callable[[Any], float] | None = None
 
-    def __init__(self, lengths: Any, sampler: Any, long: str, *ranks: Any) -> None:
-        super().__init__(*ranks)
-        self.long = check_choice("long", long, self._ways)
+    def __init__(
+        self,
+        lengths: Any,
+        sampler: Any,
+        long: str,
+        *,
+        shuffle: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        self.long = check_choice("long", long, self._long_choices)
         self._length_of: Callable[[Any], Any] | None = None
         self._all: Window | None = None  # None: they are not known beforehand
-        self._dealt: tuple[Any, Dealt] | None = None  # of all, the last time
-        self.lengths: str | None = None  # what tells them from others
+        self._last_planned: tuple[Any, PlannedWindow] | None = None  # of all, and of which epoch
+        self.lengths: str | None = None  # a digest, which tells them from others
         self.n: int | None = None
         if sampler is not None:
             check_iterable("sampler", sampler)
-            self.sampler, self._source = sampler, ItemSource("sampler", sampler)
+            self.sampler = sampler
+            self._source = ItemSource("sampler", sampler)
             self._length_of = look_up(lengths)
             self.lengths = "of a sampler"
         elif isinstance(lengths, Mapping):
@@ -197,8 +238,8 @@ class WindowSampler(Sampler):
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
             self._all, errors = self._window(lengths, range(self.n))
-            for error in errors:
-                raise error
+            if errors:
+                raise errors[0]
             digest = blake2b(self._all.costs.data, digest_size=16)
             if self._all.samples is not None:
                 digest.update(self._all.samples.data)
@@ -209,8 +250,8 @@ class WindowSampler(Sampler):
     def _foreseen(self, place: Place) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        dealt = self._deal(self._all, self.epoch, place)
-        return dealt.end, dealt.dropped
+        planned = self._plan_window(self._all, self.epoch, place)
+        return planned.batches_after, planned.dropped
 
     # --- what samplers of this kind must have
 
@@ -227,7 +268,7 @@ class WindowSampler(Sampler):
 
     def _limit(self, by: Any) -> tuple[str, float]:
         """Return what an entry may cost at most where steps are dealt out by ``by``; its name."""
-        return next((name, by[name]) for name in self._limits if by[name])
+        return next((name, by[name]) for name in self._limit_names if by[name])
 
     # --- windows
 
@@ -236,49 +277,25 @@ class WindowSampler(Sampler):
 
         Args:
             lengths: of the samples; for a length may stand the error of looking it up.
-            names: what the samples are called.
+            names: what the sampler yields for each sample.
         """
-        dtypes, kind, word = self._kind
-        limit_name, limit = self._limit(vars(self))
-        each = lengths if hasattr(lengths, "__array__") else list(lengths)
-        errors: dict[int, Exception] = {}
-        try:
-            values = np.asarray(each)
-        except ValueError:  # some are sequences
-            values = np.empty((0, 0))
-        if values.ndim != 1 or (values.size and values.dtype.kind not in dtypes):
-            numbers = [plain(one) for one in each]
-            for n, one in enumerate(numbers):
-                if isinstance(one, Exception):
-                    errors[n] = one
-                elif not isinstance(one, kind) or isinstance(one, bool):
-                    name = shown(names[n])
-                    errors[n] = TypeError(
-                        f"lengths must be one {word} for each sample, got {shown(one)} for {name}"
-                    )
-                numbers[n] = 0 if n in errors else _for_numpy(one)
-            values = np.array(numbers)
+        limit = self._limit(vars(self))[1]
+        values, errors = self._numbers_of(lengths, names)
         wrong = ~(values >= 0)  # NaN is wrong too
         failed: dict[int, Exception] = {}
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
         errors |= {n: failed[n] for n in failed if not wrong[n]}
         wrong[list(errors)] = True
-        most, what = limit, f"{limit_name}={limit:g}"
-        if self.long == "split":
-            most, what = limit * PIECES, f"{limit * PIECES:g} with {limit_name}={limit:g}"
+        most = limit * PIECES if self.long == "split" else limit
         too_long = (costs > most) & (self.long != "drop")
-        others = " or ".join(f"long={way!r}" for way in self._ways if way != self.long)
         for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
-            price = f" and costs {costs[at]:g}" if too_long[at] and costs[at] != values[at] else ""
-            advice = f"; raise {limit_name}, leave that sample out, or give {others}"
-            error = ValueError(
-                f"lengths[{names[at]!r}] is {values[at]}{price}, but must be at least 0 and at "
-                f"most {what}{advice if too_long[at] else '; leave that sample out'}"
-            )
-            errors.setdefault(at, error)
+            if at not in errors:
+                cost = costs[at] if too_long[at] else None
+                errors[at] = self._out_of_bounds(names[at], values[at], cost)
         if self.long == "split":  # else an entry is left out where its window is planned
             wrong |= too_long
-        samples = spans = None
+        samples = None
+        spans = None
         if wrong.any():
             samples = np.flatnonzero(~wrong)
             costs = costs[samples]
@@ -288,7 +305,55 @@ class WindowSampler(Sampler):
             costs = np.maximum(1, spans[:, 1] - spans[:, 0])
         elif not costs.all():  # what costs nothing would let batches grow without end
             costs = np.where(costs == 0, min(1, limit), costs)
-        return Window(costs, samples, spans, names), [errors[at] for at in sorted(errors)]
+        window = Window(costs=costs, samples=samples, spans=spans, names=names)
+        return window, [errors[at] for at in sorted(errors)]
+
+    def _numbers_of(
+        self, lengths: Any, names: Sequence[Any]
+    ) -> tuple[NDArray[Any], dict[int, Exception]]:
+        """Return lengths as an array, with 0 for those that are no numbers; and their errors."""
+        wanted = self._length_type
+        each = lengths if hasattr(lengths, "__array__") else list(lengths)
+        errors: dict[int, Exception] = {}
+        try:
+            values = np.asarray(each)
+        except ValueError:  # some are sequences
+            values = np.empty((0, 0))
+        if values.ndim == 1 and (not values.size or values.dtype.kind in wanted.dtypes):
+            return values, errors
+        numbers = [plain(one) for one in each]
+        for n, one in enumerate(numbers):
+            if isinstance(one, Exception):
+                errors[n] = one
+            elif not isinstance(one, wanted.type) or isinstance(one, bool):
+                errors[n] = TypeError(
+                    f"lengths must be one {wanted.word} for each sample, got {shown(one)} for "
+                    f"{shown(names[n])}"
+                )
+            numbers[n] = 0 if n in errors else _for_numpy(one)
+        return np.array(numbers), errors
+
+    def _out_of_bounds(self, name: Any, length: Any, cost: Any) -> ValueError:
+        """Return the error for a length that is below 0, or of a sample that costs too much.
+
+        Args:
+            name: of the sample.
+            length: of the sample.
+            cost: of the sample; None where the length is below 0.
+        """
+        limit_name, limit = self._limit(vars(self))
+        most = f"{limit_name}={limit:g}"
+        if self.long == "split":
+            most = f"{limit * PIECES:g} with {most}"
+        price = "" if cost is None or cost == length else f" and costs {cost:g}"
+        advice = "leave that sample out"
+        if cost is not None:
+            others = [f"long={way!r}" for way in self._long_choices if way != self.long]
+            advice = f"raise {limit_name}, leave that sample out, or give {' or '.join(others)}"
+        return ValueError(
+            f"lengths[{name!r}] is {length}{price}, but must be at least 0 and at most {most}; "
+            f"{advice}"
+        )
 
     def _price(self, lengths: NDArray[Any], errors: dict[int, Exception]) -> NDArray[Any]:
         """Return what samples cost, at least 0, for their lengths, which are at least 0.
@@ -315,40 +380,52 @@ class WindowSampler(Sampler):
                 errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
         return costs[where]
 
-    def _deal(self, window: Window, epoch: int, place: Place) -> Dealt:
-        """Return the batches of a window after those of the legs before."""
+    def _plan_window(self, window: Window, epoch: int, place: Place) -> PlannedWindow:
+        """Return the batches of a window that come after those of the legs before.
+
+        Args:
+            window: what is planned.
+            epoch: number of the epoch.
+            place: where the run stood when the window began.
+        """
         is_drawn = self.shuffle or self.world_size > 1 or place["legs"]
-        key = epoch if is_drawn else 0, place["legs"]
-        if window is self._all and self._dealt is not None and self._dealt[0] == key:
-            return self._dealt[1]
-        n, begun = len(window.costs), place["begun"]
-        left = np.arange(n, dtype=np.min_scalar_type(-n - 1))
+        key = (epoch if is_drawn else 0, place["legs"])
+        if window is self._all and self._last_planned is not None and self._last_planned[0] == key:
+            return self._last_planned[1]
+        num_entries = len(window.costs)
+        remaining = np.arange(num_entries, dtype=np.min_scalar_type(-num_entries - 1))
+        batches_before = place["begun"]
         legs = self._legs(place)
         for part, (*values, until) in enumerate(legs):
             by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
-            fits = left[window.costs[left] <= self._limit(by)[1]]
-            case = epoch, place["begun"], part
-            plans = partial(self._plans_of, window.costs[fits], case, by)
-            dealt = Dealt(plans, fits, begun, by["world_size"])
+            ranks = by["world_size"]
+            fits = remaining[window.costs[remaining] <= self._limit(by)[1]]
+            case = (epoch, place["begun"], part)
+            begin = partial(self._plans_of, window.costs[fits], case, by)
+            planned = PlannedWindow(begin, fits, batches_before=batches_before, ranks=ranks)
             if self.long == "drop":
-                dealt.there = len(left)
-            count = (until - begun) * by["world_size"]
-            if part == len(legs) - 1 or (count and dealt.batch(count - 1) is None):
-                break
-            given = [entries for n in range(count) if (entries := dealt.batch(n)) is not None]
-            left = left[np.isin(left, np.concatenate([left[:0], *given]), invert=True)]
-            begun = until
-        dealt.legs = legs[part:-1]
+                planned.num_samples = len(remaining)
+            num_given = (until - batches_before) * ranks
+            is_last = part == len(legs) - 1
+            if is_last or (num_given and planned.batch(num_given - 1) is None):
+                break  # this leg has all that there is, and goes on in the next window
+            batches = [planned.batch(number) for number in range(num_given)]
+            given = [entries for entries in batches if entries is not None]
+            if given:
+                remaining = remaining[np.isin(remaining, np.concatenate(given), invert=True)]
+            batches_before = until
+        planned.unfinished_legs = legs[part:-1]
         if window is self._all:
-            self._dealt = key, dealt
-        return dealt
+            self._last_planned = (key, planned)
+        return planned
 
     def _plans_of(self, costs: NDArray[Any], case: tuple[int, ...], by: Any) -> Iterator[Plan]:
         """Begin to plan entries, in the order of a case."""
         return self._plan(costs, np.random.default_rng(self._derive(*case)), by)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dealt": None}  # a plan that was begun is planned again
+        # A plan that was begun is planned again.
+        return super().__getstate__() | {"_last_planned": None}
 
 
 def _for_numpy(number: Any) -> Any:
@@ -377,7 +454,7 @@ class _Batches(Run):
     def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
         super().__init__(sampler, epoch, place)
         self._window = sampler._all
-        self._dealt: Dealt | None = None
+        self._planned: PlannedWindow | None = None
         self._found: list[Any] = []  # what was read of the window, until that is whole
         self._numbers: list[int] = []  # where in the source that is
         self._failed: list[Exception] = []  # errors that are still to be raised
@@ -393,10 +470,10 @@ class _Batches(Run):
         if self.ended:
             return self.batches
         assert self._window is not None
-        dealt = self._dealt
-        if dealt is None:
-            dealt = self.sampler._deal(self._window, self.epoch, self._place)
-        return dealt.end
+        planned = self._planned
+        if planned is None:
+            planned = self.sampler._plan_window(self._window, self.epoch, self._place)
+        return planned.batches_after
 
     def _next(self) -> list[Any]:
         while True:
@@ -409,19 +486,24 @@ class _Batches(Run):
             elif self._window is None:
                 self._read()
             else:
-                if self._dealt is None:
-                    self._dealt = self.sampler._deal(self._window, self.epoch, self._place)
-                dealt, sampler = self._dealt, self.sampler
-                at = (self.batches - dealt.begun) * sampler.world_size + sampler.rank
-                entries = None if dealt.legs else dealt.batch(at)
-                if entries is not None:
-                    return self._window.items(entries)
-                self._turn(dealt.end, dealt.dropped, dealt.legs)
+                sampler = self.sampler
+                if self._planned is None:
+                    self._planned = sampler._plan_window(self._window, self.epoch, self._place)
+                planned = self._planned
+                if not planned.unfinished_legs:
+                    step = self.batches - planned.batches_before
+                    entries = planned.batch(step * sampler.world_size + sampler.rank)
+                    if entries is not None:
+                        return self._window.items(entries)
+                self._turn(planned)
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
-        sampler, reading, found = self.sampler, self._reading, self._found
-        first, before = reading.read, len(found)
+        sampler = self.sampler
+        reading = self._reading
+        found = self._found
+        first = reading.read
+        before = len(found)
         try:
             reading.take(found, WINDOW - before)
         except Exception as error:
@@ -431,26 +513,34 @@ class _Batches(Run):
         finally:
             self._numbers += range(first, first + len(found) - before)
         if reading.ended or len(found) >= WINDOW:
-            names, lengths = self._numbers, found
-            if sampler._length_of is not None:
-                names, lengths = found, list(map(sampler._length_of, found))
-            self._window, errors = sampler._window(lengths, names)
+            if sampler._length_of is None:
+                self._window, errors = sampler._window(found, self._numbers)
+            else:
+                lengths = list(map(sampler._length_of, found))
+                self._window, errors = sampler._window(lengths, found)
             self._failed += errors
-            self._found, self._numbers = [], []
+            self._found = []
+            self._numbers = []
         for failed in self._failed:
             without_frames(failed)
 
-    def _turn(self, end: int, dropped: int, legs: list[Any]) -> None:
+    def _turn(self, planned: PlannedWindow) -> None:
         """Begin another window, behind the one that was given; or end."""
-        reading, place = self._reading, self.sampler._beginning()
-        self._errors = self._forgiven = 0
+        reading = self._reading
+        place = self.sampler._beginning()
+        end = planned.batches_after
+        dropped = planned.dropped
+        self._errors = 0
+        self._forgiven = 0
         self.dropped += dropped
         if self._window is self.sampler._all or reading.ended:
             self._place = place | {"source": reading.over()}
             self.ended = True
             raise StopIteration
-        self._window = self._dealt = None
-        self._place = place | {"begun": end, "legs": legs, "source": reading.place()}
+        self._window = None
+        self._planned = None
+        numbers = {"begun": end, "legs": planned.unfinished_legs}
+        self._place = place | numbers | {"source": reading.place()}
 
 
 WindowSampler._begin = _Batches
