@@ -122,6 +122,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class HasEpochs(Protocol):
+    """A sampler, stream or iterator that is told the number of each epoch."""
+
+    def set_epoch(self, epoch: int) -> Any: ...
+
+
+def has_epochs(thing: Any) -> TypeGuard[HasEpochs]:
+    """Return whether something is told the number of each epoch. Wrappers may pass it on."""
+    return hasattr(thing, "set_epoch")
+
+
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
     """Return whether something can say where it is, and be put there, by one who knows nothing.
 
@@ -178,8 +189,10 @@ def differences(here: Any, then: Any, name: str = "") -> list[str]:
             found += differences(parts.get(key), former.get(key), path)
         return sorted(found)
     if isinstance(here, list | tuple) and isinstance(then, list | tuple) and len(here) == len(then):
-        pairs = enumerate(zip(here, then, strict=True))
-        return [one for n, pair in pairs for one in differences(*pair, f"{name}[{n}]")]
+        found = []
+        for n, (now, before) in enumerate(zip(here, then, strict=True)):
+            found += differences(now, before, f"{name}[{n}]")
+        return found
     if _are_equal(here, then):
         return []
     where = f"{name} " if name else ""
@@ -188,7 +201,8 @@ def differences(here: Any, then: Any, name: str = "") -> list[str]:
 
 def _are_equal(here: Any, then: Any) -> bool:
     if hasattr(here, "tolist") and hasattr(then, "tolist"):  # arrays, and tensors
-        here, then = here.tolist(), then.tolist()
+        here = here.tolist()
+        then = then.tolist()
     try:
         return bool(here == then)
     except Exception:  # of the user's own objects, which are not known to differ
@@ -299,7 +313,9 @@ def tell_idle_workers(num_workers: int, shards: int) -> None:
         logger.warning(
             "the stream has %d shards, as many as there were workers when it was first begun: %d "
             "of %d workers have nothing to read; more shards take a new Loader, and no state",
-            *(shards, num_workers - shards, num_workers),
+            shards,
+            num_workers - shards,
+            num_workers,
         )
 
 
@@ -546,7 +562,8 @@ def tell_rereading(again: list[int]) -> None:
             "the stream is read again from its beginning, past %d batches in %d shards, before the "
             "first new batch, since it has no state; give it, or what its __iter__ returns, "
             "state_dict and load_state_dict to resume at once",
-            *(sum(again), sum(map(bool, again))),
+            sum(again),
+            sum(map(bool, again)),
         )
 
 

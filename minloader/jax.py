@@ -121,7 +121,8 @@ class _Put:
                     "a sharding of its own for it, PartitionSpec()"
                 )
             if getattr(device, "is_fully_addressable", True):
-                here[place], where[place] = array, device
+                here[place] = array
+                where[place] = device
             else:  # other processes put parts of the same array
                 join: Any = jax.make_array_from_process_local_data
                 leaves[place] = join(device, array)

@@ -211,7 +211,8 @@ class Audit:
     def run(self, workers: set[int]) -> AuditReport:
         """Do all runs, those first that have the fewest reasons to differ."""
         with self._make() as loader:
-            executor, workers = inspect(loader).executor, workers | {loader.num_workers}
+            executor = inspect(loader).executor
+            workers = workers | {loader.num_workers}
             inline = loader.num_workers == 0
             is_torchs = inspect(loader).is_torchs
             counts = sorted(n for n in workers if not is_torchs or (n == 0) == inline)
@@ -230,7 +231,8 @@ class Audit:
 
     def _other_runs(self, counts: list[int], executor: Any, count: int) -> Iterator[AuditRun]:
         """Yield the runs to compare with the reference, of which epoch 0 has ``count`` batches."""
-        most, half = counts[-1], count // 2
+        most = counts[-1]
+        half = count // 2
         save = (0, 1, half, min(count, self._batches - 1))
         yield AuditRun(f"{self._name} again", counts[0], save=save)
         for workers in counts[1:]:
@@ -293,14 +295,18 @@ class Audit:
                     continue
                 paths = expected | found  # those of the reference first
                 path = next(path for path in paths if expected.get(path) != found.get(path))
-                former, width = self._name, max(len(self._name), len(run.name))
+                former = self._name
+                width = max(len(former), len(run.name))
                 own = f"\n{told(self._generators)}" if self._generators else ""
                 raise IrreproducibleError(
                     f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
                     f"{former}; the first difference is in {path}:\n"
                     f"  {former:{width}}  {expected.get(path, ABSENT).text}\n"
                     f"  {run.name:{width}}  {found.get(path, ABSENT).text}{own}",
-                    *(run.name, epoch, ordinal, path),
+                    run=run.name,
+                    epoch=epoch,
+                    ordinal=ordinal,
+                    leaf=path,
                 ) from error
 
 

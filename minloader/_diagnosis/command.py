@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--step", type=float, metavar="MS", default=0.0, help="milliseconds of a training step")
     add("--json", type=Path, metavar="FILE", help="also write the report there")
     options = vars(parser.parse_args(argv))
-    name, file = options.pop("make_loader"), options.pop("json")
+    name = options.pop("make_loader")
+    file = options.pop("json")
     options["step"] /= 1e3  # in seconds
     if file and (file.is_dir() or not file.parent.is_dir()):
         parser.error(f"--json must be a file in a folder that is there, got {file}")

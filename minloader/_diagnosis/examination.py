@@ -117,8 +117,14 @@ def examine(
     progress("check_reproducible")
     is_reproducible, text = _audit(make, counts, best.row, epochs=1 if best.used_up else 2)
     rows = [trial.row for trial in trials + others]
-    known = recommend(rows, best.row), cause(trials, best)
-    return Report(rows, best.row, *known, is_reproducible, text)
+    return Report(
+        rows=rows,
+        best=best.row,
+        recommended=recommend(rows, best.row),
+        cause=cause(trials, best),
+        is_reproducible=is_reproducible,
+        reproducible=text,
+    )
 
 
 def _made(make_loader: NewLoaders, num_workers: int, prefetch_factor: int) -> Loader:

@@ -63,7 +63,8 @@ def cause(trials: list[Trial], best: Trial) -> str:
         return best.stats.verdict
     few = trials[0].row
     most = max(trials[1:], key=lambda trial: trial.row.rate)
-    many, shards = most.row, most.shards
+    many = most.row
+    shards = most.shards
     gain = many.rate / few.rate
     useful = min(many.num_workers, max(processors(), few.num_workers + 1))
     if (gain - 1) / (useful / few.num_workers - 1) >= 0.6:

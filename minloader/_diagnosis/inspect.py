@@ -104,7 +104,8 @@ class Inspection:
 
     @prefetch_factor.setter
     def prefetch_factor(self, prefetch_factor: int) -> None:
-        num_workers, self._loader.num_workers = self._loader.num_workers, 0
+        num_workers = self._loader.num_workers
+        self._loader.num_workers = 0
         self.group.prefetch_factor = prefetch_factor
         self._loader.num_workers = num_workers  # the pools that this makes read the factor
 
@@ -116,7 +117,8 @@ class Inspection:
 
     def start_by(self, method: str) -> None:
         """Start workers in another way, before there are any."""
-        num_workers, self._loader.num_workers = self._loader.num_workers, 0
+        num_workers = self._loader.num_workers
+        self._loader.num_workers = 0
         self.group.close()
         self.group.factory.context = get_context(method)
         self.group.factory.sent = None

@@ -123,7 +123,8 @@ class _Hashed(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what is written in place of a value; None for the value itself."""
-        torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
+        torch = sys.modules.get("torch")
+        np = sys.modules.get("numpy")
         if isinstance(value, set | frozenset):
             return type(value), sorted(map(_digest, value))
         if torch is not None and isinstance(value, torch.Tensor) and _is_strided(value):

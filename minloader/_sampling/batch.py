@@ -143,7 +143,7 @@ class BatchSampler(StepSampler):
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         order = self._derive if self.shuffle else None
         self._source = ItemSource("n_or_sampler", n_or_sampler, order)
-        self.sampler = n_or_sampler if hasattr(n_or_sampler, "__iter__") else None
+        self.sampler = n_or_sampler if isinstance(n_or_sampler, Iterable) else None
         self.n = None if self._source.values is None else len(self._source)
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
         if batch_size is None and last_batch != "keep":

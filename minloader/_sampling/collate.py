@@ -197,11 +197,15 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
                 "capacity, or give PackedBatchSampler long='split' or long='drop'"
             )
         spans: list[tuple[int, int, int]] = []
-        at, row, number = 0, 1, 0
+        at = 0
+        row = 1
+        number = 0
         for length in lengths:
             if at + length > row * capacity:
                 spans.append((at, row * capacity, 0))
-                at, row, number = row * capacity, row + 1, 0
+                at = row * capacity
+                row += 1
+                number = 0
             number += 1
             spans.append((at, at + length, number))
             at += length
@@ -215,7 +219,8 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
             spans.append((at, end, 0))
             at = end
         spans = [span for span in spans if span[2] or span[0] < span[1]]
-        segment_ids, positions = empty(at, np.int32), empty(at, np.int32)
+        segment_ids = empty(at, np.int32)
+        positions = empty(at, np.int32)
         for start, stop, number in spans:
             segment_ids[start:stop] = number
             positions[start:stop] = np.arange(stop - start) if number else 0

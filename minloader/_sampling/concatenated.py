@@ -100,7 +100,8 @@ class Concatenated:
         if isinstance(item, (tuple, list)):
             part, index = item
             return part, index
-        index, total = operator.index(item), len(self)
+        index = operator.index(item)
+        total = len(self)
         if not -total <= index < total:
             raise IndexError(f"index {index} is beyond the {total} samples of all datasets")
         index %= total

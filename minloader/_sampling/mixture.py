@@ -40,7 +40,7 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
         TypeError: they are not numbers.
         ValueError: they are impossible, or not one for each part.
     """
-    values: list[Any] = list(given) if hasattr(given, "__iter__") else [None]
+    values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
     if not all(isinstance(value, Real) for value in values):
         raise TypeError(f"{name} must be one number for each part, got {shown(given)}")
     if len(values) != parts:
@@ -74,7 +74,7 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
     kind = type(part)
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
         part = len(part)
-    is_shuffled = shuffle and not hasattr(part, "__iter__")
+    is_shuffled = shuffle and not isinstance(part, Iterable)
     return ItemSource(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
 
 
@@ -141,7 +141,8 @@ class Draws:
             try:
                 items = self._next(number)
                 draws = [(number, item) for item in items]
-                length = max(map(self._length, draws), default=0)
+                # No map(): it would take a StopIteration of the user's function for its end.
+                length = max([self._length(draw) for draw in draws], default=0)
             except Exception:  # the part had its turn
                 self._give(number, self._longest)
                 raise
@@ -283,12 +284,12 @@ class MixtureSampler(StepSampler):
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        if not hasattr(parts, "__iter__"):
+        if not isinstance(parts, Iterable):
             raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
         self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
-        self.parts = [len(p) if not hasattr(p.items, "__iter__") else None for p in self._parts]
+        self.parts = [None if isinstance(p.items, Iterable) else len(p) for p in self._parts]
         self.weights = weights
         if not callable(weights):
             self.weights = check_weights("weights", weights, len(self._parts))

@@ -61,17 +61,20 @@ class Permutation:
     def __getitem__(self, positions: slice) -> NDArray[Any]:
         if self._small is not None:
             return self._small[positions]
-        indices = self._mixed(np.arange(*positions.indices(self._n), dtype=np.uint64))
+        start, stop, step = positions.indices(self._n)
+        indices = self._mixed(np.arange(start, stop, step, dtype=np.uint64))
         while len(behind := np.flatnonzero(indices >= self._n)):
             indices[behind] = self._mixed(indices[behind])
         first, second = self._pair
-        one, other = indices == first, indices == second
-        indices[one], indices[other] = second, first
+        is_first = indices == first
+        indices[indices == second] = first
+        indices[is_first] = second
         return indices
 
     def _mixed(self, cells: NDArray[Any]) -> NDArray[Any]:
         """Permute cells of the table. Each is an unsigned integer of 64 bits, and wraps around."""
-        rows, columns = self._rows, self._columns
+        rows = self._rows
+        columns = self._columns
         row: NDArray[Any] = cells // columns
         column = cells - row * columns
         for key in self._keys:

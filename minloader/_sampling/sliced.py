@@ -43,7 +43,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
 
         def fetch_slices(items: list[tuple[Any, int, int]]) -> list[Any]:
             samples = check_samples(fetch(list(map(_index, items))), items)
-            return [_slice(*pair) for pair in zip(samples, items, strict=True)]
+            return [_slice(sample, item) for sample, item in zip(samples, items, strict=True)]
 
         return fetch_slices
 

@@ -25,7 +25,7 @@ from minloader._sampling.walk import DEEPER, alike, walk
 
 
 @dataclass(slots=True, eq=False)
-class Leaf:
+class CollatedLeaf:
     """An array that arrives as a tensor over the same memory.
 
     Attributes:
@@ -77,7 +77,7 @@ def _alike(like: Any, values: Any) -> Any:
 def _arrived(parts: Sequence[Any], path: str) -> Any:
     """A policy: tensors in the place of what arrives as one. Containers with code have them."""
     (part,) = parts
-    if type(part) is Leaf:
+    if type(part) is CollatedLeaf:
         return as_tensor(part.array, part.dtype)
     return part if _has_code(part) else DEEPER
 
@@ -105,27 +105,29 @@ def _collated(samples: Sequence[Any], path: str) -> Any:
     return torch.utils.data.default_collate(samples)
 
 
-def _stacked(samples: Sequence[Any]) -> Leaf | None:
+def _stacked(samples: Sequence[Any]) -> CollatedLeaf | None:
     """Return samples of one type as one array; None where they are no numbers, or not alike."""
-    first, torch = samples[0], sys.modules.get("torch")
+    first = samples[0]
+    torch = sys.modules.get("torch")
     if isinstance(first, np.ndarray):
         if is_plain(first.dtype) and len({(array.dtype, array.shape) for array in samples}) == 1:
             batch = empty((len(samples), *first.shape), first.dtype.newbyteorder("="))
-            return Leaf(np.stack(samples, out=batch))
+            return CollatedLeaf(np.stack(samples, out=batch))
     elif isinstance(first, np.generic | float | int):
         numbers = np.array(samples)
         # Python's ints that are too large for torch: numpy has unsigned ones, or makes floats.
         refused = isinstance(first, int) and numbers.dtype.kind in "uf"
         if is_plain(numbers.dtype) and not refused:
-            return Leaf(numbers)
+            return CollatedLeaf(numbers)
     elif torch is not None and type(first) is torch.Tensor and is_plain_tensor(first):
-        dtype, like = first.dtype, numpy_like(first.dtype)
+        dtype = first.dtype
+        like = numpy_like(dtype)
         if len({each.dtype for each in samples}) > 1:
             return None  # torch.stack would cast them, and large numbers wrap
         batch = empty((len(samples), *first.shape), torch.empty(0, dtype=like).numpy().dtype)
         with suppress(RuntimeError):  # they differ, or one requires a gradient
             torch.stack(list(samples), out=as_tensor(batch, dtype))
-            return Leaf(batch, None if like is dtype else dtype)
+            return CollatedLeaf(batch, None if like is dtype else dtype)
     return None
 
 
@@ -149,5 +151,5 @@ def _converted(parts: Sequence[Any], path: str) -> Any:
         return DEEPER
     array = np.asarray(value)
     if is_plain(array.dtype):
-        return Leaf(array.astype(array.dtype.newbyteorder("="), copy=False))
+        return CollatedLeaf(array.astype(array.dtype.newbyteorder("="), copy=False))
     return importlib.import_module("torch.utils.data").default_convert(value)

@@ -27,7 +27,7 @@ from types import GeneratorType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minloader._checks import differences, is_stateful, shown
+from minloader._checks import differences, has_epochs, is_stateful, shown
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
@@ -191,7 +191,7 @@ class ShardReader:
         dataset = self.info.dataset
         is_own = False
         self._is_inside = True
-        if hasattr(dataset, "set_epoch"):
+        if has_epochs(dataset):
             dataset.set_epoch(self.epoch)
         iterator = iter(dataset)
         if is_stateful(dataset) and is_stateful(iterator):

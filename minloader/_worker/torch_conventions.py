@@ -2,7 +2,7 @@
 
 All of this runs in a worker process (with ``num_workers=0`` in the calling process). A worker
 imports torch only if the dataset does. What is to be a tensor in a batch is a numpy array here,
-made in the slot of the batch and marked by a :class:`~minloader._sampling.torch_collate.Leaf`; it
+made in the slot of the batch and marked by a :class:`~minloader._sampling.torch_collate.CollatedLeaf`; it
 arrives in the parent as a tensor over the same memory.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from minloader._checks import has_epochs
 from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
@@ -124,7 +125,7 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         dataset = self.dataset
         told = self.told
-        wants = hasattr(dataset, "set_epoch")
+        wants = has_epochs(dataset)
         if told is not None and wants and getattr(dataset, "epoch", None) != told:
             dataset.set_epoch(told)
         return iter(dataset)

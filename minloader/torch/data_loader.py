@@ -393,7 +393,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             former.close()  # it has the file open
         made = self._make()
         made._any_seed = True  # a state brings its own
-        made._shared.counters._began_early = True  # there is no start() to be advised
+        made._shared.counters.workers.started_early = True  # there is no start() to be advised
         if former is not None and self._is_resumed:
             made.load_state_dict(former.state_dict())
         elif former is not None:
