@@ -2,7 +2,7 @@
 
 All of this runs in a worker process (with ``num_workers=0`` in the calling process). A worker
 imports torch only if the dataset does. What is to be a tensor in a batch is a numpy array here,
-made in the slot of the batch and marked by a :class:`~minloader._sampling.torch_collate.CollatedLeaf`; it
+made in the slot of the batch and marked by a ``CollatedLeaf`` (``_sampling/torch_collate.py``); it
 arrives in the parent as a tensor over the same memory.
 """
 
