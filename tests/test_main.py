@@ -228,6 +228,70 @@ for number, (made, text) in enumerate(Loader(record, range(3), num_workers=1)):
 print("well")
 """
 
+OF_PYDANTIC = """
+from typing import Generic, TypeVar
+from pydantic import BaseModel
+from minloader import Loader
+
+T = TypeVar("T")
+class Box(BaseModel, Generic[T]):
+    content: T
+class Named(Box[str]):
+    name: str
+full = Box[int](content=2)
+named = Named(name="a", content="b")
+def box(number):
+    assert isinstance(full, Box[int]) and isinstance(full, Box)
+    assert isinstance(named, Named) and isinstance(named, Box[str])
+    return Box[int](content=number), named
+for number, (batch, same) in enumerate(Loader(box, range(3), num_workers=1)):
+    assert isinstance(batch, Box[int]) and type(batch) is Box[int]
+    assert batch == Box[int](content=number)
+    assert isinstance(same, Named) and same == named
+print("well")
+"""
+
+REGISTERED = """
+import MODULE as trees
+from minloader import Loader
+
+class Pair:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+def parts(pair):
+    return [pair.left, pair.right], "aux"
+def made(children, aux):
+    return Pair(*children)
+trees.register_pytree_node(Pair, parts, FROM_PARTS)
+class Unregistered(Pair):
+    pass
+def mapped(number):
+    pair = trees.tree_map(lambda leaf: leaf + number, Pair(1, 2))
+    assert isinstance(trees.tree_leaves(Unregistered(1, 2))[0], Unregistered)
+    return pair.left, pair.right
+with Loader(mapped, range(3), num_workers=2) as loader:
+    assert list(loader) == [(1 + number, 2 + number) for number in range(3)]
+print("well")
+"""
+
+REGISTERED_WITHOUT_THE_LIBRARY = """
+import sys
+import MODULE as trees
+from minloader import Loader
+
+class Pair:
+    pass
+def parts(pair):
+    return [], "aux"
+def made(children, aux):
+    return Pair()
+trees.register_pytree_node(Pair, parts, made)
+def pair(number):
+    return Pair(), "ROOT" in sys.modules
+assert next(iter(Loader(pair, range(1), num_workers=1)))[1] is False
+print("well")
+"""
+
 BY_NAME_ONLY = """
 from minloader import Loader
 
@@ -317,6 +381,27 @@ def test_what_other_packages_make_of_functions_and_classes_arrives(tmp_path):
     require("cachetools")
     require("msgspec")
     run(OF_OTHER_PACKAGES, tmp_path)
+
+
+def test_a_generic_model_with_its_types_arrives(tmp_path):
+    require("pydantic")
+    run(OF_PYDANTIC, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "from_parts"),
+    [
+        ("torch.utils._pytree", "made"),
+        ("jax.tree_util", "lambda aux, children: made(children, aux)"),
+    ],
+)
+@pytest.mark.parametrize("program", [REGISTERED, REGISTERED_WITHOUT_THE_LIBRARY])
+def test_what_a_class_is_registered_as_arrives(program, module, from_parts, tmp_path):
+    """A library of trees would take what it does not know for a leaf, in silence."""
+    root = module.partition(".")[0]
+    require(root)
+    script = program.replace("MODULE", module).replace("FROM_PARTS", from_parts)
+    run(script.replace("ROOT", root), tmp_path)
 
 
 PLUGIN = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast
 
 from minloader._checks import dataset_length
 from minloader._epochs.feed import SamplerSource
@@ -36,12 +36,11 @@ def of_source(source: SamplerSource, size: int | None) -> SamplerSource:
     if isinstance(sampler, BatchSampler):
         if size in (None, sampler.n):
             return source
-        last_batch: Any = sampler.last_batch
         made = BatchSampler(
             size,
             sampler.batch_size,
             shuffle=sampler.shuffle,
-            last_batch=last_batch,
+            last_batch=cast("Literal['keep', 'discard', 'rollover']", sampler.last_batch),
             seed=sampler.seed,
         )
         return SamplerSource(made)

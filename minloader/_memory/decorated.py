@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import pickle
 import sys
 from collections.abc import Callable
@@ -59,13 +60,23 @@ def _dispatch_method_again(function: Any, implementations: list[tuple[type, Any]
 def reducer_by_value(obj: Any) -> Reduce | None:
     """Return how a class or function is reduced that is sent by value; None: as cloudpickle does.
 
-    ``singledispatch`` holds weak references to types. A Struct of msgspec is made by its fields.
+    ``singledispatch`` holds weak references to types. A Struct of msgspec is made by its fields. A
+    generic model of pydantic with its types given is the one that pydantic makes of them.
     """
+    if isinstance(obj, type):
+        generic = vars(obj).get("__pydantic_generic_metadata__")
+        if generic and generic["origin"] is not None:
+            return _reduce_generic
     if getattr(obj, "__code__", None) is _DISPATCHES:
         return _reduce_dispatching
     if type(obj).__module__ == "msgspec._core":
         return _reduce_struct
     return None
+
+
+def _reduce_generic(model: Any) -> Any:
+    generic = model.__pydantic_generic_metadata__
+    return operator.getitem, (generic["origin"], generic["args"])
 
 
 def _reduce_dispatching(function: Any) -> Any:

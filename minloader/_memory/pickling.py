@@ -39,6 +39,7 @@ from minloader._memory.decorated import (
     reducer_of,
 )
 from minloader._memory.files import LARGE, SlotAddress
+from minloader._memory.registered import with_registrations
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_typed_storage
 
@@ -164,7 +165,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             reduce = reducer_by_value(obj)
             if reduce is not None and _is_by_value(obj):
                 return reduce(obj)
-            return super().reducer_override(obj)
+            reduced = super().reducer_override(obj)
+            if self.down and isinstance(obj, type) and _is_by_value(obj):
+                return with_registrations(obj, reduced)
+            return reduced
         # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
         kind = type(obj)
         reducer = OTHER_REDUCERS.get(kind)

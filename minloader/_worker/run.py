@@ -24,14 +24,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from minloader._checks import WHOLE_ITEM
+from minloader._checks import WHOLE_ITEM, copied
 from minloader._errors import TransportError
+from minloader._memory import registered
 from minloader._memory.culprit import find_culprit
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NoSlot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.generators import OwnGenerators
+from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
     Failure,
     Figures,
@@ -101,6 +103,8 @@ class Worker:
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
         info.dataset = job.dataset
         info.rank = job.options.rank
+        for (name, _), action in copied(registered.arrived.items()):
+            when_imported(name, action)  # before any code of the user's runs
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
         self._job = job

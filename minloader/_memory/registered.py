@@ -1,0 +1,68 @@
+"""What classes of the main module were registered as, in tables of libraries.
+
+Workers do not import the main module, so its classes are sent by value. What a decorator has told a
+library about one is not part of the class: a library of trees, such as torch's or JAX's, would take
+its objects for leaves in a worker, in silence. So that travels with the class, and is told again in
+the worker, as soon as that has imported the library.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger("minloader")
+
+TORCH = "torch.utils._pytree"
+JAX = "jax.tree_util"
+
+arrived: dict[tuple[str, type], Callable[[ModuleType], None]] = {}
+"""By the name of a module, and a class: what is to be called with the module once it is imported.
+The worker sees to that, and does not import the library for it."""
+
+
+def with_registrations(cls: type, reduced: Any) -> Any:
+    """Return a reduced class such that it is registered where it arrives.
+
+    Args:
+        cls: the class.
+        reduced: as cloudpickle does it, by value: the last part sets the state.
+    """
+    registered = _registrations(cls)
+    if not registered:
+        return reduced
+    *before, set_state = reduced
+    return *before, partial(_set_state, set_state, registered)
+
+
+def _registrations(cls: type) -> dict[str, tuple[Any, ...]]:
+    """Return the functions that a class was registered with, by the names of modules."""
+    found: dict[str, tuple[Any, ...]] = {}
+    node = getattr(sys.modules.get(TORCH), "SUPPORTED_NODES", {}).get(cls)
+    if node is not None:
+        found[TORCH] = node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn
+    # Nothing that is public tells.
+    entry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", {}).get(cls)
+    if entry is not None:
+        found[JAX] = entry.to_iter, entry.from_iter
+    return found
+
+
+def _set_state(set_state: Any, registered: dict[str, Any], cls: Any, state: Any) -> Any:
+    filled = set_state(cls, state)
+    for name, functions in registered.items():
+        arrived[name, cls] = partial(_register, cls, functions)
+    return filled
+
+
+def _register(cls: type, functions: tuple[Any, ...], library: Any) -> None:
+    flatten, unflatten, *with_keys = functions
+    keys = {"flatten_with_keys_fn": with_keys[0]} if with_keys else {}
+    try:
+        library.register_pytree_node(cls, flatten, unflatten, **keys)
+    except ValueError as error:  # it is registered: the job has arrived before
+        logger.debug("a class was not registered: %r", error)
