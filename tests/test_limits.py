@@ -205,6 +205,33 @@ def test_the_first_process_of_a_container_leaves_no_zombies(end, method, tmp_pat
 
 
 @variants("method", ["spawn", "fork", "forkserver"])
+def test_another_namespace_of_pids_without_its_proc(method):
+    """There a process has another number in /proc than it knows itself by."""
+    before = ["unshare", "--pid", "--fork"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("programs cannot be given a namespace of pids here")
+    code = """
+import os, sys
+import helpers
+from minloader import Loader, cached
+from minloader._worker.lifetimes import kill_marked
+assert os.readlink("/proc/self") != str(os.getpid()) == "1"
+data = cached(helpers.Squares(40), bytes=1 << 20)
+with Loader(data, range(40), num_workers=2, mp_context=sys.argv[1]) as loader:
+    assert list(loader) == [n * n for n in range(40)]
+with Loader(helpers.numbered, range(40), num_workers=2, mp_context=sys.argv[1]) as loader:
+    assert all((batch == n).all() for n, batch in enumerate(loader))
+    assert loader.stats.slots > 0 and loader.stats.overflowed == 0
+assert kill_marked("PATH", os.environ["PATH"]) == []  # of others they would be the numbers
+"""
+    done = python(code, method, before=before)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@variants("method", ["spawn", "fork", "forkserver"])
 def test_every_text_has_its_encoding(method):
     code = """
 import sys

@@ -57,7 +57,7 @@ class SharedFile:
     @property
     def path(self) -> str:
         """Path for any process to open, until :meth:`close`; in a fork, through the fork."""
-        return self.name or f"/proc/{os.getpid()}/fd/{self.fd}"
+        return self.name or f"/proc/{pid_in_proc()}/fd/{self.fd}"
 
     def text(self, begin: int = 0) -> str:
         """Return the text in the file, from a place on."""
@@ -73,6 +73,17 @@ class SharedFile:
         os.close(fd)
         if self.name is not None and os.getpid() == self._pid:  # in a fork it is the parent's
             unlink(self.name)
+
+
+def pid_in_proc() -> str:
+    """Return the number of this process in ``/proc``; "" if it has none there.
+
+    It is another than the pid where that is of a namespace whose ``/proc`` is not mounted.
+    """
+    try:
+        return os.readlink("/proc/self")
+    except OSError:
+        return ""
 
 
 def _create_nameless(mark: str) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from minloader._memory.files import at_fork
+from minloader._memory.files import at_fork, pid_in_proc
 from minloader._memory.limits import names
 
 process = object()
@@ -151,7 +151,12 @@ def _send(send: Callable[[int], None], name: str) -> None:
 
 
 def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
-    """Read a file of each process, with its pid. There are none where there is no /proc."""
+    """Read a file of each process, with its pid.
+
+    There are none where there is no /proc, or that of another namespace: its pids are others.
+    """
+    if pid_in_proc() != str(os.getpid()):
+        return
     for pid in filter(str.isdigit, names("/proc")):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:
