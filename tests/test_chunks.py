@@ -26,7 +26,7 @@ from kinds import Reusing
 from minloader import SKIP, BatchError, Loader, WorkerDied
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
-from minloader._worker.messages import Task
+from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -63,7 +63,7 @@ def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     (pool,) = inspect(loader).group.pools
     pack = pool.pack
 
-    def recording(task: Task) -> Task:
+    def recording(task: TaskMessage) -> TaskMessage:
         sent.append((task.ordinal, len(task.items)))
         return pack(task)
 

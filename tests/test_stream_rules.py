@@ -29,6 +29,7 @@ from kinds import (
 from test_streams import in_turns
 
 from minloader import Loader, get_worker_info, shuffled
+from minloader._epochs import iterator, lane
 
 ways = pytest.mark.parametrize("way", ["thread", "process"])
 
@@ -111,6 +112,37 @@ def test_no_more_tasks_than_were_asked_for(way):
                 assert loader.stats.workers.in_flight <= 2 * count
         given += batches
     assert given == list(range(600))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_more_shards_than_tasks_under_way(monkeypatch, num_workers):
+    """As after a resume with fewer workers: what is taken next is sent first, and no more."""
+    monkeypatch.setattr(lane, "SHARD_MOST", 1)
+    sent: list[int] = []
+    waited: list[int] = []
+    send = lane.Lane._send
+    receive = iterator.Batches._receive
+
+    def note_sent(self: Any, task: Any) -> None:
+        sent.append(task.first)
+        send(self, task)
+
+    def note_waited(self: Any, seconds: float = 0.0) -> bool:
+        if seconds:
+            waited.append(self.in_flight)
+        return receive(self, seconds)
+
+    options: dict[str, Any] = {"executor": "thread", "prefetch_factor": 1}
+    with Loader(Steady(80), num_workers=8, **options) as loader:
+        state = loader.state_dict()
+        expected = list(loader)
+    monkeypatch.setattr(lane.Lane, "_send", note_sent)
+    monkeypatch.setattr(iterator.Batches, "_receive", note_waited)
+    with Loader(Steady(80), num_workers=num_workers, **options) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == expected
+    assert sent == sorted(sent)
+    assert max(waited, default=0) <= num_workers
 
 
 # --- read again -----------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ from minloader import (
     pad_collate,
 )
 from minloader._sampling.seeding import generator
+from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import Job, Shard, Task, WorkerInfo
+from minloader._worker.messages import Job, JobOptions, Shard, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
@@ -451,10 +452,11 @@ def test_a_task_beyond_the_end_that_comes_first(known, error):
     """As after a death: what was asked for, but never there, is not missed. What was given is."""
     check = None if known is None else (known, fingerprint([known]))
     shard = Shard(id=0, total=1, first=12, at=0, state=None, check=check, number=1, follows=None)
-    job = Job(Numbers(10), *[None] * 3, is_stream=True)
-    worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0))
-    reply = worker.run(Task(12, 0, [0] * 4, shard=shard))
-    assert reply.ended
+    job = Job(Numbers(10), options=JobOptions(is_stream=True))
+    worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
+    reply = worker.run(TaskMessage(12, 0, [0] * 4, shard=shard))
+    assert reply.shard is not None
+    assert reply.shard.ended
     found = [outcome.summary for outcome in reply.outcomes]
     assert len(found) == (error is not None)
     assert all(error in each for each in found)

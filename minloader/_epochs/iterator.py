@@ -559,10 +559,14 @@ class Batches(Iterator[B], Generic[B]):
 
     def _send_one(self) -> bool:
         """Send a task: of the first epoch that has one. Return whether there was any."""
+        assert self.shared is not None
         for epoch in list(self.epochs):
             lanes = epoch.lanes
-            if len(lanes) > 1:
-                lanes = sorted(lanes, key=attrgetter("under_way", "taken"))
+            if len(lanes) > 1:  # in the order in which they are taken from, if there is one
+                key = attrgetter("under_way", "taken")
+                if self.shared.options.in_order:
+                    key = attrgetter("next_unsent")
+                lanes = sorted(lanes, key=key)
             for lane in lanes:
                 if lane.send_more():
                     return True

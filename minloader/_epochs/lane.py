@@ -164,6 +164,12 @@ class Lane:
         return True
 
     @property
+    def next_unsent(self) -> int:
+        """Ordinal of the first batch that was not sent."""
+        unsent = self._unsent
+        return self.feed.next if unsent is None else unsent.first
+
+    @property
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
         for task in reversed(self.tasks):  # of hundreds most were sent
