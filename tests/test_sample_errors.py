@@ -23,6 +23,7 @@ from minloader import (
     Loader,
     WorkerDied,
     concurrent,
+    prefetch,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -523,6 +524,22 @@ def test_a_share_survives_a_resume():
     with Loader(Troubled(deeds), lengthless(*pairs(6)), **options) as loader:
         loader.load_state_dict(state)
         assert [n for n, _ in told(loader)] == [-1]  # 3 of 12
+
+
+def test_what_a_stage_has_taken_ahead_does_not_count_twice():
+    """What failed is known when it was taken; the samples that have come are the consumer's."""
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
+    options |= {"num_workers": 0, "max_errors": 0.34}
+    with Loader(Troubled(FAULTY), **options) as loader, prefetch(loader, list, depth=2) as batches:
+        assert [next(batches), next(batches)] == WITHOUT[:2]
+        state = loader.state_dict()
+    (failed,) = state["errors"]
+    assert (failed["batches"], failed["samples"]) == (2, 6)
+    with Loader(Troubled(FAULTY), **options) as loader:
+        loader.load_state_dict(state)
+        assert lists(loader) == WITHOUT[2:]  # 4 of 12 may fail
+        assert len({sample for _, _, sample, _ in loader.stats.errors}) == 4
+        assert loader.state_dict()["errors"][0]["failed"] == 0
 
 
 def test_the_next_epoch_of_a_state_counts_anew():
