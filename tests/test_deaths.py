@@ -809,7 +809,7 @@ def test_a_crash_names_its_sample_and_shows_its_stack(where, caplog):
 
 
 def test_where_no_sample_is_made_none_is_named():
-    """In ``collate_fn``; and where a sample was left out, a place is not that of the item."""
+    """In ``collate_fn``. Where a sample was left out, those behind it keep their places."""
     options = {"num_workers": 1, "retries": 0}
     with Loader(Echo(), [[1, 2]], collate_fn=lambda batch: os._exit(7), **options) as loader:
         (error,) = outcomes(iter(loader))
@@ -818,7 +818,7 @@ def test_where_no_sample_is_made_none_is_named():
     transform = BadAfterwards(*EXITS)
     with Loader(leaves_out, ITEMS[1:2], collate_fn=sum, transform=transform, **options) as loader:
         (error,) = outcomes(iter(loader))
-    assert (type(error), error.sample) == (WorkerDied, None)
+    assert (type(error), error.sample) == (WorkerDied, 7)
 
 
 @pytest.mark.parametrize("kind", [Bad, BadAwaited])
