@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import socket
 import threading
 import warnings
 import zipfile
@@ -130,6 +132,7 @@ def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
 
 
 OWN_LOGGER = """
+import errno
 import logging
 class Own(logging.Logger):
     def trace(self, text):
@@ -148,6 +151,7 @@ def test_a_library_with_a_logger_class_of_its_own(method, tmp_path):
     """As astropy and absl have them: a worker makes no logger of that name before."""
     (tmp_path / "own_logger.py").write_text(OWN_LOGGER)
     program = f"""
+import errno
 import logging
 from minloader import Loader
 import own_logger
@@ -312,6 +316,42 @@ def test_a_handler_that_refuses_all_keeps_the_rest_coming(capfd):
         assert len(list(loader)) == 3
     assert names.count(logger.name) == 3
     assert "RuntimeError: not this one" in capfd.readouterr().err
+
+
+def say(item: int) -> int:
+    logger.warning("item %d", item)
+    return item
+
+
+class Cancelled(socket.socket):
+    """As gevent's: to shut it down ends a wait with an error."""
+
+    is_shut = False
+
+    def shutdown(self, how: int) -> None:
+        self.is_shut = True
+        super().shutdown(how)
+
+    def recv(self, *args: Any) -> bytes:
+        packet = super().recv(*args)
+        if self.is_shut and not packet:
+            self.is_shut = False
+            raise OSError(errno.EBADF, "File descriptor was closed in another greenlet")
+        return packet
+
+
+def test_a_socket_whose_wait_is_cancelled(monkeypatch, capfd, caplog):
+    make = socket.socketpair
+
+    def pair(*args: Any) -> tuple[socket.socket, socket.socket]:
+        reader, sender = make(*args)
+        return Cancelled(fileno=reader.detach()), sender
+
+    monkeypatch.setattr(socket, "socketpair", pair)
+    with Loader(say, range(4), num_workers=2) as loader:
+        assert list(loader) == [0, 1, 2, 3]
+    assert sorted(caplog.messages) == ["item 0", "item 1", "item 2", "item 3"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_root_logger_that_takes_everything(caplog):

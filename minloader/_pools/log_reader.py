@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -87,7 +88,7 @@ def _hand_on(reader: socket.socket) -> None:
     pieces: dict[bytes, bytearray] = {}
     shown: dict[Any, Any] = {}
     with reader:
-        while packet := reader.recv(PACKET + HEAD):
+        for packet in _packets(reader):
             worker = packet[:2]
             pieces.setdefault(worker, bytearray()).extend(packet[HEAD:])
             is_last = packet[2]
@@ -105,6 +106,18 @@ def _hand_on(reader: socket.socket) -> None:
                     logger.exception("what a worker logged could not be shown")
                 except Exception:  # the same handler: what other workers say is still to come
                     traceback.print_exc()
+
+
+def _packets(reader: socket.socket) -> Iterator[bytes]:
+    """Yield what is sent, until the reader is shut down."""
+    while True:
+        try:
+            packet = reader.recv(PACKET + HEAD)
+        except OSError:  # gevent ends a wait so; what was sent before can still be read
+            packet = reader.recv(PACKET + HEAD)
+        if not packet:
+            return
+        yield packet
 
 
 def _handle(values: dict[str, Any]) -> None:
