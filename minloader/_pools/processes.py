@@ -428,7 +428,9 @@ class _Executor(Executor):
         # When that was seen for the first time; those that a worker has taken since are gone.
         now = self._watch.last
         self._waiting = {task: self._waiting.get(task, now) for task in waiting}
-        if not any(self._watch.since(seen) > timeout for seen in self._waiting.values()):
+        overdue = sum(self._watch.since(seen) > timeout for seen in self._waiting.values())
+        # A worker that reads ahead has the next task, too, while it makes the batches of one.
+        if overdue <= sum(beat.task in self.unfinished for beat in beats):
             return
         idle = [
             worker
