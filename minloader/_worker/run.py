@@ -15,7 +15,6 @@ Where batches leave the process, whatever goes wrong is packed too, and nothing 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import time
@@ -177,10 +176,11 @@ class Worker:
             else:
                 shard = self._read_batches(task, work, writer)
         finally:
-            for futures in itertools.chain(*(each for each in begun or () if type(each) is list)):
-                for future in futures:  # after Ctrl-C
-                    future.cancel()
+            _cancel(begun or [])  # after Ctrl-C
             self._environment.close_slot()
+        use: SlotUse | None = None
+        if writer.size is not None:
+            use = SlotUse(size=writer.size, is_retired=writer.retired)
         # The worker is not late while its reply waits for a parent that holds the interpreter.
         self._environment.beat(task.id, work.item, math.inf)
         return Reply(
@@ -189,7 +189,7 @@ class Worker:
             packed=self._environment.packs,
             outcomes=work.outcomes,
             failed=work.failed,
-            slot=None if writer.size is None else SlotUse(writer.size, writer.retired),
+            slot=use,
             shard=shard,
             figures=self._figures(work, writer),
         )
@@ -451,6 +451,14 @@ class Worker:
             else:
                 outcomes[-1] = failure
         return None
+
+
+def _cancel(begun: list[Any]) -> None:
+    """Cancel what is read ahead of each item, unless that is an error."""
+    for lists in begun:
+        for futures in lists if type(lists) is list else ():
+            for future in futures:
+                future.cancel()
 
 
 def _unpackable(batch: Any, error: BaseException, otherwise: str) -> Failure:
