@@ -321,17 +321,18 @@ class Once(Own):
         return self if self.begun else super().__iter__()
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_sampler_that_is_its_own_iterator(asks):
+@pytest.mark.parametrize(("asks", "num_workers"), [(False, 0), (True, 0), (False, 1)])
+def test_a_sampler_that_is_its_own_iterator(asks, num_workers):
     """Lightning predicts with such a one."""
     own = Own([[0, 1], [2, 3], [4]])
-    loader = DataLoader(range(5), batch_sampler=own)
+    loader = DataLoader(range(5), batch_sampler=own, num_workers=num_workers)
     if asks:
         loader.state_dict()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
-    assert own.begun == 1
+    assert own.begun == 1 + (num_workers > 0)  # torch begins it once more with workers
     next(iter(loader))  # and is left early
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    loader.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

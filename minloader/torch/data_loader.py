@@ -127,7 +127,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         retries: how often a batch is tried again whose worker process died while making it.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there.
-        worker_memory_limit: bytes of memory of its own past which a worker process is replaced.
+        worker_memory_limit: most memory, in bytes, that a worker process may have for itself; one
+            that has more is replaced.
         seed_generators: whether random generators that the dataset, ``transform`` and
             ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
         trace: file to write a timeline to, from the first batch on. Workers that get another
