@@ -586,13 +586,14 @@ class Lane:
             while ahead and ahead[0][0] <= taken:
                 taken = max(taken, ahead[0][1])
                 ahead = ahead[1:]
+            start = self.taken + count - head.first
+            # First, and without a call in between: Ctrl-C behind it leaves work that need not be.
+            self.ahead = ahead
+            self.taken = taken
             if head.outcomes is None:
-                start = self.taken + count - head.first
                 rest = [head.part(start, len(head.items))] if start < len(head.items) else []
                 self._replace(head, rest)
                 head.forget()
-            self.ahead = ahead
-            self.taken = taken
 
     def leave(self) -> None:
         """Forget what is under way, and keep what a position follows from."""
