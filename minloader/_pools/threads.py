@@ -62,7 +62,8 @@ class ThreadPool(Pool):
         return future
 
     def replace_workers(self) -> None:
-        with self._lock:
+        # A Ctrl-C in the middle would leave threads that were told to go, and are taken for there.
+        with self._lock, interrupts_held():
             for _ in self._threads:
                 self._tasks.put(None)
             self._leaving = [each for each in self._leaving if each.is_alive()] + self._threads
