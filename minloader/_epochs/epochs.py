@@ -120,6 +120,9 @@ class Epochs:
         resume = self.resume
         if resume is not None:
             resume = resume.at_epoch(number)
+            if resume is None and isinstance(self.source.items, Sampler):
+                # The epoch of that state was left, however far it was drawn.
+                self.source.items._forget()
         self.resume = resume
         self._number = number
 
