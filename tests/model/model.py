@@ -120,7 +120,8 @@ class Model:
             place = self.latest
         if place is None:
             place = self.loaded = self.beginning()
-        place.begun |= n > 0
+        if place is self.latest:  # to leave batches out ahead of an epoch begins none
+            place.begun |= n > 0
         for ordinal in list(place.rest)[:n]:
             del place.rest[ordinal]
 

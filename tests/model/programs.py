@@ -27,7 +27,7 @@ import idioms
 import psutil
 import pytest
 from helpers import StatefulIterator
-from interrupts import OURS, interrupted
+from interrupts import OURS, Outcome, interrupted
 from kinds import (
     BAD_ITEM,
     Awaited,
@@ -58,6 +58,7 @@ from minloader import (
     DynamicBatchSampler,
     Loader,
     MixtureSampler,
+    PackedBatchSampler,
     cached,
     concurrent,
     prefetch,
@@ -227,9 +228,26 @@ def _dynamic(n: int) -> Any:
     return DynamicBatchSampler([1 + each % 3 for each in range(n)], max_total=4, shuffle=True)
 
 
+def _discarding(n: int) -> Any:
+    return BatchSampler(n, 2, shuffle=True, last_batch="discard", rank=1, world_size=2)
+
+
+def _packed(n: int) -> Any:
+    return PackedBatchSampler([1 + each % 3 for each in range(n)], 4, shuffle=True)
+
+
 def _mixture(n: int) -> Any:
     parts = [BatchSampler(n, None, shuffle=True), 1 + n // 2]
     return MixtureSampler(parts, [2, 1], 2, stop="last")
+
+
+def _rolling_parts(n: int) -> Any:
+    part = BatchSampler(n, 3, last_batch="rollover")
+    return MixtureSampler([part, 1 + n // 2], [1, 1], 2, stop="last")
+
+
+def _over_rolling(n: int) -> Any:
+    return BatchSampler(BatchSampler(n, 2, last_batch="rollover"), 2)
 
 
 def _rolling_told(n: int) -> Any:
@@ -257,6 +275,12 @@ STREAMS: dict[str, Kind] = {
     ),
     "counting": Kind(idioms.Counting, in_shards(even_part, 100), stream=True, sequential=True),
     "separate": Kind(idioms.Separate, in_shards(even_part, 100), stream=True, sequential=True),
+    "own iterator": Kind(
+        idioms.OwnIterator, in_shards(even_part, 100), stream=True, sequential=True
+    ),
+    "resuming": Kind(
+        idioms.Resuming, in_shards(even_part, 100), stream=True, sequential=True, alone=True
+    ),
 }
 
 KINDS: dict[str, Kind] = {
@@ -271,7 +295,11 @@ KINDS: dict[str, Kind] = {
     "shuffled": Kind(_shuffled, as_alone(_shuffled), lists=True),
     "rolling": Kind(_rolling, as_rolled(_rolling), lists=True),
     "dynamic": Kind(_dynamic, as_alone(_dynamic), lists=True),
+    "discarding": Kind(_discarding, as_alone(_discarding), lists=True),
+    "packed": Kind(_packed, lambda n, at: list(plain(as_alone(_packed)(n, at))), numbers=False),
     "mixture": Kind(_mixture, as_alone(_mixture), lists=True, numbers=False),
+    "rolling parts": Kind(_rolling_parts, as_rolled(_rolling_parts), numbers=False),
+    "over rolling": Kind(_over_rolling, as_rolled(_over_rolling), numbers=False),
     "batches of told": Kind(
         lambda n: BatchSampler(Told(n), 2), pairs(told), alone=True, lists=True
     ),
@@ -413,6 +441,7 @@ class Program:
         self.former: Iterator[Any] | None = None  # from before a state was loaded
         self.disturbed = False  # whether a stream may have to be read again
         self.went_on = False  # from a state
+        self.reached = False  # whether the last call with Ctrl-C had so many places
         how = f"{self.dataset}, {'collated, ' * self.collated}{self.options}"
         self.write(f"loader: {self.kind}, n={self.n}, {self.way}, {how}")
         for name in ("bad", "left_out", "slow"):
@@ -558,7 +587,7 @@ class Program:
         if place is None:
             return iter(self.loader)
         self.disturbed |= self.loader.num_workers > 0
-        outcome = interrupted(self.loader.__iter__, place)
+        outcome = self.pressed(self.loader.__iter__, place)
         return iter(self.loader) if outcome.interrupted else outcome.value
 
     def take(self, which: int, count: int = 1) -> bool:
@@ -609,13 +638,27 @@ class Program:
             while self.take(which):
                 pass
 
-    def interrupt(self, which: int, place: int, within: str) -> None:
-        """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch."""
+    def pressed(self, call: Callable[[], Any], place: int, within: str = OURS) -> Outcome:
+        """Makes a call in which Ctrl-C comes."""
+        self.reached = False
+        outcome = interrupted(call, place, within)
+        self.reached = outcome.reached
+        return outcome
+
+    def interrupt(self, which: int, place: int, within: str, noted: bool = False) -> None:
+        """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch.
+
+        Args:
+            which: iteration.
+            place: where it comes.
+            within: folder of the code in which places are counted.
+            noted: whether the state from right after Ctrl-C is noted.
+        """
         with self.step(f"interrupt {which} at {place} within {within[len(OURS) - 9 :] or 'all'}"):
             batches, run, how = self.runs[which]
             end = object()
             try:
-                outcome = interrupted(lambda: next(batches, end), place, within)
+                outcome = self.pressed(lambda: next(batches, end), place, within)
             except ValueError as error:
                 self.given(run, how, error)
                 return
@@ -626,7 +669,9 @@ class Program:
                 # generator of the stream was in a call, and has ended with that.
                 self.disturbed |= self.loader.num_workers > 0 or "shuffled" in self.kind
                 self.disturbed |= not within
-                if self.what.has_state:
+                if noted and self.what.has_state and (run.place.coming or not run.more):
+                    self.note()
+                elif self.what.has_state:
                     self.loader.state_dict()
                 self.take(which)  # in any case one: where a thread was must not decide what follows
             elif outcome.value is end:
@@ -698,7 +743,7 @@ class Program:
         while self.runs:
             self.drop(-1)
         load = partial(self.loader.load_state_dict, copy.deepcopy(state))
-        if interrupt is None or interrupted(load, interrupt).interrupted:
+        if interrupt is None or self.pressed(load, interrupt).interrupted:
             load()
         self.model.load(place)
 
@@ -786,17 +831,31 @@ class Program:
                 self.loader.set_epoch(epoch)
             self.model.set_epoch(epoch)
 
-    def skip(self, n: int) -> None:
-        with self.step(f"skip {n}"):
+    def skip(self, n: int, place: int | None = None) -> None:
+        """Leaves batches out; after Ctrl-C in that some of them: what comes next tells how many."""
+        with self.step(f"skip {n}, Ctrl-C at {place}"):
             live = any(run.place is self.model.latest for _, run, _ in self.runs)
             self.went_on |= not live
-            self.loader.skip(n)
-            self.model.skip(n, live=live)
+            if place is None:
+                self.loader.skip(n)
+                self.model.skip(n, live=live)
+                return
+            outcome = self.pressed(partial(self.loader.skip, n), place)
+            batches, run, how = self.runs[-1]
+            batch = next(batches)
+            coming = [item for item, _ in run.place.rest.values()]
+            done = coming.index(plain(batch[0]))
+            assert done <= n if outcome.interrupted else done == n
+            self.model.skip(done, live=live)
+            self.given(run, how, batch)
 
-    def resize(self, workers: int) -> None:
-        with self.step(f"num_workers = {workers}"):
+    def resize(self, workers: int, place: int | None = None) -> None:
+        with self.step(f"num_workers = {workers}, Ctrl-C at {place}"):
             self.disturbed = True
-            self.loader.num_workers = workers
+            if place is None:
+                self.loader.num_workers = workers
+            else:
+                self.pressed(partial(setattr, self.loader, "num_workers", workers), place)
 
     def kill(self, seed: int) -> None:
         """Kills a worker of ours, by its pid."""
