@@ -39,6 +39,39 @@ def one_by_one(make: Callable[[int], Any]) -> Callable[..., Arguments]:
     return lambda n, generator: {"sampler": make(n), "batch_size": 2}
 
 
+class ToldIterator:
+    """A sampler with epochs that is its own iterator, and has a state, as lhotse's."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = self.at = 0
+        self.goes_on = False
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.goes_on = False
+
+    def __iter__(self) -> ToldIterator:
+        self.at = self.at if self.goes_on else 0
+        self.goes_on = False
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at == 5:
+            raise StopIteration
+        self.at += 1
+        return [(self.at + 2 * self.epoch) % self.n, self.epoch % self.n]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+        self.at = state["at"]
+        self.goes_on = True
+
+
 KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     "shuffle": lambda n, generator: {"shuffle": True, "batch_size": 3},
     "own generator": lambda n, generator: {
@@ -58,6 +91,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     "told with state": one_by_one(ToldWithState),
     "shuffled": ours(lambda n: BatchSampler(n, 2, shuffle=True)),
     "shuffled one by one": one_by_one(lambda n: BatchSampler(n, None, shuffle=True)),
+    "own iterator": ours(lambda n: ToldIterator(n)),
     "rolling": ours(lambda n: BatchSampler(n, 3, shuffle=True, last_batch="rollover")),
     "dynamic": ours(
         lambda n: DynamicBatchSampler([1 + k % 3 for k in range(n)], max_total=4, shuffle=True)
@@ -221,20 +255,24 @@ class DropIn:
             self.fix()
             place.rest = dict(enumerate(self.right(place)))
 
-    def take(self, count: int, interrupt: int | None = None) -> None:
+    def take(self, count: int, interrupt: int | None = None) -> bool:
+        """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
         self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
         self.enter()
+        reached = False
         for _ in range(count):
             if interrupt is not None:
                 outcome = interrupted(lambda: next(self.batches, END), interrupt)
+                reached = outcome.reached
                 batch = next(self.batches, END) if outcome.interrupted else outcome.value
                 interrupt = None
             else:
                 batch = next(self.batches, END)
             if batch is END:
                 self.end()
-                return
+                break
             self.given(batch)
+        return reached
 
     def given(self, batch: list[Any]) -> None:
         place = self.place
@@ -303,6 +341,111 @@ def same(batch: Any) -> Any:
 
 def plain(index: Any) -> Any:
     return list(index) if isinstance(index, tuple) else index
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "begin": lambda program, epoch: program.begin(epoch),
+    "go on": lambda program: program.begin(None),
+    "prefetch": lambda program, depth: program.prefetch(depth),
+    "take": lambda program, count: program.take(count),
+    "take each": lambda program: take_each(program),
+    "finish": lambda program: program.batches is not None and program.take(100),
+    "leave": lambda program: program.leave(),
+    "note": lambda program: program.note(),
+    "load": lambda program, which: program.load(which, None, True),
+    "load, not restored": lambda program, which: program.load(which, None, False),
+    "move": lambda program, which: program.load(which, program.num_workers, True),
+    "torch.rand": lambda program: program.draw(),
+    "verify": lambda program: verify(program),
+}
+"""What may be done, and how; see ``found.py``."""
+
+FOUND: dict[str, str] = {
+    "the loop": "begin 0; finish; begin 1; finish; torch.rand; begin 2; finish",
+    "states": "note; begin 0; take each; begin 1; take each; verify",
+    "states of prefetch": "note; begin 0; prefetch 2; take each; begin 1; prefetch 1; take each; "
+    "verify",
+    "left": "begin 0; take 1; leave; begin 1; take 2; leave; note; begin 2; finish; begin 3; "
+    "take each; verify",
+    "left before it began": "begin 0; leave; begin 0; finish; note; begin 1; leave; begin 1; "
+    "finish; verify",
+    "a state before an epoch": "note; torch.rand; note; begin 0; finish; begin 1; finish; load 0; "
+    "torch.rand; begin 0; finish; begin 1; finish",
+    "looked at between epochs": "begin 0; finish; note; note; begin 1; finish; note; begin 2; "
+    "finish",
+    "another epoch than that of a state": "note; begin 2; take 1; note; finish; load 0; begin 2; "
+    "finish; move 1; begin 2; finish; begin 3; finish",
+    "not restored": "begin 0; take 1; note; finish; begin 1; finish; load, not restored 0; go on; "
+    "finish",
+    "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
+    "go on; take each; verify",
+}
+"""What the model has found, for torch's loader."""
+
+PRESSED: dict[str, str] = {
+    "the first next": "begin 0",
+    "the first next after a state": "begin 0; take 1; note; load 0; begin 0",
+    "the next after an epoch that was left": "begin 0; take 2; leave; begin 1",
+    "the first next of the second epoch": "begin 0; finish; begin 1",
+    "the second next": "begin 0; take 1",
+}
+"""Programs before a call of ``next`` in which Ctrl-C comes."""
+
+
+def run(kind: str, num_workers: int, steps: str) -> DropIn:
+    """Runs a program of so many steps; it is to be closed."""
+    torch.manual_seed(1)
+    program = DropIn(kind, 9, num_workers, persistent=False)
+    with explained(program):
+        do(program, steps)
+    return program
+
+
+@contextlib.contextmanager
+def explained(program: DropIn) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("\n".join(["the program:", *program.steps]))
+        program.close()
+        raise
+
+
+def do(program: DropIn, steps: str) -> None:
+    for step in steps.split("; "):
+        name = step.rstrip("0123456789")
+        arguments = [int(step[len(name) :])] if name != step else []
+        STEPS[name.strip()](program, *arguments)
+
+
+def press(kind: str, num_workers: int, steps: str, stride: int) -> int:
+    """Ctrl-C comes at each so many-th place of ``next``; says how many there are."""
+    for place in itertools.count(0, stride):
+        program = run(kind, num_workers, steps)
+        with explained(program):
+            reached = program.take(1, place)
+            program.note()
+            do(program, f"finish; begin {program.place.number}; finish; verify")
+        program.close()
+        if not reached:
+            return place
+    raise AssertionError
+
+
+def take_each(program: DropIn) -> None:
+    """Takes the rest, and notes each state."""
+    while program.batches is not None:
+        program.take(1)
+        program.note()
+
+
+def verify(program: DropIn) -> None:
+    """Goes on from each state, to the end of its epoch and of the next."""
+    for which in range(len(program.saved)):
+        program.load(which, program.num_workers, True)
+        goes_on = program.place.rest is not None
+        do(program, f"begin {program.place.told if goes_on else program.place.number}; finish")
+        do(program, f"begin {program.place.number}; finish")
 
 
 class TorchPrograms(RuleBasedStateMachine):
