@@ -110,6 +110,29 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
     return Outcome(reached, False, value)
 
 
+def each_place(
+    stride: int, within: str = OURS, least: int = 20
+) -> Iterator[tuple[int, Callable[[Callable[[], Any]], Outcome]]]:
+    """Gives places, and functions that make a call with Ctrl-C there, up to the end of the call.
+
+    Args:
+        stride: how far apart the places are.
+        within: as in :func:`interrupted`.
+        least: how many places there must be.
+    """
+    outcomes: list[Outcome] = []
+    for place in itertools.count(0, stride):
+
+        def press(call: Callable[[], Any], place: int = place) -> Outcome:
+            outcomes.append(interrupted(call, place, within))
+            return outcomes[-1]
+
+        yield place, press
+        if not outcomes.pop().reached:
+            assert place > least, "it has hardly any places"
+            return
+
+
 def taken_through(batches: Iterator[Any], steps: Iterable[int], within: str = OURS) -> list[Any]:
     """Takes batches, and is interrupted again and again.
 

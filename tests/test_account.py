@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import signal
-import sys
 import threading
 import weakref
 from array import array
@@ -23,9 +22,9 @@ import numpy as np
 import psutil
 import pytest
 from conftest import SLOW, WAYS, eventually, in_a_fork, making, plain, require, variants
-from helpers import SAMPLERS, Deadly, Echo, Faulty, Guarded, Numbers, Refuses, once_in
+from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, once_in
 from idioms import Counting
-from interrupts import OURS, at_each_step, interrupted, some_steps, taken_through
+from interrupts import OURS, at_each_step, each_place, interrupted, some_steps, taken_through
 from kinds import (
     BAD_ITEM,
     PASS,
@@ -33,7 +32,6 @@ from kinds import (
     CountedIterator,
     Failing,
     OwnGenerator,
-    Reusing,
     Told,
     ToldWithState,
     shuffled_indices,
@@ -45,7 +43,6 @@ from minloader import (
     DynamicBatchSampler,
     Loader,
     MixtureSampler,
-    PackedBatchSampler,
     concurrent,
     get_worker_info,
     prefetch,
@@ -55,7 +52,6 @@ from minloader._pools.group import PoolGroup
 from minloader._worker import seeds
 
 N = 9
-EPOCHS = 3
 HERE, THREADS, PROCESSES = WAYS.values()
 
 
@@ -86,70 +82,6 @@ def descriptors() -> set[str]:
 
 
 # --- states of samplers ---------------------------------------------------------------------------
-
-KINDS: dict[str, Callable[[], Any]] = {
-    **SAMPLERS,
-    "alone": lambda: Counted(N),
-    "alone, iter runs": lambda: CountedIterator(N),
-    "alone, told": lambda: ToldWithState(N),
-    "batches": lambda: BatchSampler(Counted(N), 2),
-    "batches, iter runs": lambda: BatchSampler(CountedIterator(N), 2),
-    "batches, told": lambda: BatchSampler(ToldWithState(N), 2),
-    "batches, discarded": lambda: BatchSampler(Counted(N), 2, last_batch="discard"),
-    "batches of batches": lambda: BatchSampler(BatchSampler(Counted(N), 2), 2),
-    "rollover": lambda: BatchSampler(ToldWithState(N), 2, last_batch="rollover"),
-    "rollover, counted": lambda: BatchSampler(Counted(N), 2, last_batch="rollover"),
-    "rollover, list": lambda: BatchSampler(list(range(N)), 2, last_batch="rollover"),
-    "rollover, order": lambda: BatchSampler(Told(N), 2, last_batch="rollover"),
-    "mixture": lambda: MixtureSampler([Counted(N), 5], [2, 1], 2, stop="last"),
-    "told": lambda: Told(N),
-}
-"""Samplers, ours and others', alone and over each other, that can be repeated."""
-
-
-def batches_of(loader: Loader, ways: str) -> Iterator[tuple[int, Any]]:
-    """All epochs that are left, or one, with the number of each."""
-    epoch = loader.epoch
-    return loader.epochs(until=EPOCHS) if ways == "epochs" else ((epoch, each) for each in loader)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ways"),
-    [
-        pytest.param(kind, ways, marks=SLOW if kind in SAMPLERS and ways == "iter" else [])
-        for kind in KINDS
-        for ways in ("epochs", "iter")
-    ],
-)
-def test_every_state_leads_to_the_rest(make, kind, ways):
-    """Those after each batch and between epochs, in a fresh loader over a fresh sampler.
-
-    The batches have the same random numbers, and none that was given is made again.
-    """
-    loader = make(Guarded(), KINDS[kind]())
-    states, expected = [], []
-    while loader.epoch < EPOCHS:
-        states.append((len(expected), loader.epoch, plain(loader.state_dict())))
-        for epoch, batch in batches_of(loader, ways):
-            expected.append((epoch, plain(batch)))
-            states.append((len(expected), None, plain(loader.state_dict())))
-    assert len({epoch for epoch, _ in expected}) == EPOCHS
-    wrong = []
-    every = 11 if len(states) >= 60 else 1 if make.name == "inline" else 4
-    for k, between, state in states[::every]:
-        with Loader(Guarded(), KINDS[kind](), **(THREADS if k % 2 else HERE)) as other:
-            other.load_state_dict(state)
-            assert between in (None, other.epoch)
-            assert plain(other.state_dict()) == state
-            given = [batch[0] for epoch, batch in expected[:k] if epoch == other.epoch]
-            later = [batch[0] for epoch, batch in expected[k:]]
-            Guarded.forbid(other, [item for item in given if item not in later])
-            rest = []
-            while other.epoch < EPOCHS:
-                rest += [(epoch, plain(batch)) for epoch, batch in batches_of(other, ways)]
-            if rest != expected[k:]:
-                wrong.append((k, rest, expected[k:]))
-    assert wrong == []
 
 
 @pytest.mark.parametrize("way", [HERE, THREADS, PROCESSES])
@@ -274,18 +206,6 @@ def test_an_iterator_that_goes_later_does_not_undo_set_epoch(make):
         assert loader.epoch == 0
 
 
-def test_a_former_iterator_goes_on_after_no_other_state(make):
-    loader = make(Echo(), range(N))
-    batches = iter(loader)
-    assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
-    state = loader.state_dict()
-    former = iter(loader)
-    loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="load_state_dict"):
-        next(former)
-    assert list(loader) == [5, 6, 7, 8]
-
-
 def test_an_epoch_is_not_set_within_epochs(make):
     """Batches of the next one may be under way."""
     with make(Echo(), Told(3)) as loader:
@@ -297,20 +217,6 @@ def test_an_epoch_is_not_set_within_epochs(make):
         assert numbers == [0, 0, 0, 1, 1, 1]
         loader.epoch = 7
         assert list(loader) == [7000 + each for each in shuffled_indices(3, 7)]
-
-
-def test_a_sampler_may_reuse_its_list(make):
-    loader = make(tuple, Reusing(10))
-    expected = [(n, n + 1) for n in range(0, 10, 2)]
-    given, states = [], []
-    for batch in loader:
-        given.append(batch)
-        states.append(plain(loader.state_dict()))
-    assert given == expected
-    for k, state in enumerate(states, 1):
-        other = make(tuple, Reusing(10))
-        other.load_state_dict(state)
-        assert list(other) == expected[k:]
 
 
 @variants("stride", [7, 1])
@@ -378,30 +284,6 @@ def test_to_go_past_items_is_not_to_look_at_each():
         loader.load_state_dict(state)
         assert list(loader) == list(range(250, 300))
     assert Item.looked <= 10
-
-
-NESTED: dict[str, Any] = {
-    "batches": lambda: BatchSampler(Counted(12), 2),
-    "batches of batches": lambda: BatchSampler(BatchSampler(Counted(12), 2), 2),
-    "by length": lambda: DynamicBatchSampler([1] * 12, max_total=4, sampler=Counted(12)),
-    "packed": lambda: PackedBatchSampler([1] * 12, 4, sampler=Counted(12)),
-    "mixture": lambda: MixtureSampler([Counted(12), Counted(12)], [1, 1], 4),
-}
-
-
-@pytest.mark.parametrize("kind", NESTED)
-@pytest.mark.parametrize("taken", [0, 1, 99])
-def test_a_state_from_before_anything_leads_back(kind, taken):
-    """Also where what is read counts its passes itself, and cannot be told the epoch."""
-    with Loader(Echo(), NESTED[kind](), collate_fn=list, num_workers=0) as loader:
-        first = plain(loader.state_dict())
-        given = list(itertools.islice(loader, taken))
-        loader.load_state_dict(first)
-        again = list(loader)
-        assert again[:taken] == given
-        assert len(again) >= 3
-        loader.load_state_dict(first)
-        assert list(loader) == again
 
 
 def damaged(state: Any) -> Iterator[tuple[str, Any]]:
@@ -517,6 +399,16 @@ def past_holes(loader: Loader) -> Iterator[int]:
     return iter(loader)
 
 
+def fail(item: int) -> int:
+    if item % 4 == 2:
+        raise OSError(f"{item} is bad")
+    return item
+
+
+def with_errors() -> Iterator[Any]:
+    return (f"{n} is bad" if n % 4 == 2 else n for n in itertools.count())
+
+
 INTERRUPTED: dict[str, tuple[Any, Any, Callable[[Loader], Any], int, Any]] = {
     "next": (Echo(), itertools.count, iter, 2_000, itertools.count),
     # Short epochs: their ends and beginnings too.
@@ -534,6 +426,15 @@ INTERRUPTED: dict[str, tuple[Any, Any, Callable[[Loader], Any], int, Any]] = {
     "what came early": (
         *(Echo(), lambda: range(10**5), past_holes, 1_000),
         lambda: (n for n in itertools.count(1) if n not in EARLY),
+    ),
+    "prefetch": (
+        *(Echo(), itertools.count, lambda loader: prefetch(loader, abs), 2_000),
+        itertools.count,
+    ),
+    "errors": (fail, itertools.count, lambda loader: outcomes_of(iter(loader)), 500, with_errors),
+    "errors, and prefetch": (
+        *(fail, itertools.count, lambda loader: outcomes_of(prefetch(loader, abs)), 500),
+        with_errors,
     ),
 }
 """Dataset, sampler, how it is begun, how far apart interrupts are, and what must come."""
@@ -586,113 +487,12 @@ def test_interrupts_close_to_each_other_lose_nothing(kind, times):
 
 
 @variants("stride", [5, 1])
-@pytest.mark.parametrize("kind", SHORT)
-def test_an_interrupt_where_another_epoch_is_begun_passes_nothing_over(kind, stride):
-    of_epoch = SHORT[kind][1]
-    step, reached = 0, True
-    while reached:
-        with with_short_epochs(kind, "threads") as loader:
-            batches, given = loader.epochs(2), []
-            given += itertools.islice(batches, len(of_epoch(0)))
-
-            def take(batches: Any = batches, given: list[Any] = given) -> None:
-                given.append(next(batches))
-
-            reached = interrupted(take, step, f"{OURS}/_epochs").reached
-            given += batches
-        assert given == [(number, item) for number in (0, 1) for item in of_epoch(number)], step
-        step += stride
-    assert step > 20
-
-
-@variants("kind", ["ours", "counted", "told", "counted iterator", "told, with a state"], 2)
-@pytest.mark.parametrize("way", ["inline", "threads"])
-def test_a_state_after_an_interrupt_at_the_end_of_a_sampler_leads_to_the_rest(kind, way):
-    """Before that is in the account, too. Threads are given all items in the first ``next``."""
-    of_epoch = SHORT[kind][1]
-    for step in itertools.count():
-        with with_short_epochs(kind, way) as loader:
-            batches = iter(loader)
-            given = list(itertools.islice(batches, (way == "inline") * (len(of_epoch(0)) - 1)))
-            reached = interrupted(
-                lambda batches=batches, given=given: given.extend(batches),
-                step,
-                f"{OURS}/_epochs/feed.py",
-            ).reached
-            state = plain(loader.state_dict())
-        with with_short_epochs(kind, "inline") as other:
-            other.load_state_dict(state)
-            rest = of_epoch(0)[len(given) :]
-            assert list(other) == (rest if reached else of_epoch(1)), step
-            assert list(other) == of_epoch(1 if reached else 2), step
-        if not reached:
-            break
-    assert step > 2
-
-
-STRIDES = [23, pytest.param(7, marks=SLOW)]
-"""How far apart the places are where Ctrl-C is tried."""
-
-
-@pytest.mark.parametrize("stride", STRIDES)
-@variants("begin", ["state", "iter", "epochs"], 2)
-@pytest.mark.parametrize("way", ["inline", "threads"])
-@pytest.mark.parametrize("kind", SHORT)
-def test_an_interrupt_anywhere_in_a_first_next_loses_nothing(kind, way, begin, stride):
-    """All batches come, and a state from then on leads to the rest."""
-    make, expected = partial(with_short_epochs, kind, way), SHORT[kind][1](0)
-    with make() as loader:
-        next(iter(loader))
-        state = plain(loader.state_dict())
-    step, reached = 0, True
-    while reached:
-        with make() as loader:
-            if begin == "state":
-                loader.load_state_dict(state)
-            given = expected[: int(begin == "state")]
-            batches: Any = loader.epochs(1) if begin == "epochs" else enumerate(iter(loader))
-            reached, _, first = interrupted(partial(next, batches), step)
-            states = [(given, plain(loader.state_dict()))] if reached else []
-            given = [*given, (next(batches) if reached else first)[1]]
-            states.append((given, plain(loader.state_dict())))
-            assert loader.epoch == 1
-            assert given + [batch for _, batch in batches] == expected, step
-        for before, state_then in states:
-            with make() as other:
-                other.load_state_dict(state_then)
-                assert before + list(other) == expected, step
-        step += stride
-    assert step > 20
-
-
-@variants("stride", [7, 1])
-@pytest.mark.parametrize("kind", ["ours", "told", "told, with a state"])
-def test_a_state_after_an_interrupt_leads_to_all_that_was_drawn(kind, stride):
-    """Where a task has all items of the epoch, and they are to be drawn again."""
-    of_epoch, step, reached = SHORT[kind][1], 0, True
-    with with_short_epochs(kind, "threads") as loader:
-        assert len(list(loader)) == len(list(loader)) == len(of_epoch(0))
-        while reached:
-            loader.epoch = 3
-            reached = interrupted(loader.epochs(1).__next__, step).reached
-            if reached:
-                with with_short_epochs(kind, "inline") as other:
-                    other.load_state_dict(plain(loader.state_dict()))
-                    assert list(other) == of_epoch(3), step
-            step += stride
-    assert step > 20
-
-
-@variants("stride", [5, 1])
 @pytest.mark.parametrize("way", ["inline", "threads"])
 def test_an_order_that_nobody_has_seen_may_be_another_after_an_interrupt(way, stride):
-    step, reached = 0, True
     with Loader(Echo(), OwnGenerator(9), **WAYS[way]) as loader:
-        while reached:
-            reached = interrupted(partial(iter, loader), step).reached
+        for _, press in each_place(stride, least=10):
+            press(partial(iter, loader))
             assert sorted(loader) == list(range(9))
-            step += stride
-    assert step > 10
 
 
 class OwnOrder:
@@ -704,8 +504,7 @@ class OwnOrder:
 
 def after_interrupts(make: Callable[[], Loader], within: str) -> Iterator[tuple[list[Any], Any]]:
     """What comes of an epoch with Ctrl-C at each place behind its first batch, and an error."""
-    step, reached = 0, True
-    while reached:
+    for _, press in each_place(1, within, 10):
         with make() as loader:
             batches, error = iter(loader), None
             given = [next(batches)]
@@ -714,33 +513,12 @@ def after_interrupts(make: Callable[[], Loader], within: str) -> Iterator[tuple[
                 for batch in batches:
                     given.append(batch)
 
-            reached = interrupted(take, step, within).reached
+            press(take)
             try:
                 given += batches
             except ValueError as failure:
                 error = failure
             yield given, error
-        step += 1
-    assert step > 10
-
-
-@pytest.mark.parametrize("way", ["inline", "threads"])
-def test_an_interrupt_where_what_came_early_is_passed_over_loses_nothing(way):
-    dataset, sampler, begin, _, expected = INTERRUPTED["what came early"]
-    step, reached = 0, True
-    while reached:
-        with Loader(dataset, sampler(), **WAYS[way]) as loader:
-            batches, given = begin(loader), []
-
-            def take(batches: Any = batches, given: list[Any] = given) -> None:
-                while len(given) < 14:
-                    given.append(next(batches))
-
-            reached = interrupted(take, step, f"{OURS}/_epochs/feed.py").reached
-            given += itertools.islice(batches, 9)
-        assert given == list(itertools.islice(expected(), len(given))), step
-        step += 1
-    assert step > 20
 
 
 @pytest.mark.parametrize("way", ["inline", "threads"])
@@ -763,99 +541,6 @@ def test_an_interrupt_has_no_stream_read_again(batch_size):
         assert sorted(np.hstack(given).tolist()) == list(range(9))
 
 
-@variants("stride", [3, 1])
-def test_an_interrupt_where_a_shard_is_read_again_doubles_nothing(stride):
-    step, reached = 0, True
-    while reached:
-        with Loader(Numbers(40), num_workers=1, executor="thread", prefetch_factor=4) as loader:
-            batches = loader.epochs(2)
-            given = [next(batches)]
-            loader.num_workers = 2
-
-            def take(batches: Any = batches, given: list[Any] = given) -> None:
-                for batch in batches:
-                    given.append(batch)
-
-            reached = interrupted(take, step, f"{OURS}/_epochs/shard_feed.py").reached
-            given += batches
-        assert given == [(epoch, n) for epoch in (0, 1) for n in range(40)], step
-        step += stride
-    assert step > 20
-
-
-CALLS: dict[str, tuple[Callable[[Loader, Any], object], int]] = {
-    "iter": (lambda loader, state: iter(loader), 0),
-    "load_state_dict": (lambda loader, state: loader.load_state_dict(state), 2),
-    "skip": (lambda loader, state: loader.skip(2), 2),
-    "num_workers": (lambda loader, state: setattr(loader, "num_workers", 2), 0),
-    "state_dict": (lambda loader, state: loader.state_dict(), 0),
-}
-"""Calls, and how many batches they leave out in this test."""
-
-
-@pytest.mark.parametrize("stride", STRIDES)
-@variants("way", ["inline", "threads"])
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [each for each in itertools.product(SHORT, CALLS) if each != ("stream", "skip")],
-)
-def test_an_interrupt_anywhere_in_a_call_has_it_done_or_not(kind, way, call, stride):
-    """What comes is what would come without the call, or with it."""
-    make, expected = partial(with_short_epochs, kind, way), SHORT[kind][1](0)
-    function, left_out = CALLS[call]
-    with make() as loader:
-        assert list(itertools.islice(loader, left_out)) == expected[:left_out]
-        state = plain(loader.state_dict())
-        # From 3.12 on a function's first call with a trace shows none of its instructions.
-        interrupted(partial(function, loader, state), sys.maxsize)
-    step, reached = 0, True
-    while reached:
-        with make() as loader:
-            batches: Any = loader if call == "iter" else iter(loader)
-            reached = interrupted(partial(function, loader, state), step).reached
-            if reached or call != "iter":  # which has left that epoch
-                try:
-                    given = list(batches)
-                except RuntimeError:  # another state was loaded
-                    given = list(loader)
-                several = range(left_out + 1) if call == "skip" else (0, left_out)
-                done = several if reached else (left_out,)
-                assert given in [expected[n:] for n in done], step
-                assert loader.epoch == 1
-        step += stride
-    assert step > stride
-
-
-@variants("stride", [41, 5])
-@pytest.mark.parametrize(("start", "bad"), [(0, 3), (2, 2)])
-def test_an_interrupt_anywhere_loses_no_error_of_a_sampler(start, bad, stride):
-    """Also where it is looked at for the item that a state is of, and raises then."""
-    with Loader(Echo(), Failing(4, 9), num_workers=0) as loader:
-        assert list(itertools.islice(loader, start)) == list(range(start))
-        state = loader.state_dict()
-    step, reached = 0, True
-    while reached:
-        sampler = Failing(4, bad)
-        with Loader(Echo(), sampler, num_workers=0) as loader:
-            loader.load_state_dict(state)
-            batches: Any = None
-
-            def call(given: list[Any]) -> None:
-                nonlocal batches
-                batches = batches or outcomes_of(iter(loader))
-                for outcome in batches:
-                    given.append(outcome)
-
-            given: list[Any] = []
-            reached = interrupted(partial(call, given), step).reached
-            if batches is None:  # it is read again from the beginning, and raises again
-                sampler.bad = bad
-            given += batches or outcomes_of(iter(loader))
-        assert given == [*range(start, bad), f"{BAD_ITEM} is bad", *range(bad, 4)], step
-        step += stride
-    assert step > 20
-
-
 class Drawing:
     def __len__(self) -> int:
         return 8
@@ -874,12 +559,11 @@ def test_an_interrupt_anywhere_leaves_one_seed(way, stride):
     with make(seed=7) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    step, reached = 0, True
-    while reached:
+    for place, press in each_place(stride):
         with make(seed=None) as loader:
             seed, batches = loader.seed, iter(loader)
             given = [next(batches)]
-            reached = interrupted(partial(loader.load_state_dict, state), step).reached
+            press(partial(loader.load_state_dict, state))
             with make(seed=loader.seed) as other:
                 expected = [batch.tolist() for _, batch in other.epochs(2)]
             if loader.seed == seed:
@@ -887,9 +571,7 @@ def test_an_interrupt_anywhere_leaves_one_seed(way, stride):
             given += [batch for _, batch in loader.epochs(until=2)]
         loaded = loader.seed != seed
         found = [batch.tolist() for batch in given[loaded:]]
-        assert found == expected[loaded:], step
-        step += stride
-    assert step > 20
+        assert found == expected[loaded:], place
 
 
 @pytest.mark.parametrize("places", PLACES)
@@ -902,17 +584,6 @@ def test_an_interrupt_anywhere_loses_nothing_out_of_order(places):
             given.append(next(batches))
             unseen.discard(given[-1])
     assert len(set(given)) == len(given)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
-def test_an_interrupt_anywhere_loses_no_error(begin, way, places):
-    with Loader(fail, itertools.count(), **WAYS[way]) as loader:
-        batches = outcomes_of(begin(loader))
-        given = taken_through(batches, some_steps(places, places // 2, 500))
-    expected = (f"{n} is bad" if n % 4 == 2 else n for n in itertools.count())
-    assert given == list(itertools.islice(expected, len(given)))
 
 
 class outcomes_of:  # noqa: N801  # no generator: that would end with the first Ctrl-C
@@ -929,22 +600,6 @@ class outcomes_of:  # noqa: N801  # no generator: that would end with the first 
             return next(self.batches)
         except (OSError, ValueError) as error:
             return str(error)
-
-
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_anywhere_in_prefetch_loses_nothing(way, places):
-    with (
-        Loader(Echo(), itertools.count(), **WAYS[way]) as loader,
-        prefetch(loader, abs) as batches,
-    ):
-        given = taken_through(batches, some_steps(places, places, 2_000))
-        assert given == list(range(len(given)))
-        assert next(batches) == len(given)
-        state = loader.state_dict()
-    with Loader(Echo(), itertools.count(), num_workers=0) as other:
-        other.load_state_dict(state)
-        assert next(iter(other)) == len(given) + 1
 
 
 @variants("stride", [7, 1])
@@ -981,8 +636,7 @@ def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):
 
 @variants("stride", [197, 17])
 def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
-    reached, step = True, 0
-    while reached:
+    for place, press in each_place(stride, least=1_000):
         with Loader(Echo(), range(40), num_workers=2) as loader:
             begun: list[Iterator[int]] = []
             given: list[int] = []
@@ -991,11 +645,9 @@ def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
                 begun.append(iter(loader))
                 given.append(next(begun[0]))
 
-            reached = interrupted(take, step).reached
+            press(take)
             given.extend(begun[0] if begun else loader)
-            assert given == list(range(40)), step
-        step += stride
-    assert step > 1_000
+            assert given == list(range(40)), place
 
 
 @pytest.mark.parametrize(
@@ -1007,22 +659,6 @@ def test_an_interrupt_while_lost_tasks_are_sent_again_loses_nothing(data, tmp_pa
         given = taken_through(iter(loader), some_steps(7, 200, 2_000))
         assert loader.stats.errors.replaced
     assert given == list(range(len(given)))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_when_an_epoch_begins_loses_nothing(way):
-    """A ``KeyboardInterrupt`` in ``iter(loader)`` leaves the epoch to the next call."""
-    with Loader(Echo(), Told(4), **WAYS[way]) as loader:
-        epoch = 0
-        for step in range(0, 400, 3):
-            outcome = interrupted(lambda: iter(loader), step)
-            batches = iter(loader) if outcome.interrupted else outcome.value
-            first = next(batches)
-            # Whether it was begun or not is not known; but an epoch is never passed over twice.
-            assert first // 1000 in (epoch, epoch + 1)
-            epoch = first // 1000 + 1
-            assert len(list(batches)) == 3
-            assert loader.epoch == epoch
 
 
 @variants("stride", [3, 1])
@@ -1040,14 +676,12 @@ def test_an_interrupt_anywhere_in_a_batch_made_here_gives_back_what_it_borrowed(
     def draw(item: int) -> tuple[float, float]:
         return random.random(), np.random.random()
 
-    before, step, reached = left(), 0, True
-    while reached:
+    before = left()
+    for place, press in each_place(stride, least=100):
         with Loader(draw, range(3), num_workers=0) as loader:
             batches = iter(loader)
-            reached = interrupted(partial(next, batches), step).reached
-        assert left() == before, step
-        step += stride
-    assert step > 100
+            press(partial(next, batches))
+        assert left() == before, place
 
 
 @variants("stride", [19, 3])
@@ -1094,24 +728,16 @@ def test_what_close_raises_is_raised_once(monkeypatch):
 )
 @variants("stride", [11, 2])
 def test_an_interrupt_anywhere_in_a_start_leaves_no_thread(call, within, stride):
-    before, step, reached = set(threading.enumerate()), 0, True
-    while reached:
+    before = set(threading.enumerate())
+    for place, press in each_place(stride, within):
         with Loader(Echo(), range(4), **THREADS) as loader:
-            reached = interrupted(partial(call, loader), step, within).reached
+            press(partial(call, loader))
             loader.epoch = 0
             assert list(loader) == [0, 1, 2, 3]
-        assert eventually(lambda: set(threading.enumerate()) <= before), step
-        step += stride
-    assert step > 20
+        assert eventually(lambda: set(threading.enumerate()) <= before), place
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-def fail(item: int) -> int:
-    if item % 4 == 2:
-        raise OSError(f"{item} is bad")
-    return item
 
 
 def stop(error: Any) -> Any:
@@ -1145,11 +771,11 @@ def test_an_epoch_in_which_every_batch_failed_is_an_error(make, argument, way):
         next(batches)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_batch_that_came_early_comes_once(kind):
     """Also where a state says of the very next batch that it was handed over."""
     gate = threading.Event()
-    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
+    with Loader(Echo(), SAMPLERS[kind](), num_workers=0) as loader:
         whole = list(map(plain, loader))
 
     def first_is_late(item: Any) -> Any:
@@ -1159,35 +785,17 @@ def test_a_batch_that_came_early_comes_once(kind):
 
     options = {"executor": "thread", "in_order": False}
     given = []
-    with Loader(first_is_late, KINDS[kind](), num_workers=2, **options) as loader:
+    with Loader(first_is_late, SAMPLERS[kind](), num_workers=2, **options) as loader:
         given.append(plain(next(iter(loader))))
         state = loader.state_dict()
         gate.set()
     assert given == whole[1:2]
     for _ in range(2):
-        with Loader(Echo(), KINDS[kind](), num_workers=0, **options) as loader:
+        with Loader(Echo(), SAMPLERS[kind](), num_workers=0, **options) as loader:
             loader.load_state_dict(state)
             given.append(plain(next(iter(loader))))
             state = loader.state_dict()
     assert given == [whole[n] for n in (1, 0, 2)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_an_epoch_of_which_all_was_skipped(kind):
-    """Noted before the first next: the sampler has ended, and is not begun anew."""
-    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
-        whole = [list(map(plain, loader)) for _ in range(2)]
-    states = []
-    with Loader(Echo(), KINDS[kind](), num_workers=0) as loader:
-        loader.skip(len(whole[0]) + 1)
-        states.append(loader.state_dict())
-    for _ in range(2):
-        with Loader(Echo(), KINDS[kind](), num_workers=1, executor="thread") as loader:
-            loader.load_state_dict(states[-1])
-            batches = iter(loader)
-            states.append(loader.state_dict())
-            assert list(batches) == []
-            assert list(map(plain, loader)) == whole[1]
 
 
 def test_batches_that_came_early_are_fruit_of_their_epoch():
@@ -1397,23 +1005,6 @@ def test_prefetch_leaves_the_consumers_generators_alone():
     assert [(each, number) for each, number, _ in given] == [
         (each, own.random()) for each in expected
     ]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_number_of_the_next_epoch_after_prefetch(make, depth):
-    """At the end, and after an epoch that was left: no epoch is given twice."""
-    loader = make(Echo(), Told(4))
-    with prefetch(loader.epochs(3), tuple, depth) as batches:
-        assert len(list(batches)) == 12
-    del batches
-    assert loader.epoch == 3
-    assert [each // 1000 for each in loader] == [3] * 4
-    batches = prefetch(loader.epochs(3), tuple, depth)
-    assert [next(batches)[0] for _ in range(3)] == [4, 4, 4]
-    batches.close()
-    del batches
-    assert loader.epoch == 5
-    assert [each // 1000 for each in loader] == [5] * 4
 
 
 def press_once(folder: str) -> Callable[[int], int]:
