@@ -11,7 +11,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,11 +21,8 @@ from conftest import (
     eventually,
     lists,
     making,
-    outcomes,
     plain,
     printed_by,
-    require,
-    variants,
     workers,
 )
 from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
@@ -37,9 +33,6 @@ from minloader import (
     BatchSampler,
     DynamicBatchSampler,
     Loader,
-    MixtureSampler,
-    PackedBatchSampler,
-    prefetch,
 )
 from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, Feed
@@ -310,39 +303,6 @@ def test_an_iterator_is_drawn_from_once_and_only_as_far_as_needed():
         assert drawn[:6] == list(range(6))
 
 
-def test_torch_samplers(make):
-    torch = require("torch")
-    data = torch.utils.data
-
-    def samplers() -> list[Any]:
-        generator = torch.Generator().manual_seed(5)
-        return [
-            data.RandomSampler(range(30), generator=generator),
-            data.BatchSampler(data.SequentialSampler(range(30)), 4, drop_last=False),
-            data.DistributedSampler(range(30), num_replicas=3, rank=1, seed=2),
-        ]
-
-    for which in range(3):
-        with Loader(Guarded(), samplers()[which], num_workers=0) as loader:
-            expected = list(loader)
-        half = make(Guarded(), samplers()[which])
-        batches = iter(half)
-        first = [next(batches) for _ in range(3)]
-        again = make(Guarded(), samplers()[which])
-        again.load_state_dict(half.state_dict())
-        assert plain(first + list(again)) == plain(expected)
-    # This one is told the epoch.
-    loader = make(Guarded(), samplers()[2])
-    epochs = [[batch[0] for batch in loader] for _ in range(2)]
-    assert epochs[0] != epochs[1]
-    loader.set_epoch(1)
-    batches = iter(loader)
-    next(batches)
-    again = make(Guarded(), samplers()[2])
-    again.load_state_dict(loader.state_dict())
-    assert [batch[0] for batch in again] == epochs[1][1:]
-
-
 # --- what does not fit ---------------------------------------------------------------------------
 
 
@@ -497,20 +457,6 @@ def test_a_closed_loader_takes_no_state():
 # --- several epochs without a gap ----------------------------------------------------------------
 
 
-def test_epochs_are_those_of_a_loop(make):
-    def loader(**options: Any) -> Loader:
-        return make(Guarded(delay=0.001), BatchSampler(17, 3, shuffle=True), **options)
-
-    whole = loader()
-    expected = [(epoch, plain(batch)) for epoch in range(4) for batch in whole]
-    one = loader()
-    assert [(epoch, plain(batch)) for epoch, batch in one.epochs(4)] == expected
-    assert one.epoch == 4
-    assert [(epoch, plain(batch)) for epoch, batch in one.epochs(0)] == []
-    endless = itertools.islice(loader().epochs(), len(expected))
-    assert [(epoch, plain(batch)) for epoch, batch in endless] == expected
-
-
 def test_the_length_is_that_of_the_epoch_up_to_its_last_batch():
     options = {"batch_size": 4, "last_batch": "rollover", "executor": "thread"}
     with Loader(range(6), **options) as loader:
@@ -531,107 +477,8 @@ def test_to_ask_for_the_length_does_not_disturb_the_epoch_that_is_read_ahead(inn
     assert found == [(n, batch, 6 + n) for n in range(3) for batch in range(6 + n)]
 
 
-@pytest.mark.parametrize("taking", ["iter", "epochs", "prefetch"])
-@pytest.mark.parametrize("depth", [0, 2, 40])
-def test_what_an_epoch_has_left_does_not_depend_on_how_far_it_was_read_ahead(taking, depth):
-    """Nothing, of one that was left early; else what the epoch after it begins with."""
-
-    def begin(loader: Any) -> Any:
-        if taking == "iter":
-            return iter(loader)
-        return loader.epochs(2) if taking == "epochs" else prefetch(loader.epochs(2), tuple, 3)
-
-    options = {"num_workers": min(depth, 1), "prefetch_factor": max(1, depth)}
-    options |= {"executor": "thread", "batch_size": 3, "shuffle": True, "last_batch": "rollover"}
-    with Loader(range(8), collate_fn=list, **options) as loader:
-        for _ in range(2 if taking == "iter" else 1):
-            whole = [batch if taking == "iter" else batch[1] for batch in begin(loader)]
-        assert loader.epoch == 2
-        sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            batches = list(sampler)
-            assert epoch != 1 or batches == whole[-len(batches) :]
-        left = begin(loader)
-        first = next(left)
-        assert (first if taking == "iter" else first[1]) == batches[0]
-        del left
-        gc.collect()
-        sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
-        sampler.set_epoch(3)
-        assert list(loader) == list(sampler)
-
-
 def rollover() -> BatchSampler:
     return BatchSampler(5, 2, last_batch="rollover")
-
-
-def mixed(stop: str, *parts: Any, batch_size: int | None = 2) -> MixtureSampler:
-    return MixtureSampler(parts, [1] * len(parts), batch_size, stop)
-
-
-WITH_ROLLOVER: dict[str, Callable[[], Any]] = {
-    "part": lambda: mixed("first", rollover(), 30),
-    "part of a part": lambda: mixed("first", mixed("last", rollover(), 6, batch_size=None), 7),
-    "batches": lambda: BatchSampler(rollover(), 2),
-    "packed": lambda: PackedBatchSampler(len, 4, sampler=rollover()),
-}
-
-
-@pytest.mark.parametrize("kind", WITH_ROLLOVER)
-@pytest.mark.parametrize("way", ["inline", "thread-3"])
-def test_an_epoch_that_was_left_is_followed_by_a_clean_one(kind, way, monkeypatch):
-    """Whatever the inner samplers have read of it."""
-    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
-    with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
-        clean = list(loader)
-    for taken in range(1, len(clean) + 1):
-        with Loader(plain, WITH_ROLLOVER[kind](), **WAYS[way]) as loader:
-            assert list(itertools.islice(loader, taken)) == clean[:taken]
-            assert list(loader) == clean
-
-
-@pytest.mark.parametrize("kind", WITH_ROLLOVER)
-def test_inner_samplers_have_nothing_left_that_no_state_tells_of(kind, monkeypatch):
-    """As they would where the sampler over them ends its epoch before they do."""
-    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
-    states, given = [], []
-    with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
-        for batch in loader.epochs(3):
-            states.append(loader.state_dict())
-            given.append(batch)
-    for n, state in enumerate(states, 1):
-        with Loader(plain, WITH_ROLLOVER[kind](), **WAYS["inline"]) as loader:
-            loader.load_state_dict(state)
-            assert list(loader.epochs(until=3)) == given[n:]
-
-
-def test_what_an_epoch_has_left_after_a_state_that_is_not_gone_on_from():
-    """The state is of the middle of epoch 1, or of its beginning: epoch 5 begins instead."""
-    options = {"num_workers": 0, "batch_size": 3, "shuffle": True, "last_batch": "rollover"}
-    for taken in (1, 0):
-        with Loader(range(8), collate_fn=list, **options) as loader:
-            list(loader)
-            batches = iter(loader) if taken else None
-            assert batches is None or next(batches)
-            loader.load_state_dict(loader.state_dict())
-            loader.set_epoch(5)
-            sampler = BatchSampler(8, 3, shuffle=True, last_batch="rollover")
-            for epoch in (5,) if taken else (0, 5):
-                sampler.set_epoch(epoch)
-                expected = list(sampler)
-            assert list(loader) == expected
-
-
-def test_another_epoch_after_a_state_from_before_the_first_item_after_an_epoch_left():
-    options = {"num_workers": 0, "batch_size": 3, "shuffle": True, "collate_fn": list}
-    with Loader(range(8), **options) as loader, Loader(range(8), **options) as other:
-        next(iter(loader))
-        iter(loader)
-        loader.load_state_dict(loader.state_dict())
-        loader.set_epoch(5)
-        other.set_epoch(5)
-        assert list(loader) == list(other)
 
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
@@ -775,36 +622,7 @@ def test_epochs_without_batches_end(make):
         next(run)
 
 
-def test_epochs_left_early(make):
-    loader = make(Guarded(), range(10))
-    for epoch, batch in loader.epochs(5):
-        if (epoch, batch[0]) == (1, 9):
-            break
-    assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 10)
-    assert loader.epoch == 2
-    assert [batch[0] for batch in loader] == list(range(10))
-
-
 # --- other numbers of workers --------------------------------------------------------------------
-
-
-@variants("executor", ["process", "thread"])
-def test_resized_in_the_middle(executor):
-    """The batches stay the same, all of them."""
-    sampler = BatchSampler(80, 4, shuffle=True)
-    with Loader(Guarded(), sampler, num_workers=0) as loader:
-        expected = [plain(batch) for _ in range(3) for batch in loader]
-    got = []
-    numbers = itertools.cycle([2, 0, 1, 3, 0, 0, 4, 1])
-    with Loader(Guarded(delay=0.002), sampler, executor=executor, num_workers=1) as loader:
-        for epoch in range(3):
-            for n, batch in enumerate(loader):
-                got.append(plain(batch))
-                if n % 7 == 3:
-                    loader.num_workers = number = next(numbers)
-                    assert loader.num_workers == number
-            assert loader.epoch == epoch + 1
-    assert got == expected
 
 
 def running(loader: Loader) -> int:
@@ -848,44 +666,6 @@ def begin(*source):
 kept = [begin(helpers.Guarded(), range(40)), begin(helpers.Numbers(None))]
 """
     printed_by(code)
-
-
-class Raising:
-    """Gives numbers, and raises two errors before each third one."""
-
-    def __init__(self) -> None:
-        self.at = self.failed = 0
-
-    def __iter__(self) -> Any:
-        self.at = self.failed = 0
-        return self
-
-    def __next__(self) -> int:
-        if self.at == 9:
-            raise StopIteration
-        if self.at % 3 == 2 and self.failed < 2:
-            self.failed += 1
-            raise ValueError(f"before {self.at}")
-        self.at, self.failed = self.at + 1, 0
-        return self.at - 1
-
-
-@pytest.mark.parametrize("make", [Raising, lambda: BatchSampler(Raising(), None)])
-@pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2, "executor": "thread"}])
-def test_errors_of_the_sampler_do_not_keep_a_run_from_going_on(monkeypatch, make, way):
-    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
-    with Loader(Echo(), make(), **way) as loader:
-        whole = outcomes(iter(loader))
-    places = [n for n, outcome in enumerate(whole) if type(outcome) is int]
-    assert len(places) == 9
-    assert len(whole) > 9
-    for place in places:  # of batches; an error right after one that was raised comes again
-        with Loader(Echo(), make(), **way) as loader:
-            given = outcomes(iter(loader), place + 1)
-            state = plain(loader.state_dict())
-        with Loader(Echo(), make(), **way) as resumed:
-            resumed.load_state_dict(state)
-            assert list(map(str, given + outcomes(iter(resumed)))) == list(map(str, whole))
 
 
 def test_the_length_after_a_state_was_loaded_is_that_of_its_epoch():
