@@ -154,8 +154,8 @@ def batch(item):
     return np.full(100_000, item)
 with Loader(batch, range(20), num_workers=2) as loader:
     assert all((batch == n).all() for n, batch in enumerate(loader))
-    assert loader.stats.overflowed == 20
-    assert loader.stats.replaced == 0
+    assert loader.stats.memory.overflowed == 20
+    assert loader.stats.errors.replaced == 0
 try:
     Loader(np.zeros(100_000), range(20), num_workers=2)
 except OSError as error:
@@ -181,7 +181,7 @@ assert os.getpid() == 1
 dataset = trouble.Leaves(sys.argv[2], sys.argv[3])
 with Loader(dataset, range(6), num_workers=2, timeout=5, mp_context=sys.argv[1]) as loader:
     assert list(loader) == list(range(6))
-    assert loader.stats.replaced == (sys.argv[2] != "leave")
+    assert loader.stats.errors.replaced == (sys.argv[2] != "leave")
 for pid in filter(str.isdigit, os.listdir("/proc")):
     with open(f"/proc/{pid}/stat") as file:
         name, state = file.read().split()[1:3]
@@ -224,7 +224,7 @@ with Loader(data, range(40), num_workers=2, mp_context=sys.argv[1]) as loader:
     assert list(loader) == [n * n for n in range(40)]
 with Loader(helpers.numbered, range(40), num_workers=2, mp_context=sys.argv[1]) as loader:
     assert all((batch == n).all() for n, batch in enumerate(loader))
-    assert loader.stats.slots > 0 and loader.stats.overflowed == 0
+    assert loader.stats.memory.slots > 0 and loader.stats.memory.overflowed == 0
 assert kill_marked("PATH", os.environ["PATH"]) == []  # of others they would be the numbers
 """
     done = python(code, method, before=before)

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import in_a_fork, lists, plain, variants
-from helpers import Deadly, Numbers, Refuses, StatefulIterator, StatefulNumbers
+from conftest import lists, plain
+from helpers import Refuses
 from idioms import (
     IDIOMS,
     Counting,
     Logged,
     Noisy,
     OwnIterator,
-    Resuming,
     Separate,
     Sticky,
     same,
     shard,
 )
-from interrupts import OURS, interrupted
 from test_streams import in_turns
 
-from minloader import BatchSampler, Loader, MixtureSampler, prefetch, shuffled
+from minloader import BatchSampler, Loader, MixtureSampler, shuffled
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 every_idiom = pytest.mark.parametrize("stream", IDIOMS)
-one_idiom = variants("stream", IDIOMS)
 EPOCHS = 3
-
-STREAMS = [*IDIOMS, *(partial(kind, 14) for kind in (Numbers, StatefulNumbers, StatefulIterator))]
-"""Streams that count their epochs, and some that give the same in each."""
 
 
 def epoch(number: int, shards: int, stream: Any = Counting) -> list[list[int]]:
@@ -60,265 +52,6 @@ def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
 # --- the count
 
 
-@own
-@every_idiom
-def test_a_stream_counts_its_epochs(make, stream):
-    """Those begun one by one, and those without a gap."""
-    loader = make(stream(), batch_size=2)
-    shards = max(1, loader.num_workers)
-    for number in range(2):
-        assert lists(loader) == epoch(number, shards)
-    chained = [(number, batch.tolist()) for number, batch in loader.epochs(3)]
-    assert chained == [(e, batch) for e in (2, 3, 4) for batch in epoch(e, shards)]
-    assert lists(loader) == epoch(5, shards)
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_resumed_after_each_batch_of_each_epoch(stream):
-    """Also between epochs; by a loader that has read before, and by a new one."""
-    with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
-        states, given = run(loader)
-    assert given == [epoch(number, 3, stream) for number in range(EPOCHS)]
-    with Loader(stream(), batch_size=2, num_workers=0) as same:
-        for number, k, state in [*states[1:-1], states[1]]:
-            with Loader(stream(), batch_size=2, num_workers=0) as other:
-                resumed = same if k % 2 else other
-                resumed.load_state_dict(state)
-                assert plain(resumed.state_dict()) == state
-                assert lists(resumed) == epoch(number, 3, stream)[k:]
-                assert lists(resumed) == epoch(number + 1, 3, stream)
-
-
-@variants("stream", [STREAMS[0], STREAMS[-1], *STREAMS[1:-1]], quick=2)
-def test_resumed_by_workers(stream):
-    """And by none, which then have the shards of the state."""
-    with Loader(stream(), batch_size=2, num_workers=2) as loader:
-        states, given = run(loader)
-        assert given == [epoch(number, 2, stream) for number in range(EPOCHS)]
-        for number, k, state in [*states[2:-1:5], states[1]]:
-            for number_of_workers in (1, 3, 0):
-                loader.num_workers = number_of_workers
-                loader.load_state_dict(state)
-                chained = [batch.tolist() for _, batch in loader.epochs(2)]
-                following = epoch(number + 1, 2, stream)
-                assert chained == epoch(number, 2, stream)[k:] + following
-                assert lists(loader) == epoch(number + 2, 2, stream)
-        loader.num_workers = 3
-        loader.load_state_dict(states[1][2])  # by the same workers
-        assert lists(loader) == epoch(0, 2, stream)[1:]
-
-
-@one_idiom
-def test_counted_on_when_a_worker_dies(stream, tmp_path):
-    """At the first batch of an epoch, in the middle, and at the last one."""
-    deadly = Deadly({100, 107, 113, 201, 304}, str(tmp_path))
-    with Loader(stream(14, deadly), batch_size=2, num_workers=2) as loader:
-        for number in range(3):
-            assert lists(loader) == epoch(number, 2)
-        chained = [batch.tolist() for _, batch in loader.epochs(2)]
-        assert chained == epoch(3, 2) + epoch(4, 2)
-        assert loader.stats.errors.retries == 5
-
-
-@every_idiom
-def test_counted_on_by_other_workers(stream):
-    """From one batch to the next, and from one epoch to the next."""
-    with Loader(stream(), batch_size=2, num_workers=3, executor="thread") as loader:
-        for number, change in enumerate((1, 2, 3, 1, 3)):
-            got = []
-            for batch in loader:
-                got.append(batch.tolist())
-                if len(got) == 4 and number % 2:
-                    loader.num_workers = change
-            loader.num_workers = change
-            assert got == epoch(number, 3)
-
-
-@every_idiom
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_shard_that_was_over_when_the_epoch_was_left_is_begun_anew(stream, ahead):
-    """As the others are: shards do not come from two passes."""
-    with Loader(stream(5), num_workers=2, executor="thread") as loader:
-        for _ in range(2):
-            batches = prefetch(loader, int, depth=3) if ahead else iter(loader)
-            assert list(islice(batches, 4)) == [0, 1, 2, 3]
-            del batches
-        assert list(loader) == list(range(5))
-        assert list(loader) == list(range(100, 105))
-
-
-@own
-def test_an_epoch_that_is_left_early(make):
-    """It is begun anew, from where the pass before has ended."""
-    for stream in (Counting, Separate, OwnIterator):
-        loader = make(stream(), batch_size=2)
-        shards = max(1, loader.num_workers)
-        assert lists(loader) == epoch(0, shards)
-        for _ in range(2):
-            # All shards must have begun.
-            assert lists(islice(loader, shards + 1)) == epoch(1, shards)[: shards + 1]
-        assert lists(loader) == epoch(1, shards)
-        assert lists(loader) == epoch(2, shards)
-    loader = make(Resuming(), batch_size=2)
-    first = lists(loader)
-    for _ in range(3):
-        list(islice(loader, shards + 1))
-    assert [[value % 100 for value in batch] for batch in loader] == first
-
-
-@own
-@pytest.mark.parametrize("stream", [Counting, Separate, OwnIterator])
-def test_who_is_not_told_of_the_end_has_left_early(make, stream):
-    """Who takes all batches, and no more: whether workers know of the end does not matter."""
-    loader = make(stream(), batch_size=2)
-    expected = epoch(0, max(1, loader.num_workers))
-    for _ in range(2):
-        assert lists(islice(loader, len(expected))) == expected
-    assert lists(loader) == expected
-    assert lists(loader) == epoch(1, max(1, loader.num_workers))
-
-
-@own
-@every_idiom
-def test_a_state_from_before_the_first_batch(make, stream):
-    """It leads back to the beginning, whatever was read since, also where that had no state."""
-    loader = make(stream(), batch_size=2)
-    state, shards = plain(loader.state_dict()), max(1, loader.num_workers)
-    for taken in (shards + 1, None, 3):
-        list(islice(loader, taken))
-        loader.load_state_dict(state)
-        assert lists(loader) == epoch(0, shards)
-        assert lists(loader) == epoch(1, shards)
-        loader.load_state_dict(state)
-
-
-@every_idiom
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_what_was_left_in_the_calling_process_is_begun_anew(stream, taken):
-    """By other workers, by none again after those, and from a state with another seed."""
-
-    def left(**options: Any) -> Loader:
-        loader = Loader(stream(), batch_size=2, num_workers=0, executor="thread", **options)
-        assert lists(islice(loader, taken)) == epoch(0, 1)[:taken]
-        return loader
-
-    for changes in ([1], [1, 0], [2, 0], [0]):
-        with left() as loader:
-            for count in changes:
-                loader.num_workers = count
-            assert lists(loader) == epoch(0, 1)
-            assert lists(loader) == epoch(1, 1)
-    with left(seed=None) as loader, Loader(stream(), batch_size=2, seed=5) as other:
-        loader.load_state_dict(plain(other.state_dict()))
-        assert lists(loader) == epoch(0, 1)
-
-
-@every_idiom
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_what_was_left_before_a_fork_is_begun_anew_in_it(stream):
-    with Loader(stream(), batch_size=2, num_workers=0) as loader:
-        list(islice(loader, 3))
-        assert in_a_fork(lambda: [lists(loader), lists(loader)]) == str([epoch(0, 1), epoch(1, 1)])
-        assert lists(loader) == epoch(0, 1)
-
-
-@every_idiom
-@pytest.mark.parametrize("left", [0, 1])
-def test_two_loaders_over_one_object_without_workers(stream, left):
-    """In turns, and when one has left an epoch: neither takes samples of the other."""
-    shared = stream()
-    with Loader(shared, batch_size=2, num_workers=0) as loader:
-        batches = iter(loader)
-        given = [[next(batches).tolist()], []]
-        with Loader(shared, batch_size=2, num_workers=0) as other:
-            others = iter(other)
-            for batch in others:
-                given[1].append(batch.tolist())
-                if left:
-                    break
-                given[0] += lists(islice(batches, 1))
-            given[0] += lists(batches)
-            given[1] += lists(others)
-            assert given == [epoch(0, 1)] * 2
-            assert lists(loader) == lists(other) == epoch(1, 1)
-
-
-def test_an_object_that_the_user_has_moved_is_read_from_there():
-    shared = Counting()
-    with Loader(shared, num_workers=0) as loader:
-        batches = iter(loader)
-        given = [next(batches), next(batches)]
-        shared.load_state_dict({"epoch": 0, "i": 5})
-        with Loader(shared, num_workers=0) as other:
-            assert list(other) == list(range(5, 14))
-        assert given + list(batches) == list(range(14))
-
-
-class Resetting:
-    """Its own iterator, which begins anew with ``iter``."""
-
-    left = 0
-
-    def __iter__(self) -> Resetting:
-        self.left = 9
-        return self
-
-    def __next__(self) -> int:
-        if not self.left:
-            raise StopIteration
-        self.left -= 1
-        return 8 - self.left
-
-
-@pytest.mark.parametrize(
-    "stream", [Resetting, lambda: iter(range(9)), lambda: (k for k in range(9))]
-)
-def test_two_loaders_over_one_iterator_are_refused(stream):
-    shared = stream()
-    with Loader(shared, num_workers=0) as loader, Loader(shared, num_workers=0) as other:
-        batches = iter(loader)
-        given = [next(batches)]
-        with pytest.raises(RuntimeError, match=r"two loaders without workers read it.* of its own"):
-            next(iter(other))
-        assert given + list(batches) == list(range(9))
-
-
-class Interrupts(Resetting):
-    """Ctrl-C comes once, when it has moved on and not given a sample."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __next__(self) -> int:
-        sample = super().__next__()
-        if sample == self.at:
-            self.at = -1
-            raise KeyboardInterrupt
-        return sample
-
-
-def interrupting(at: int) -> Any:
-    yield from Interrupts(at)
-
-
-@pytest.mark.parametrize(
-    "stream", [Interrupts, interrupting, lambda at: map(int, Interrupts(at))], ids=str
-)
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("at", [0, 4, 5, 8])
-def test_an_iterator_that_was_interrupted_in_its_own_code_is_not_read_on(stream, batch_size, at):
-    """Nobody knows what is missing: it can be read once."""
-    with Loader(stream(at), num_workers=0, batch_size=batch_size) as loader:
-        batches = iter(loader)
-        given = list(islice(batches, at // (batch_size or 1)))
-        with pytest.raises(KeyboardInterrupt):
-            next(batches)
-        with pytest.raises(RuntimeError, match="can be read once, and Ctrl-C came while its own"):
-            next(batches)
-        assert list(batches) == []
-        assert np.ravel(given).tolist() == list(range(at // (batch_size or 1) * (batch_size or 1)))
-
-
 def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():
     """What was read of it would be lost: it can be read once."""
     with Loader(iter(range(9)), num_workers=0, executor="thread", seed=None) as loader:
@@ -333,67 +66,6 @@ def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():
         assert loader.seed != 5
         assert list(batches) == list(range(1, 9))
         assert loader.num_workers == 0
-
-
-@every_idiom
-@pytest.mark.parametrize("number", [0, 1])
-def test_workers_carry_on_what_the_calling_process_has_begun(stream, number):
-    """And it carries on what they have, also in the epoch after that."""
-    with Loader(stream(), batch_size=2, num_workers=0, executor="thread") as loader:
-        got: list[list[int]] = []
-        for _ in range(number):
-            lists(loader)
-        for batch in loader:
-            got.append(batch.tolist())
-            loader.num_workers = (1, 0, 2, 0)[len(got) % 4]
-        assert got == epoch(number, 1)
-        assert lists(loader) == epoch(number + 1, 1)
-
-
-def test_an_interrupt_anywhere_in_a_resize_from_none_loses_nothing():
-    step, reached = 0, True
-    while reached:
-        with Loader(Counting(), batch_size=2, num_workers=0, executor="thread") as loader:
-            batches = iter(loader)
-            got = [next(batches).tolist()]
-            reached = interrupted(partial(setattr, loader, "num_workers", 1), step).reached
-            assert got + lists(batches) == epoch(0, 1), step
-            assert lists(loader) == epoch(1, 1), step
-        step += 1
-    assert step > 20
-
-
-@pytest.mark.parametrize("taken", [2, 4, 7, 8, 11])
-@every_idiom
-def test_an_epoch_after_one_that_was_left_begins_as_that_one_did(stream, taken):
-    """However far prefetch was ahead, and where one of the shards had ended before a resume."""
-    number = (taken - 1) // 7
-    with Loader(stream(), batch_size=2, num_workers=0) as loader:
-        batches = prefetch(loader.epochs(3), same, 3)
-        assert len(list(islice(batches, taken))) == taken
-        batches.close()
-        del batches
-        assert lists(loader) == epoch(number, 1, stream)
-
-
-@variants(
-    ("within", "stride", "least"),
-    [(f"{OURS}/_worker/stream_reader.py", 1, 20), (OURS, 3, 300)],
-    ids=["reader", "all"],
-)
-@every_idiom
-def test_an_interrupt_is_no_failure_after_which_a_pass_is_begun_anew(stream, within, stride, least):
-    step, reached = 0, True
-    while reached:
-        with Loader(stream(), batch_size=2, num_workers=0) as loader:
-            batches = loader.epochs(2)
-            outcome = interrupted(partial(next, batches), step, within)
-            reached = outcome.reached
-            given = [*([] if outcome.interrupted else [outcome.value]), *batches]
-            found = [batch.tolist() for _, batch in given]
-            assert found == epoch(0, 1, stream) + epoch(1, 1, stream), step
-        step += stride
-    assert step > least
 
 
 @every_idiom
