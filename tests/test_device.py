@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import decimal
 import gc
-import itertools
-import json
 import os
 import queue
 import signal
@@ -22,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
-from helpers import Echo, Faulty, Gate, Squares
-from interrupts import interrupted
+from helpers import Faulty, Gate, Squares
+from interrupts import each_place
+from minloader._inspect import inspect
 
-from minloader import BatchSampler, Loader, prefetch
-from minloader._diagnosis.inspect import inspect
+from minloader import Loader, prefetch
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -414,16 +411,13 @@ loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EX
 @pytest.mark.parametrize("over", ["an iterator", "a loader"])
 def test_an_interrupt_anywhere_loses_no_batch(over):
     """Also not between taking a batch and sending it to the thread."""
-    for step in itertools.count():
+    for place, press in each_place(1, least=30):
         source = Loader(same, range(6), num_workers=0) if over == "a loader" else iter(range(6))
         with prefetch(source, lambda n: -n, depth=2) as batches:
-            outcome = interrupted(batches.__next__, step)
+            outcome = press(batches.__next__)
             given = [*batches] if outcome.interrupted else [outcome.value, *batches]
-        assert given == [0, -1, -2, -3, -4, -5], step
+        assert given == [0, -1, -2, -3, -4, -5], place
         assert outcome.interrupted == outcome.reached
-        if not outcome.reached:
-            break
-    assert step > 30
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -528,44 +522,6 @@ def test_slots_are_free_again():
 # --- state
 
 
-def digestible(batch: Any) -> Any:
-    return np.asarray(batch).tolist()
-
-
-def test_the_state_is_the_consumers(options):
-    """Before the first batch, after every one, and at the end: from the iterator and from the
-    loader alike, and the same as without reading ahead."""
-
-    def make(**options: Any) -> Loader:
-        return Loader(Echo(), BatchSampler(13, 2, shuffle=True), **options)
-
-    with make(num_workers=0) as loader:
-        whole = [digestible(batch) for batch in loader]
-        following = [digestible(batch) for batch in loader]
-    runs = []
-    with make(**options) as loader:
-        for depth in (1, 2, 5):
-            loader.set_epoch(0)
-            batches = prefetch(loader, digestible, depth)
-            states = [batches.state_dict()]
-            assert loader.state_dict() == states[0]
-            for batch in batches:
-                assert batch == whole[len(states) - 1]
-                states.append(copy.deepcopy(batches.state_dict()))
-                assert loader.state_dict() == states[-1]
-            assert len(states) == len(whole) + 1
-            states.append(batches.state_dict())
-            assert loader.state_dict() == states[-1]
-            runs.append(states)
-    for states in runs:
-        for k, state in enumerate(states):
-            state = json.loads(json.dumps(state))
-            with make(num_workers=0) as loader:
-                loader.load_state_dict(state)
-                rest = [digestible(batch) for batch in loader]
-            assert rest == (whole[k:] if k <= len(whole) else following), k
-
-
 def test_the_state_counts_an_error_in_fn():
     with Loader(Squares(4), num_workers=0) as loader:
         batches = prefetch(loader, lambda n: 1 / n)
@@ -573,25 +529,6 @@ def test_the_state_counts_an_error_in_fn():
             next(batches)
         assert batches.state_dict()["batches"] == 1
         batches.close()
-
-
-def test_several_epochs(options):
-    with Loader(Squares(3), **options) as loader:
-        batches = prefetch(loader.epochs(3), same, 4)
-        found, states = [], [batches.state_dict()]
-        for each in batches:
-            found.append(each)
-            states.append(batches.state_dict())
-            assert loader.state_dict() == states[-1]
-        assert found == [(epoch, n * n) for epoch in range(3) for n in range(3)]
-        places = [(state["epoch"], state["batches"]) for state in states]
-        assert places == [(0, 0)] + [(epoch, n) for epoch in range(3) for n in (1, 2, 3)]
-        assert loader.state_dict()["epoch"] == 3
-    for k, state in enumerate(states):
-        with Loader(Squares(3), num_workers=0) as loader:
-            loader.load_state_dict(state)
-            left = 3 - state["epoch"]
-            assert list(prefetch(loader.epochs(left), same)) == found[k:]
 
 
 def test_one_prefetch_after_another():
