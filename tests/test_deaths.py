@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import gc
-import itertools
 import logging
 import os
 import re
@@ -43,7 +41,7 @@ from conftest import (
     variants,
     workers,
 )
-from helpers import SHARED, Echo, Gate, Squares
+from helpers import Echo, Gate, Squares
 from trouble import (
     Noisy,
     Scripted,
@@ -378,7 +376,7 @@ def test_a_start_that_failed_leaves_nothing_to_the_collector(monkeypatch):
     assert eventually(lambda: not executors)
 
 
-@pytest.mark.parametrize("method", STARTS)
+@variants("method", STARTS)
 def test_workers_that_all_die_before_they_are_told_what_to_run(method, monkeypatch):
     options = {"num_workers": 1, "on_error": "skip", "mp_context": method}
     with dead_at_once(monkeypatch, method) as pids, Loader(Squares(3), **options) as loader:
@@ -495,17 +493,6 @@ def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path
         assert loader.stats.batches == 16
 
 
-@pytest.mark.slow
-def test_a_disturbed_epoch_out_of_order(tmp_path):
-    with Loader(Noisy({}), range(30), num_workers=0) as loader:
-        expected = list(loader)
-    dataset = Noisy(dict.fromkeys(range(3, 30, 7), trouble.die), tmp_path)
-    with Loader(dataset, range(30), num_workers=2, in_order=False) as loader:
-        assert_equal(sorted(loader, key=lambda batch: batch[0]), expected)
-        # Not 4 in any case: who dies just when another's death is found may be taken for ended.
-        assert 1 <= loader.stats.errors.retries <= 4
-
-
 def test_several_disturbed_epochs_at_once(tmp_path):
     """They share the workers, so each loses batches by what happens in the other."""
     dataset = Noisy({4: trouble.die, 9: trouble.die}, tmp_path)
@@ -611,37 +598,6 @@ def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path, monkeypatc
             assert "(tried 2 times)" in str(error)
         assert loader.stats.errors.retries == 1
         assert loader.stats.errors.replaced == 1 + always
-
-
-@pytest.mark.slow
-def test_many_killers_in_chunks():
-    """Each is found, and nothing else fails with them."""
-    deadly = {400, 401, 450, 700, 999}
-    dataset = Noisy(dict.fromkeys(deadly, trouble.Exit(1)))
-    with Loader(dataset, range(1000), num_workers=2, retries=0, on_error="skip") as loader:
-        assert [batch[0] for batch in loader] == [n for n in range(1000) if n not in deadly]
-        assert loader.stats.errors.replaced == 5
-
-
-class TornWrite(Noisy):
-    """Dies when its array, in shared memory, is half written."""
-
-    def __getitem__(self, item: int) -> Any:
-        array = minloader.empty(1_000_000)
-        array[:500_000] = -1
-        if item % 3 == 0 and trouble.once(f"{self.folder}/did-{item}"):
-            trouble.die()
-        array[:] = item
-        return array
-
-
-@pytest.mark.slow
-def test_a_death_in_the_middle_of_writing_to_shared_memory(tmp_path):
-    with Loader(TornWrite({}, tmp_path), range(10), num_workers=2) as loader:
-        sums = [(float(array[0]), float(array.sum())) for array in loader]
-        assert sums == [(n, n * 1e6) for n in range(10)]
-        # One that is killed with its pool, a moment before it would have died, is not accused.
-        assert 1 <= loader.stats.errors.retries <= 4
 
 
 def test_large_items_on_their_way_down(tmp_path):
@@ -773,6 +729,7 @@ class BadAwaited(Bad):
         return super().__getitem__(index)
 
 
+@variants("executor", ["process", "thread"])
 @variants("kind", [Bad, BadAwaited])
 def test_a_read_that_hangs_names_its_sample(kind):
     """Though others are read at the same time, and ahead. They are found in the stack, too."""
@@ -787,7 +744,7 @@ def test_a_read_that_hangs_names_its_sample(kind):
     assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', caught.value.stack)
 
 
-@pytest.mark.parametrize("where", ["dataset", "transform"])
+@variants("where", ["dataset", "transform"])
 def test_a_crash_names_its_sample_and_shows_its_stack(where, caplog):
     bad = BadAfterwards(trouble.reads_nowhere)
     given = {"dataset": bad} if where == "dataset" else {"dataset": Echo(), "transform": bad}
@@ -901,13 +858,13 @@ def test_a_batch_that_hangs_once_is_made_again(way, tmp_path):
 
 
 def test_a_hang_that_uses_up_its_tries(caplog):
-    with Loader(Scripted({1: [("hang",)]}), range(3), timeout=HANG, retries=2) as loader:
+    with Loader(Scripted({1: [("hang",)]}), range(3), timeout=HANG, retries=1) as loader:
         first, error, last = outcomes(iter(loader))
         assert (first, type(error), last) == (0, BatchTimeout, 2)
-        assert "took longer than timeout allows (tried 3 times)" in str(error)
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (2, 3)
+        assert "took longer than timeout allows (tried 2 times)" in str(error)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 2)
     assert [line for line in caplog.messages if "a batch took too long" in line] == caplog.messages
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 2
 
 
 def test_a_hang_in_the_middle_of_a_chunk(monkeypatch):
@@ -923,6 +880,7 @@ def test_a_hang_in_the_middle_of_a_chunk(monkeypatch):
         assert (type(error), error.ordinal, error.item) == (BatchTimeout, 700, 700)
 
 
+@pytest.mark.slow
 def test_two_workers_hang_at_once():
     script = {0: [("hang",)], 1: [("hang",)]}
     with Loader(Scripted(script), range(4), num_workers=2, timeout=HANG, retries=0) as loader:
@@ -1090,7 +1048,7 @@ def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
             next(batches)
 
 
-@pytest.mark.parametrize("reads", [0, 1])
+@variants("reads", [0, 1])
 def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
     """Before it knows what it would have made, or with half of it."""
     init = trouble.DiesReceiving(tmp_path / "did", reads)
@@ -1393,30 +1351,3 @@ def test_out_of_memory_in_a_control_group(small_group):
 
 
 # --- after all of it -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_thirty_deaths_in_one_loader_leave_nothing(tmp_path):
-    """Neither descriptors nor threads, nor processes, nor files."""
-
-    def belongings() -> list[int]:
-        gc.collect()
-        children = psutil.Process().children(recursive=True)
-        return [len(os.listdir("/proc/self/fd")), threading.active_count(), len(children)]
-
-    def mapped() -> list[str]:
-        return [line for line in lines(Path("/proc/self/maps")) if SHARED.search(line)]
-
-    dataset = Noisy(dict.fromkeys(range(1, 61, 2), trouble.die), tmp_path, size=20_000)
-    seen = []
-    with Loader(dataset, range(62), num_workers=1, prefetch_factor=1) as loader:
-        for n, batch in enumerate(loader):
-            assert batch[0] == n
-            if n % 10 == 1:  # it has killed, and the next one does not
-                seen.append(belongings())
-        assert loader.stats.errors.replaced == 30
-        del batch
-    assert len(seen) == 7
-    assert (np.array(seen[-1]) <= np.array(seen[0]) + 2).all(), seen
-    gc.collect()
-    assert mapped() == []
