@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, variants, workers
-from helpers import Echo, Squares, TwoArguments
+from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, workers
+from helpers import Squares, TwoArguments
 from raising import (
     FailsToLoad,
     Frozen,
     ignore_sigterm,
-    kill_self,
     loads_badly,
     raise_deep,
     raise_frozen,
@@ -30,7 +28,6 @@ from raising import (
     raise_two,
     unpicklable,
 )
-from trouble import Trap
 
 from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
 from minloader._checks import amount, duration
@@ -153,52 +150,7 @@ def test_a_dataset_that_fails_to_load(across):
     assert "loaded the dataset" in text
 
 
-ITEMS: dict[str, tuple[Any, ...]] = {
-    "raises when pickled": ("pickled", int, "x", ValueError, "invalid literal"),
-    "raises when unpickled": ("unpickled", int, "x", ValueError, "invalid literal"),
-    "exits when unpickled": ("unpickled", sys.exit, 3, BatchError, "SystemExit: 3"),
-}
-
-
-@pytest.mark.parametrize("way", ITEMS)
-def test_an_item_that_goes_wrong_on_its_way_is_one_batch_lost(across, way):
-    """As loky's and CPython's tests of deadlocks have it; of what travels back: ``test_deaths``."""
-    *trap, error, message = ITEMS[way]
-    check_one_is_lost(across(Echo(), [0, Trap(*trap), 2, 3]), error, message)
-
-
-def test_an_item_that_kills_its_worker_on_its_way_is_one_batch_lost():
-    items = [0, Trap("unpickled", os._exit, 3), 2, 3]
-    with Loader(Echo(), items, retries=0) as loader:
-        check_one_is_lost(loader, WorkerDied, "batch 1 .* exit code 3")
-
-
-def check_one_is_lost(loader: Loader, error: Any, message: str) -> None:
-    batches = iter(loader)
-    assert next(batches) == 0
-    with pytest.raises(error, match=message):
-        next(batches)
-    assert list(batches) == [2, 3]
-
-
 # --- a worker that dies ----------------------------------------------------------------------
-
-
-@variants("num_workers", [1, 2])
-@variants("retries", [0, 1, 3])
-def test_a_batch_that_always_kills_its_worker(num_workers, retries):
-    with Loader(kill_self, range(10), num_workers=num_workers, retries=retries) as loader:
-        batches = iter(loader)
-        assert [next(batches) for _ in range(2)] == [0, 1]
-        with pytest.raises(WorkerDied) as caught:
-            next(batches)
-        error = caught.value
-        assert list(batches) == [3, 4, 5, 6, 7, 8, 9]
-        assert (error.ordinal, error.epoch, error.item) == (2, 0, 2)
-        assert error.exitcode == -signal.SIGKILL
-        assert "killed by signal 9 (SIGKILL): the machine may be out of memory" in str(error)
-        assert not alive(error.pid)
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (retries, retries + 1)
 
 
 def test_a_death_while_futures_are_cancelled_leaves_the_pool_usable():
