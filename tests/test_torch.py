@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing import Lock
@@ -24,13 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import alive, eventually, in_a_fork, lacking, printed_by, python, require, variants
+from conftest import in_a_fork, lacking, printed_by, python, require, variants
 from helpers import SHARED, Gate
-from idioms import IDIOMS, Counting, OwnIterator
+from idioms import IDIOMS
 from interrupts import interrupted as press
-from samples import KINDS, Bad, Kinds, Noise, Numbers, Scaled, TorchNoise, Whereabouts
+from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
-from minloader import BatchError, BatchTimeout, Loader, TransportError, shuffled
+from minloader import BatchError, Loader, TransportError, shuffled
 from minloader import BatchSampler as OurBatchSampler
 from minloader._memory.job_file import JobFile
 
@@ -44,13 +43,12 @@ from torch.utils.data import (  # noqa: E402
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     default_convert,
 )
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
-from torch_helpers import Eager, Placed, Sharded, Shuffled, Span, Tensors  # noqa: E402
+from torch_helpers import Eager, Placed, Sharded, Shuffled, Tensors  # noqa: E402
 
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
@@ -167,24 +165,6 @@ def test_tensors_of_several_types():
 
 
 @pytest.mark.slow
-def test_tensors_that_cannot_be_stacked():
-    for samples in (
-        [torch.zeros(2).to_sparse()] * 2,
-        [torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)] * 2,
-        [torch.zeros(1), torch.zeros(2)],
-    ):
-        with pytest.raises(RuntimeError) as theirs:
-            default_collate(samples)
-        with pytest.raises(RuntimeError) as ours:
-            torch_collate.collate(samples)
-        assert ("sparse" in str(ours.value)) == ("sparse" in str(theirs.value))
-    for one in torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True):
-        batch = torch_collate.collate([one, one])
-        assert batch.requires_grad
-        assert torch.equal(batch, torch.ones(2, 2))
-
-
-@pytest.mark.slow
 def test_what_was_added_to_torchs_collating(monkeypatch):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -256,14 +236,6 @@ def run(loader_class: Any, name: str, num_workers: int, own: bool, **options: An
 def test_the_order_is_torchs(name):
     for own in (False, True):
         assert run(DataLoader, name, 0, own) == run(TorchLoader, name, 0, own)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["shuffle", "eager", "own generator", "distributed", "replacement"]
-)
-def test_the_order_is_torchs_with_workers(name):
-    assert run(DataLoader, name, 2, False) == run(TorchLoader, name, 2, False)
 
 
 @pytest.mark.slow
@@ -387,56 +359,6 @@ def test_an_interrupt_in_a_sampler_loses_nothing(own):
     assert taken == expected
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", ["shuffle", "own generator", "stream"])
-def test_an_interrupt_in_next_changes_nothing(kind, num_workers):
-    """Wherever it comes: neither the batches, nor what is drawn after them."""
-
-    def go(places: Iterator[int]) -> list[Any]:
-        torch.manual_seed(3)
-        given: dict[str, Any] = {"dataset": Sharded(9), "batch_size": 2}
-        if kind != "stream":
-            own = torch.Generator().manual_seed(4)
-            given = {"dataset": range(9)} | samplers(9, own)[kind]
-        with DataLoader(**given, num_workers=num_workers) as loader:
-            epochs = []
-            for place in places:
-                batches, taken = iter(loader), []
-                for at in place, place // stride:  # as it begins, and when it is under way
-                    if not press(lambda: taken.append(next(batches)), at).interrupted:  # noqa: B023
-                        continue
-                    taken.append(next(batches))
-                epochs.append([each.tolist() for each in (*taken, *batches)])
-                epochs.append(torch.rand(1).item())
-            return epochs
-
-    stride = 29 if num_workers else 17
-    assert go(iter(range(0, 1_300, stride))) == go(iter([MANY] * len(range(0, 1_300, stride))))
-
-
-@variants("stride", [37, 3])
-@pytest.mark.parametrize("own", [False, True])
-def test_an_interrupt_in_the_first_next_of_all_changes_nothing(own, stride):
-    """Neither the order and the seed that are drawn, nor what is drawn after them."""
-
-    def go(place: int) -> tuple[bool, list[Any]]:
-        torch.manual_seed(3)
-        generator = torch.Generator().manual_seed(4) if own else None
-        data = torch_helpers.Drawing(5)
-        loader = DataLoader(data, 2, True, generator=generator, collate_fn=list)
-        batches = iter(loader)
-        outcome = press(lambda: next(batches), place)
-        first = next(batches) if outcome.interrupted else outcome.value
-        return outcome.reached, [first, *batches, *loader, torch.rand(1).item()]
-
-    _, expected = go(MANY)
-    for place in count(0, stride):
-        reached, found = go(place)
-        assert found == expected, place
-        if not reached:
-            break
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -449,71 +371,6 @@ def test_an_iterator_may_begin_in_a_fork(num_workers):
             return values(batches)
 
     assert in_a_fork(go) == "[[0, 1], [2, 3], [4]]"
-
-
-def test_set_epoch_after_a_state_of_an_epoch_that_was_drawn():
-    """The state has drawn its order, which is not the one that comes."""
-
-    def make(loader_class: Any) -> Any:
-        return loader_class(range(9), 2, sampler=DistributedSampler(range(9), 1, 0))
-
-    theirs, loader, resumed = map(make, (TorchLoader, DataLoader, DataLoader))
-    loader.state_dict()
-    for each in theirs, loader:
-        each.sampler.set_epoch(2)
-    resumed.load_state_dict(as_json(loader.state_dict()))
-    assert values(resumed) == values(loader) == values(theirs)
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("before", [0, 2, 9])
-def test_a_state_after_an_interrupt_as_an_epoch_begins(before, own):
-    """It is that of the epoch which comes, or still of the one which was left."""
-
-    def make() -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(4) if own else None
-        return DataLoader(range(9), 2, shuffle=True, generator=generator)
-
-    def epochs(loader: Any) -> list[Any]:
-        return [numbers(loader) for _ in range(2)]
-
-    for place in count(0, 11):
-        torch.manual_seed(3)
-        loader, resumed = make(), make()
-        left = iter(loader)
-        taken = list(islice(left, before))
-        batches = iter(loader)
-        if not press(lambda: next(batches), place).interrupted:  # noqa: B023
-            break
-        resumed.load_state_dict(as_json(loader.state_dict()))
-        generator = torch.get_rng_state()
-        expected = numbers(batches), *epochs(loader)
-        torch.set_rng_state(generator)
-        found = numbers(resumed), *epochs(resumed)
-        assert found == expected or (len(taken) == 2 and found[0] == numbers(left))
-
-
-MANY = 10**9
-"""More places than there are in a call."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own generator", "replacement"])
-def test_an_epoch_left_early_leaves_the_generator_as_a_whole_one(name):
-    """Whoever makes the batches, and however far the sampler was read ahead."""
-
-    def third(num_workers: int, taken: int | None) -> Any:
-        generator = torch.Generator().manual_seed(4)
-        sampler = samplers(20, generator)[name]["sampler"]
-        sampler.generator = generator
-        with DataLoader(Numbers(), sampler=sampler, num_workers=num_workers) as loader:
-            for _ in range(2):
-                list(islice(iter(loader), taken))
-            return numbers(loader)
-
-    whole = third(0, None)
-    assert third(0, 1) == third(0, 20) == whole
-    assert third(1, 1) == third(1, 18) == whole
 
 
 def test_iter_alone_begins_nothing():
@@ -550,29 +407,6 @@ def test_out_of_order(tmp_path):
         gate.touch()
         assert first == [1, 2, 3, 4, 5]
         assert next(batches).item() == 0
-
-
-def test_a_sampler_that_can_tell_where_it_is():
-    """Its epochs are the user's to set, as with torch."""
-
-    def make() -> DataLoader[Any]:
-        sampler = OurBatchSampler(20, 3, shuffle=True)
-        return DataLoader(Numbers(), batch_sampler=sampler)
-
-    loader = make()
-    first = numbers(loader)
-    assert numbers(loader) == first
-    loader.batch_sampler.set_epoch(1)
-    second = numbers(loader)
-    assert second != first
-    assert len(second[0]) == 3
-    loader.batch_sampler.set_epoch(1)
-    batches = iter(loader)
-    assert numbers(islice(batches, 2)) == second[:2]
-    state = json.loads(json.dumps(loader.state_dict()))
-    other = make()
-    other.load_state_dict(state)
-    assert numbers(other) == second[2:]
 
 
 class Rotated:
@@ -632,26 +466,6 @@ def test_an_interrupt_at_the_end_of_an_epoch_that_the_sampler_has_counted():
         if not press(lambda: next(batches, None), place).interrupted:  # noqa: B023
             break
         assert (found, list(batches), values(loader)) == (first, [], second)
-
-
-# --- randomness
-
-
-@pytest.mark.slow
-def test_randomness_comes_from_the_generator():
-    def draw(seed: int, num_workers: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        with DataLoader(TorchNoise(4), 2, num_workers=num_workers, generator=generator) as loader:
-            return [[field.tolist() for field in batch] for _ in range(2) for batch in loader]
-
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    alone = draw(1, 0)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert draw(1, 1) == alone
-    assert draw(2, 0) != alone
-    for field in range(1, 4):  # no batch, and no epoch, has the same
-        assert len({str(batch[field]) for batch in alone}) == 4
 
 
 # --- workers
@@ -818,98 +632,7 @@ def test_torchs_worker_info_in_workers_of_a_loader():
         assert all(each[:2] == (0, 1) and each[3] for each in loader)
 
 
-@pytest.mark.slow
-def test_timeout():
-    """Torch raises RuntimeError, and so do we."""
-    with DataLoader(Bad(3, hangs=1), num_workers=1, timeout=4) as loader:
-        batches = iter(loader)
-        assert next(batches).tolist() == [0]
-        with pytest.raises(RuntimeError, match="took longer than timeout") as caught:
-            next(batches)
-        assert type(caught.value) is BatchTimeout
-        assert "threading.py" in caught.value.stack
-        assert next(batches).tolist() == [2]
-
-
-@pytest.mark.slow
-def test_a_dataset_that_changes():
-    for persistent in (False, True):
-        data = Scaled(3)
-        with DataLoader(data, num_workers=1, persistent_workers=persistent) as loader:
-
-            def look(loader: Any = loader) -> tuple[list[int], set[int]]:
-                pairs = list(loader)
-                return [int(n) for n, _ in pairs], {int(pid) for _, pid in pairs}
-
-            values, pids = look()
-            assert values == [0, 1, 2]
-            assert (look() == (values, pids)) == persistent
-            data.scale = 2
-            assert look()[0] == ([0, 1, 2] if persistent else [0, 2, 4])
-            data.table = np.ones(10_000)
-            assert look()[0] == ([0, 1, 2] if persistent else [1, 3, 5])
-            if not persistent:
-                loader.num_workers = 0  # any attribute that is not fixed may be set
-                data.scale = 5
-                assert look() == ([1, 6, 11], {os.getpid()})
-
-
-@pytest.mark.slow
-def test_nothing_is_left():
-    """No guard, no close: the program just ends, inside a loop."""
-    script = """
-    import torch
-    from torch.utils.data import Dataset
-    from minloader.torch import DataLoader
-
-    class Squares(Dataset):
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            import os
-            return torch.full((5000,), index * index), os.getpid()
-
-    loader = DataLoader(Squares(), batch_size=5, num_workers=2, persistent_workers=True)
-    pids = set()
-    for epoch in range(2):
-        for n, (squares, workers) in enumerate(loader):
-            pids |= set(workers.tolist())
-            if n == 7:
-                break
-    kept = iter(loader)
-    print(*pids, squares[0, 0].item())
-    """
-    *pids, square = map(int, printed_by(script).split())
-    assert square == 35 * 35
-    assert pids
-    assert eventually(lambda: not any(map(alive, pids)))
-
-
-@pytest.mark.slow
-def test_a_loader_that_goes_takes_its_workers_along():
-    loader = DataLoader(Scaled(4), num_workers=2)
-    pids = {int(pid) for _, pid in loader}
-    del loader
-    assert eventually(lambda: not any(map(alive, pids)))
-    with DataLoader(Scaled(4), num_workers=1) as loader:
-        batches = iter(loader)
-        next(batches)
-    with pytest.raises(RuntimeError, match="closed"):
-        iter(loader)
-
-
 # --- streams
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}])
-def test_streams_in_shards(options):
-    options = options | ({"drop_last": True} if options["batch_size"] else {})
-    for num_workers in (0, 2):
-        theirs = list(TorchLoader(Sharded(11), num_workers=num_workers, **options))
-        with DataLoader(Sharded(11), num_workers=num_workers, **options) as loader:
-            assert_all_same(list(loader), theirs)
 
 
 @pytest.mark.parametrize("kind", [Sharded, Placed])
@@ -928,27 +651,6 @@ def test_the_calling_process_reads_each_shard(kind):
         for k, state in enumerate(states, 1):
             loader.load_state_dict(state)
             assert [batch[:, 0].tolist() for batch in loader] == given[k:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_worker_init_fn_that_splits_the_stream(persistent):
-    """As in torch's documentation, with shards of different lengths. Of each epoch, or of all,
-    the copies of the dataset are the same ones."""
-
-    def go(loader_class: Any) -> Any:
-        loader = loader_class(
-            Span(3, 18),
-            batch_size=2,
-            num_workers=2,
-            worker_init_fn=torch_helpers.split_span,
-            persistent_workers=persistent,
-        )
-        return [[values.tolist() for values in batch] for _ in range(3) for batch in loader]
-
-    ours, theirs = go(DataLoader), go(TorchLoader)
-    assert ours == theirs
-    assert ours[-1][1] == ([3, 3] if persistent else [1, 1])
 
 
 def values(loader: Any) -> list[Any]:
@@ -973,52 +675,6 @@ def test_streams_count_their_epochs_as_with_torch(idiom):
         assert values(other) == epochs[2]
 
 
-class ToldStream(IterableDataset):  # type: ignore[type-arg]
-    """A stream that is told its epochs, which its state has too."""
-
-    epoch = at = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 4:
-            self.at += 1
-            yield 10 * self.epoch + self.at
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.at = state["epoch"], state["at"]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_set_epoch_of_a_stream_after_a_state(num_workers):
-    """It is for the epoch that comes, though the stream's state says which it was."""
-    states = []
-    with DataLoader(ToldStream(), 2, num_workers=num_workers) as loader:
-        for epoch in range(3):
-            loader.set_epoch(epoch)
-            states.append((epoch, 0, loader.state_dict()))
-            batches = iter(loader)
-            for taken in 1, 2:
-                assert next(batches).tolist() == [
-                    10 * epoch + 2 * taken - 1,
-                    10 * epoch + 2 * taken,
-                ]
-                states.append((epoch, taken, loader.state_dict()))
-            assert list(batches) == []
-            states.append((epoch + 1, 0, loader.state_dict()))
-    for epoch, taken, state in states:
-        with DataLoader(ToldStream(), 2, num_workers=num_workers) as loader:
-            loader.load_state_dict(as_json(state))
-            loader.set_epoch(epoch)
-            whole = [[10 * epoch + 1, 10 * epoch + 2], [10 * epoch + 3, 10 * epoch + 4]]
-            assert values(loader) == whole[taken:]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_shuffled_stream(num_workers):
     with DataLoader(shuffled(Sharded(11), 4), 2, num_workers=num_workers) as loader:
@@ -1030,59 +686,6 @@ def test_a_shuffled_stream(num_workers):
         assert sorted(found) == list(range(11)) != found
         loader.load_state_dict(state)
         assert values(loader) == rest
-
-
-def test_set_epoch_of_a_stream_after_an_epoch_that_was_left():
-    """It is for the epoch that comes, though the stream's state says which it was."""
-
-    class Told(IterableDataset):  # type: ignore[type-arg]
-        epoch = 0
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __iter__(self) -> Iterator[int]:
-            yield from range(10 * self.epoch, 10 * self.epoch + 4)
-
-        def state_dict(self) -> dict[str, int]:
-            return {"epoch": self.epoch}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.epoch = state["epoch"]
-
-    def go(loader_class: Any) -> list[Any]:
-        loader = loader_class(Told(), 2)
-        found = []
-        for epoch, most in (0, 1), (3, 1), (3, 9), (4, 1), (5, 9):
-            loader.dataset.set_epoch(epoch)
-            found.append([batch.tolist() for batch in islice(loader, most)])
-        return found
-
-    assert go(DataLoader) == go(TorchLoader)
-    loader, resumed = DataLoader(Told(), 2), DataLoader(Told(), 2)
-    loader.dataset.set_epoch(3)
-    values(loader)
-    state = loader.state_dict()
-    next(iter(resumed))
-    resumed.load_state_dict(state)
-    assert values(resumed) == [[30, 31], [32, 33]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_streams_count_their_epochs_in_workers(persistent):
-    """Each epoch has new copies, unless workers persist."""
-    kind = type("Stream", (OwnIterator if persistent else Counting, IterableDataset), {})
-    options = {"num_workers": 2, "persistent_workers": persistent}
-    theirs = TorchLoader(kind(), 2, **options)
-    epochs = [values(theirs) for _ in range(3)]
-    with DataLoader(kind(), 2, **options) as loader:
-        assert [values(loader) for _ in range(2)] == epochs[:2]
-        state = loader.state_dict()
-        assert values(loader) == epochs[2]
-        loader.load_state_dict(state)
-        assert values(loader) == epochs[2]
-    assert epochs[2][0] == ([200, 202] if persistent else [0, 2])
 
 
 @pytest.mark.parametrize("init", [None, torch_helpers.keep_seed])
@@ -1339,31 +942,6 @@ def text(batch: Any) -> str:
     return str(batch)
 
 
-@pytest.mark.parametrize("name", ["shuffle", "replacement", "own generator", "weighted", "eager"])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("at", [0, 2, -1])
-def test_state(name, own, at):
-    def make(**options: Any) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(4)
-        given = samplers(20, generator)[name]
-        return DataLoader(Numbers(), generator=generator if own else None, **given, **options)
-
-    interrupted(make, at)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_state_with_workers(persistent):
-    def make(**options: Any) -> DataLoader[Any]:
-        given = {"shuffle": True, "num_workers": 2, "persistent_workers": persistent}
-        return DataLoader(Noise(10), 2, **(given | options))
-
-    interrupted(make, 3)
-    interrupted(make, 5)
-    if not persistent:
-        interrupted(make, 1, num_workers=0)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_state_of_one_rank_serves_all(rank):
     """With the epoch that the sampler was set to."""
@@ -1385,22 +963,6 @@ def test_the_state_of_one_rank_serves_all(rank):
         different.load_state_dict(state)
         with pytest.raises(ValueError, match="the state does not fit"):
             next(iter(different))
-
-
-@pytest.mark.parametrize("taken", [3, 5])
-def test_the_epoch_of_a_state_is_left_behind(taken):
-    """By the sampler, which Lightning tells the next epoch if a state is of the last batch."""
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(Noise(20), 2, sampler=DistributedSampler(range(20), 2, 0))
-
-    loader, other = make(), make()
-    loader.set_epoch(3)
-    deque(islice(loader, taken), maxlen=0)
-    other.load_state_dict(as_json(loader.state_dict()))
-    for each in (loader, other):
-        each.set_epoch(4)
-    assert_all_same(list(other), list(loader))
 
 
 def test_a_sampler_that_counts_its_epochs_while_it_is_read():
@@ -1431,152 +993,6 @@ def test_a_sampler_that_counts_its_epochs_while_it_is_read():
         other.set_epoch(1)
         with pytest.warns(UserWarning, match="of epoch 3 .* set to epoch 1"):
             assert len(numbers(other)) == 2
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", ["shuffle", "replacement", "weighted", "random batches", "eager"])
-def test_state_before_an_epoch(name, own, before):
-    """It fixes the order, whatever is drawn before that epoch begins, and draws nothing itself."""
-    torch.manual_seed(3)
-    generator = torch.Generator().manual_seed(4) if own else None
-    loader = DataLoader(Numbers(), generator=generator, **samplers(20, None)[name])
-    for _ in range(before):
-        numbers(loader)
-    drawn = torch.get_rng_state()
-    state = as_json(loader.state_dict())
-    assert torch.equal(torch.get_rng_state(), drawn)
-    torch.rand(1)
-    assert as_json(loader.state_dict()) == state
-    first = numbers(loader)
-    assert numbers(loader) != first
-    loader.load_state_dict(state)
-    torch.rand(1)
-    assert numbers(loader) == first
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_epoch_after_one_that_was_resumed_at_its_last_batch(num_workers):
-    """A generator is where it was, though nothing was read."""
-
-    def make() -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(4)
-        return DataLoader(range(9), 2, True, generator=generator, num_workers=num_workers)
-
-    with make() as loader, make() as other:
-        batches = iter(loader)
-        state = [loader.state_dict() for _ in islice(batches, 5)][-1]
-        assert list(batches) == []
-        other.load_state_dict(as_json(state))
-        assert list(other) == []
-        assert values(other) == values(loader)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_states_do_not_change_what_is_drawn(own):
-    """By an epoch that begins where its state was taken."""
-
-    def go(looks: bool) -> list[Any]:
-        torch.manual_seed(3)
-        generator = torch.Generator().manual_seed(4) if own else None
-        loader = DataLoader(Numbers(), 4, True, generator=generator)
-        epochs = []
-        for _ in range(3):
-            for _ in range(2 * looks):
-                loader.state_dict()
-            epochs.append(numbers(loader))
-        return [*epochs, torch.rand(1).item()]
-
-    assert go(True) == go(False)
-
-
-class ToldIterator:
-    """A sampler with epochs that is its own iterator, and has a state, as lhotse's."""
-
-    def __init__(self) -> None:
-        self.epoch, self.at, self.goes_on = 0, 0, False
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.goes_on = epoch, False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.at, self.goes_on = self.at if self.goes_on else 0, False
-        return self
-
-    def __next__(self) -> list[int]:
-        if self.at == 5:
-            raise StopIteration
-        self.at += 1
-        return [(self.at + 2 * self.epoch) % 9, self.epoch]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.at, self.goes_on = state["epoch"], state["at"], True
-
-
-TOLD: dict[str, Any] = {
-    "ours": lambda: {"batch_sampler": OurBatchSampler(7, 3, shuffle=True)},
-    "ours one by one": lambda: {"sampler": OurBatchSampler(7, None, shuffle=True), "batch_size": 3},
-    "rollover": lambda: {
-        "batch_sampler": OurBatchSampler(7, 3, shuffle=True, last_batch="rollover")
-    },
-    "own iterator": lambda: {"batch_sampler": ToldIterator()},
-    "distributed": lambda: {"sampler": DistributedSampler(range(9), 1, 0), "batch_size": 2},
-}
-"""Samplers with ``set_epoch``."""
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", TOLD)
-def test_each_state_of_a_sampler_that_is_told_its_epochs(name, num_workers):
-    """Before, within and after an epoch, also where the resumed epoch is told once more."""
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(range(9), num_workers=num_workers, **TOLD[name]())
-
-    epochs: list[list[Any]] = []
-    states = []
-    with make() as loader:
-        for epoch in range(3):
-            loader.set_epoch(epoch)
-            epochs.append([])
-            states.append((epoch, 0, as_json(loader.state_dict())))
-            for batch in loader:
-                epochs[epoch].append(batch.tolist())
-                states.append((epoch, len(epochs[epoch]), as_json(loader.state_dict())))
-            states.append((epoch + 1, 0, as_json(loader.state_dict())))
-    if name != "rollover":
-        theirs = TorchLoader(range(9), **TOLD[name]())
-        for epoch, batches in enumerate(epochs):
-            for sampler in theirs.sampler, theirs.batch_sampler:
-                getattr(sampler, "set_epoch", int)(epoch)
-            assert values(theirs) == batches
-    with make() as used:
-        for epoch, taken, state in states:
-            for tells in (False, True) if taken else (True,):
-                resumed = used if num_workers else make()
-                resumed.load_state_dict(state)
-                for number in range(epoch, 3):
-                    if number > epoch or tells:
-                        resumed.set_epoch(number)
-                    assert values(resumed) == epochs[number][taken if number == epoch else 0 :]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("taken", [1, 2, 9])
-def test_an_epoch_that_was_left_leaves_nothing(taken, num_workers):
-    """Only one that the consumer has seen the end of, however far the sampler was read."""
-    alone = OurBatchSampler(7, 3, shuffle=True, last_batch="rollover")
-    with DataLoader(range(9), **TOLD["rollover"](), num_workers=num_workers) as loader:
-        list(islice(loader, taken))
-        loader.set_epoch(1)
-        if taken == 9:
-            list(alone)
-        alone.set_epoch(1)
-        assert values(loader) == list(alone)
 
 
 def test_state_before_a_sampler_that_counts_as_it_begins():
@@ -1925,27 +1341,6 @@ def test_to_a_device():
     assert batch["list"][0].device.type == "cpu"
 
 
-@pytest.mark.slow
-def test_to_a_device_with_state():
-    def make() -> DataLoader[Any]:
-        return DataLoader(Numbers(), 4, True, num_workers=1)
-
-    with make() as loader, make() as other:
-        whole = [numbers(to_device(loader, "cpu"))]
-        batches = to_device(loader, "cpu")
-        head = numbers(islice(batches, 2))
-        state = loader.state_dict()
-        assert batches.state_dict() == state
-        batches.close()
-        assert loader.state_dict() == state
-        loader.load_state_dict(state)
-        tail = numbers(loader)
-        other.load_state_dict(state)
-        assert numbers(to_device(other, "cpu")) == tail
-        assert sorted(chain(*head, *tail)) == list(range(20))
-        assert head != whole[0][:2]
-
-
 # --- what the workers are sent
 
 
@@ -1967,33 +1362,6 @@ def test_tensors_of_a_dataset_are_mapped():
     arrived[0][5] = -1
     assert arrived[2][5][0] == -1  # they are views of it still
     assert base[5] == 5
-
-
-@pytest.mark.slow
-def test_a_tensor_dataset():
-    """Its tensors are read where they are mapped, by both workers."""
-    data = TensorDataset(torch.arange(40_000.0).view(100, 400), torch.arange(100))
-    theirs = list(TorchLoader(data, batch_size=32))
-    with DataLoader(data, batch_size=32, num_workers=2) as loader:
-        assert_all_same(list(loader), theirs)
-
-
-@pytest.mark.slow
-def test_shared_tensors_stay_shared():
-    """As with torch, whose workers and the script talk through them."""
-    epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-    data = torch_helpers.Told(epoch)
-    with DataLoader(data, num_workers=1, persistent_workers=True) as loader:
-        assert numbers(loader) == [[0], [1]]
-        epoch.fill_(10)
-        assert numbers(loader) == [[10], [11]]
-        assert data.seen[:] == [0, 1, 10, 11]
-    epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-    with (
-        ProcessPoolExecutor(1) as executor,
-        pytest.raises(TypeError, match="a UntypedStorage only by the one that starts it"),
-    ):
-        Loader([epoch], [0], executor=executor, num_workers=1)
 
 
 # --- an ordinary script
