@@ -1034,75 +1034,6 @@ def test_batches_out_of_turn_cannot_be_dealt_anew(kind):
 SHARED = ["batch shuffled", "batch rollover", "dynamic shuffled", "packed split", "mixture"]
 
 
-@pytest.mark.parametrize("kind", SHARED)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_is_that_of_the_loader_whoever_else_iterates_its_sampler(kind, world_size):
-    """As another loader does, or who looks at the first batch."""
-
-    def rest(state: Any) -> list[str]:
-        with Loader(repr, KINDS[kind](world_size=world_size), num_workers=0) as fresh:
-            fresh.load_state_dict(state)
-            return list(fresh)
-
-    sampler = KINDS[kind](world_size=world_size)
-    expected = list(map(repr, sampler))
-    sampler = KINDS[kind](world_size=world_size)
-    next(iter(sampler))
-    with Loader(repr, sampler, num_workers=0) as lived:
-        assert rest(lived.state_dict()) == expected
-        for place, _ in enumerate(lived, 1):
-            next(iter(sampler))
-            assert rest(lived.state_dict()) == expected[place:]
-
-
-@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_follows_on_that_of_the_loader_whoever_else_iterates_its_sampler(kind, workers):
-    options = {"num_workers": workers, "executor": "thread"}
-    with Loader(repr, KINDS[kind](), **options) as alone:
-        expected = [list(alone) for _ in range(5)]
-    sampler = KINDS[kind]()
-    with Loader(repr, sampler, **options) as lived:
-        for epoch in range(2):
-            given = [batch for batch in lived if next(iter(sampler))]
-            assert given == expected[epoch]
-            next(iter(sampler))
-        chained: list[list[str]] = [[], [], []]
-        for epoch, batch in lived.epochs(until=5):
-            chained[epoch - 2].append(batch)
-            next(iter(sampler))
-    assert chained == expected[2:]
-
-
-@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
-def test_another_epoch_after_a_load_follows_on_whoever_else_iterates_the_sampler(kind):
-    def at(state: Any, sampler: Any, epoch: int) -> Loader:
-        loader = Loader(repr, sampler, num_workers=0)
-        loader.load_state_dict(state)
-        list(sampler)
-        next(iter(sampler))
-        loader.set_epoch(epoch)
-        return loader
-
-    with Loader(repr, KINDS[kind](), num_workers=0) as alone:
-        next(iter(alone))
-        begun = alone.state_dict()
-        list(alone)
-        ended = alone.state_dict()
-        alone.set_epoch(5)
-        expected = list(alone)
-    with at(ended, KINDS[kind](), 5) as lived:
-        assert len(lived) == len(expected)
-        between = lived.state_dict()
-        assert list(lived) == expected
-    with Loader(repr, KINDS[kind](), num_workers=0) as lived:
-        lived.load_state_dict(between)
-        assert list(lived) == expected
-    with at(begun, KINDS[kind](), 5) as lived, Loader(repr, KINDS[kind](), num_workers=0) as fresh:
-        fresh.set_epoch(5)
-        assert list(lived) == list(fresh)
-
-
 @pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
 def test_lengths_are_of_the_loaders_epoch_whoever_else_iterates_its_sampler(kind):
     with Loader(repr, KINDS[kind](), num_workers=0) as alone:
@@ -1115,27 +1046,6 @@ def test_lengths_are_of_the_loaders_epoch_whoever_else_iterates_its_sampler(kind
             for _ in lived:
                 list(sampler)
                 assert (len(lived), lived.state_dict()["length"]) == (number, number)
-
-
-@pytest.mark.parametrize("kind", [*SHARED, "mixture rollover"])
-def test_to_leave_batches_out_ahead_of_an_epoch_begins_none(kind):
-    """So another one that comes in its place begins with what rollover has left, as without."""
-    with Loader(repr, KINDS[kind](), num_workers=0) as lived:
-        list(lived)
-        state = lived.state_dict()
-        lived.set_epoch(5)
-        expected = list(lived)
-    for way in "lived", "loaded", "loaded twice":
-        with Loader(repr, KINDS[kind](), num_workers=0) as loader:
-            if way == "lived":
-                list(loader)
-            else:
-                loader.load_state_dict(state)
-            loader.skip(2)
-            if way == "loaded twice":
-                loader.load_state_dict(loader.state_dict())
-            loader.set_epoch(5)
-            assert list(loader) == expected, way
 
 
 def test_the_end_of_an_epoch_that_comes_once_more_can_be_skipped_to():
