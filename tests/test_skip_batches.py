@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-from helpers import Noise, Numbers, SelfIterating, Stateful
+from helpers import Numbers, SelfIterating, Stateful
 
 from minloader import BatchSampler, DynamicBatchSampler, Loader, prefetch
 
@@ -34,61 +33,8 @@ class Endless:
         return iter(range(N))
 
 
-def whole(name: str) -> list[Any]:
-    with Loader(echo, SAMPLERS[name](), num_workers=0) as loader:
-        return [list(loader) for _ in range(2)]
-
-
 def echo(item: Any) -> Any:
     return item
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_batches_are_left_out_in_the_middle(make, name):
-    first, second = whole(name)
-    with make(echo, SAMPLERS[name]()) as loader:
-        batches = iter(loader)
-        given = list(itertools.islice(batches, 3))
-        loader.skip(4)
-        loader.skip(1)
-        state = loader.state_dict()
-        given += list(itertools.islice(batches, 1))
-        loader.skip(0)
-        given += list(batches)
-        assert given == first[:3] + first[8:]
-        assert list(loader) == second
-    with make(echo, SAMPLERS[name]()) as loader:
-        loader.load_state_dict(state)
-        assert list(loader) == first[8:]
-
-
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "own iterator"])
-def test_batches_are_left_out_at_the_beginning(make, name):
-    first, second = whole(name)
-    with make(echo, SAMPLERS[name]()) as loader:
-        loader.skip(2)
-        loader.skip(3)
-        state = loader.state_dict()
-        assert list(loader) == first[5:]
-        loader.skip(1)
-        assert loader.epoch == 1
-        assert list(loader) == second[1:]
-        loader.load_state_dict(state)
-        loader.skip(1)
-        assert list(loader) == first[6:]
-
-
-@pytest.mark.parametrize("name", ["range", "batches", "no length"])
-def test_no_more_than_an_epoch_is_left_out(make, name):
-    first, _ = whole(name)
-    with make(echo, SAMPLERS[name]()) as loader:
-        batches = iter(loader)
-        assert next(batches) == first[0]
-        loader.skip(1000)
-        assert list(batches) == []
-        loader.skip(1000)
-        assert list(loader) == []
-        assert loader.epoch == 2
 
 
 def test_an_epoch_ends_there_within_epochs(make):
@@ -128,28 +74,6 @@ def test_a_part_of_a_task_is_left_out():
             loader.skip(7)
         given += list(batches)
     assert given == [*range(0, 480, 8), *range(480, 5000)]
-
-
-def test_draws_stay_as_they_are(make):
-    with make(Noise(), BatchSampler(12, 2)) as loader:
-        first = [batch for batch in loader]
-    with make(Noise(), BatchSampler(12, 2)) as loader:
-        loader.skip(2)
-        batches = iter(loader)
-        found = [next(batches)]
-        loader.skip(1)
-        found += list(batches)
-    expected = [first[2], *first[4:]]
-    assert repr(found) == repr(expected)
-
-
-def test_after_an_epoch_that_was_left_the_next_one_is_meant(make):
-    with make(echo, range(9)) as loader:
-        for _ in loader:
-            break
-        loader.skip(7)
-        assert list(loader) == [7, 8]
-        assert loader.epoch == 2
 
 
 @pytest.mark.parametrize("n", [9, 3])
