@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from conftest import printed_by, require, variants
-from interrupts import interrupted
+from interrupts import each_place
 
 from minloader import Loader, concurrent, get_worker_info
 from minloader._worker.generators import LIMIT, WIDTH, find
@@ -107,10 +107,6 @@ def by_global(sample: Any) -> float:
 
 def by_global_holder(sample: Any) -> float:
     return float(SETTINGS["augment"](sample))
-
-
-class Inherits(Holder):
-    pass
 
 
 class Wrapper:
@@ -369,14 +365,12 @@ def test_they_are_put_back_when_a_batch_fails(failure):
 @variants("stride", [5, 1])
 def test_an_interrupt_anywhere_puts_them_back(stride):
     dataset = Holder([rng(), random.Random(5)], lambda self: draw_all(self.held))
-    before, step, reached = [state_of(each) for each in dataset.held], 0, True
-    while reached:
+    before = [state_of(each) for each in dataset.held]
+    for place, press in each_place(stride, least=100):
         with Loader(dataset, range(3), num_workers=0, seed_generators=True) as loader:
             batches = iter(loader)
-            reached = interrupted(functools.partial(next, batches), step).reached
-        assert [state_of(each) for each in dataset.held] == before, step
-        step += stride
-    assert step > 100
+            press(functools.partial(next, batches))
+        assert [state_of(each) for each in dataset.held] == before, place
 
 
 def test_a_batch_that_reads_a_loader_of_the_same_dataset_gets_its_generator_back():
