@@ -403,6 +403,19 @@ def test_the_verdict_names_the_bottleneck(name):
     assert eventually(is_said), texts[-1]
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"sampler": 0.9}, "the sampler is the limit: it takes 9 ms a batch"),
+        ({"consumer": 99.0}, "the consumer is the limit: it waited 1 % of the time"),
+        ({"dataset": 0.4, "overflowed": 50}, "through the pipe, so more shared_memory would help"),
+        ({"collate": 1.9}, "collate_fn is the limit, with 100 % of the work"),
+    ],
+)
+def test_the_verdict_on_figures(figures, said):
+    assert said in Stats(**{"batches": 100, "wait": 1.0, "num_workers": 2} | figures).verdict
+
+
 # --- what the workers did in their time
 
 
