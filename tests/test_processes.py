@@ -74,9 +74,11 @@ def test_a_worker_starts_processes_of_its_own(work, expected):
 
 
 SETTINGS = """
-import decimal, sys
+import decimal, logging, sys
 import numpy as np
 from minloader import Loader
+
+logging.disable()  # on a busy machine a start may take long, and that is told
 
 context = decimal.Context(prec=50, rounding=decimal.ROUND_UP, traps=[decimal.Inexact])
 decimal.setcontext(context)
