@@ -364,12 +364,6 @@ def exit_at(index: int) -> int:
     return index
 
 
-def kill_at(index: int) -> int:
-    if index == 33:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return index
-
-
 class Guarded:
     """Gives the item and some noise; some items are not to be asked for, some fail.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import subprocess
 import threading
@@ -91,12 +90,6 @@ def loads_badly(item: int) -> Any:
 class FailsToLoad(Squares):
     def __setstate__(self, state: Any) -> None:
         raise ConnectionError("database is down")
-
-
-def kill_self(item: int) -> int:
-    if item == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return item
 
 
 def ignore_sigterm(info: WorkerInfo) -> None:

@@ -248,18 +248,6 @@ def same(samples: Any) -> Any:
     return samples
 
 
-class Scaled(Numbers):
-    """Changes between epochs."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self.scale = 1
-        self.table = np.zeros(10_000)
-
-    def __getitem__(self, index: int) -> Any:
-        return index * self.scale + int(self.table[0]), os.getpid()
-
-
 class Pinned:
     """A batch that knows how to pin itself, and how to go to a device."""
 

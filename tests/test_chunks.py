@@ -17,14 +17,12 @@ from helpers import (
     LateSlow,
     Squares,
     exit_at,
-    kill_at,
     refuse,
     sized,
 )
 from kinds import Reusing
 
-from minloader import SKIP, BatchError, Loader, WorkerDied
-from minloader._diagnosis.inspect import inspect
+from minloader import SKIP, BatchError, Loader
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
 from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
@@ -237,16 +235,6 @@ def test_a_batch_that_exits_is_one_batch(chunks):
     found = outcomes(epoch_of(chunks(exit_at, range(N))))
     assert [each.item if isinstance(each, BatchError) else each for each in found] == [*range(N)]
     assert [type(each) for each in found].count(BatchError) == N // 10
-
-
-def test_a_worker_that_dies_costs_one_batch():
-    sent: list[Any] = []
-    with Loader(kill_at, range(N), num_workers=2) as loader:
-        record(loader, sent)
-        found = outcomes(epoch_of(loader, N))
-    assert [each.ordinal if isinstance(each, WorkerDied) else each for each in found] == [*range(N)]
-    assert isinstance(found[33], WorkerDied)
-    assert max(size for _, size in sent) > CHUNK
 
 
 @away

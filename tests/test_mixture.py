@@ -247,22 +247,6 @@ def test_lazy_parts_of_unknown_length():
     assert len(list(Mixture([Lazily("abc"), Lazily("de")], [1, 1], stop="last"))) == 5
 
 
-def test_one_part_alone():
-    for stop in STOPS:
-        drawn = first(5, Mixture([5], [0.1], stop=stop))
-        assert drawn == [(0, n) for n in range(5)]
-
-
-def test_a_part_that_fails_in_a_loader():
-    mixture = Mixture([Raising(4, [1]), 9], [1, 1])
-    with Loader(lambda item: item, mixture, num_workers=0) as loader:
-        batches = iter(loader)
-        assert first(2, batches) == [(0, 0), (1, 0)]
-        with pytest.raises(OSError, match="1 is bad"):
-            next(batches)
-        assert list(batches) == [(1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
-
-
 # --- mistakes ------------------------------------------------------------------------------------
 
 

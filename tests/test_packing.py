@@ -97,35 +97,6 @@ test_every_sample_once_in_rows_that_hold_it = invariant(PLANS(check_plan))
 test_so_it_is_for_many_more = pytest.mark.slow(thorough(PLANS(check_plan)))
 
 
-@pytest.mark.slow
-@invariant
-@given(
-    lengths=st.lists(st.integers(0, 30), max_size=60),
-    rows=st.integers(2, 4),
-    shuffle=st.booleans(),
-    world_size=st.sampled_from([1, 2, 4]),
-)
-def test_ranks_have_as_many_rows_in_each_step(lengths, rows, shuffle, world_size):
-    """A batch of several rows is several batches of one row, and those are equally many.
-
-    Not so with windows: what makes no whole step goes into the next one.
-    """
-    kind = partial(PackedBatchSampler, lengths, 30, shuffle=shuffle)
-    single = list(zip(*every_rank(kind, world_size), strict=True))
-    several = list(zip(*every_rank(partial(kind, rows=rows), world_size), strict=True))
-    assert flat(flat(several)) == flat(flat(single))
-    given = iter(flat(single))
-    for step in several:
-        counts = [len(rows_of([lengths[index] for index in batch], 30)) for batch in step]
-        assert max(counts) <= rows
-        for batch in step:
-            row = list(next(given))
-            while len(row) < len(batch):
-                row += next(given)
-            assert row == batch
-    assert len(several) == -(-len(single) // rows)
-
-
 def best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
     """What is in each row, by the plainest program there is for it."""
     rows: list[int] = []

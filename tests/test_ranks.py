@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import every_rank
 
-from minloader import BatchSampler, DynamicBatchSampler, Loader
+from minloader import BatchSampler, DynamicBatchSampler
 from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
@@ -253,17 +253,6 @@ def test_costs_may_be_of_any_kind_of_number(number):
 
 
 # --- as in a training run ----------------------------------------------------------------------
-
-
-def test_ranks_through_a_loader():
-    kind = partial(DynamicBatchSampler, [1, 2, 3, 4] * 5, 7, shuffle=True)
-    found = []
-    for sampler in every_rank(kind, 2):
-        with Loader(lambda item: item, sampler, num_workers=0) as loader:
-            assert len(loader) == len(sampler)
-            found.append([list(loader), list(loader)])
-    expected = [[list(s) for s in every_rank(kind, 2, epoch)] for epoch in range(2)]
-    assert found == [list(epochs) for epochs in zip(*expected, strict=True)]
 
 
 def test_samplers_of_torch():

@@ -10,7 +10,6 @@ from conftest import flat
 from helpers import Lazily
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kinds import PASS, Told
 
 from minloader import BatchSampler, DynamicBatchSampler
 from minloader._sampling import windows
@@ -81,13 +80,6 @@ def test_epochs_of_a_number_and_of_a_sequence(n, kind, size, shuffle, last_batch
         assert everything == orders[: n * epochs // size * size]
 
 
-def test_rollover_forgets_an_epoch_left_early():
-    sampler = BatchSampler([0, 1, 2, 3, 4], 2, last_batch="rollover")
-    assert list(sampler) == [[0, 1], [2, 3]]
-    next(iter(sampler))
-    assert list(sampler) == [[0, 1], [2, 3]]  # 4 was given already
-
-
 @pytest.mark.parametrize("kind", [list, np.array, Lazily, iter])
 def test_inner_samplers(kind):
     assert list(BatchSampler(kind(list("abcdefg")), 3)) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
@@ -103,13 +95,6 @@ def test_inner_sampler_without_batches_and_shuffled():
     assert first != second
     with pytest.raises(TypeError, match="shuffle=True needs a number of samples or a sequence"):
         BatchSampler(Lazily(letters), 6, shuffle=True)
-
-
-def test_inner_sampler_is_told_the_epoch():
-    sampler = BatchSampler(Told(3), 2)
-    assert flat(epoch_of(sampler, 7)) == list(sampler.sampler)
-    assert [number // PASS for number in sampler.sampler] == [7] * 3
-    assert len(sampler) == 2
 
 
 def test_length_of_a_lazy_inner_sampler_is_unknown():
@@ -237,17 +222,6 @@ def test_dynamic_shuffle_moves_the_incomplete_batch_too():
     sampler = DynamicBatchSampler([1] * 41, max_total=4, shuffle=True)
     places = [[len(batch) for batch in epoch_of(sampler, epoch)].index(1) for epoch in range(30)]
     assert len(set(places)) > 5
-
-
-def test_dynamic_length_follows_the_epoch():
-    lengths = np.random.default_rng(1).integers(1, 50, 200)
-    sampler = DynamicBatchSampler(lengths, max_padded=100, shuffle=True)
-    sizes = set()
-    for epoch in range(8):
-        sampler.set_epoch(epoch)
-        assert len(sampler) == len(list(sampler))
-        sizes.add(len(sampler))
-    assert len(sizes) > 1
 
 
 @pytest.mark.parametrize("buckets", [1, 4])

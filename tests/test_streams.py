@@ -43,7 +43,6 @@ from minloader._worker.run import Worker
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
-STREAMS = [Numbers, StatefulNumbers, StatefulIterator]
 
 
 def one(make: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import itertools
@@ -10,7 +9,6 @@ import os
 import pickle
 import random
 import re
-import sysconfig
 import tempfile
 import threading
 import time
@@ -42,10 +40,8 @@ from helpers import (
 from minloader import (
     SKIP,
     BatchSampler,
-    DynamicBatchSampler,
     Loader,
     get_worker_info,
-    pad_collate,
 )
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import MOST_LEAVES, leaves
@@ -53,24 +49,7 @@ from minloader.testing import IrreproducibleError, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUICK = {"workers": (0, 1), "batches": 8}
-
-
-def definitions(name: str) -> dict[str, Any]:
-    """What an example defines, without its program."""
-    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
-    body = itertools.takewhile(lambda node: not is_program(node), tree.body)
-    tree.body = [node for node in body if isinstance(node, kinds)]
-    names: dict[str, Any] = {"__name__": f"example_{name}"}
-    exec(compile(tree, name, "exec"), names)
-    return names
-
-
-def is_program(node: ast.AST) -> bool:
-    """Whether an example's top level begins to do things."""
-    return "ArgumentParser" in ast.dump(node) and isinstance(node, ast.Assign)
 
 
 def failure(make_loader: Any, **options: Any) -> IrreproducibleError:
@@ -80,43 +59,6 @@ def failure(make_loader: Any, **options: Any) -> IrreproducibleError:
 
 
 # --- what passes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_quickstart_example():
-    require("tqdm")
-    example = definitions("quickstart")
-    folder = Path(sysconfig.get_paths()["stdlib"]) / "json"
-    chunks, _ = example["find_chunks"](folder, 2048)
-    corpus = example["Corpus"](chunks)
-    lengths = [len(corpus[index]) for index in range(len(corpus))]
-
-    def dynamic() -> Loader:
-        sampler = DynamicBatchSampler(lengths, max_padded=4096, buckets=4, shuffle=True)
-        return Loader(corpus, sampler, collate_fn=pad_collate())
-
-    report = check_reproducible(dynamic, **QUICK)
-    assert min(report.batches) > 3
-    check_reproducible(
-        lambda: Loader(corpus, batch_size=4, shuffle=True, collate_fn=pad_collate()), **QUICK
-    )
-
-
-@pytest.mark.slow
-def test_audio_example(tmp_path):
-    require("imageio_ffmpeg")
-    require("tqdm")
-    example = definitions("subprocess_io")
-    paths = [tmp_path / f"tone{n}.wav" for n in range(6)]
-    for n, path in enumerate(paths):
-        example["encode"](path, "pcm_s16le", 0.2 + 0.1 * n, 200 + 100 * n)
-    durations = [example["probe"](path) for path in paths]
-
-    def make() -> Loader:
-        sampler = DynamicBatchSampler(durations, max_padded=1.0, buckets=2, shuffle=True)
-        return Loader(example["AudioFiles"](paths), sampler)
-
-    assert check_reproducible(make, workers=(0,), batches=4, epochs=1).batches[0] > 2
 
 
 THREADS = {"executor": "thread", "num_workers": 3}

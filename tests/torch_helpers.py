@@ -48,34 +48,6 @@ class Placed(Sharded):
         self.i = state
 
 
-class Span(IterableDataset):  # type: ignore[type-arg]
-    """A range that a worker_init_fn makes a part of; it counts how often it was gone through."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        for n in range(self.start, self.stop):
-            info = get_worker_info()
-            assert info is None or info.dataset is self
-            yield n, self.passes
-
-
-def split_span(worker_id: int) -> None:
-    """Unevenly: the first worker gets most."""
-    info = get_worker_info()
-    assert info is not None
-    assert info.id == worker_id
-    dataset: Any = info.dataset
-    middle = dataset.start + (dataset.stop - dataset.start) * 2 // 3
-    if worker_id == 0:
-        dataset.stop = middle
-    else:
-        dataset.start = middle
-
-
 class Shuffled(IterableDataset):  # type: ignore[type-arg]
     """Shuffles each epoch by a seed that torch offers: of the worker, or in worker_init_fn."""
 
