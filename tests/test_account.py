@@ -23,13 +23,13 @@ import psutil
 import pytest
 from conftest import SLOW, WAYS, eventually, in_a_fork, making, plain, require, variants
 from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, once_in
-from idioms import Counting
 from interrupts import OURS, at_each_step, each_place, interrupted, some_steps, taken_through
 from kinds import (
     BAD_ITEM,
     PASS,
     Counted,
     CountedIterator,
+    Counting,
     Failing,
     OwnGenerator,
     Told,

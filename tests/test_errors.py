@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, workers
 from helpers import Squares, TwoArguments
-from raising import (
+from trouble import (
     FailsToLoad,
     Frozen,
     ignore_sigterm,

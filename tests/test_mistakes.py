@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import in_a_fork, making, python, require
 from helpers import Echo, Faulty, Squares
-from raising import exits
+from trouble import exits
 
 from minloader import (
     SKIP,

@@ -7,16 +7,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import idioms
 import numpy as np
 import pytest
 from conftest import WAYS, plain, variants
 from helpers import Deadly
-from idioms import Counting, OwnIterator, Resuming, Sticky
+from kinds import Counting, OwnIterator, Resuming, Separate, Sticky
 
 from minloader import Loader, shuffled
 
-STREAMS = [Counting, OwnIterator, Resuming, idioms.Separate]
+STREAMS = [Counting, OwnIterator, Resuming, Separate]
 
 
 class Numbers:

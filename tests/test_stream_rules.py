@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from conftest import lists, plain, require, variants, workers
 from helpers import Numbers
-from idioms import IDIOMS, Noisy
 from kinds import (
+    IDIOMS,
     PASS,
     FailsWhen,
+    Noisy,
     Opened,
     OwnOrder,
     Passes,

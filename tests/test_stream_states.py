@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import lists, plain
 from helpers import Refuses
-from idioms import (
+from kinds import (
     IDIOMS,
     Counting,
     Logged,

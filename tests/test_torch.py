@@ -25,8 +25,8 @@ import pytest
 import samples as zoo
 from conftest import in_a_fork, lacking, printed_by, python, require, variants
 from helpers import SHARED, Gate
-from idioms import IDIOMS
 from interrupts import interrupted as press
+from kinds import IDIOMS
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
 from minloader import BatchError, Loader, TransportError, shuffled

@@ -14,7 +14,7 @@ import pytest
 from conftest import printed_by
 from helpers import TwoArguments
 from numpy.testing import assert_array_equal
-from raising import Frozen, Hopeless
+from trouble import Frozen, Hopeless
 
 from minloader._memory import culprit
 from minloader._memory.culprit import find_culprit

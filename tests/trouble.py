@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,7 +21,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minloader import SKIP, empty, get_worker_info
+from helpers import Squares, TwoArguments
+
+from minloader import SKIP, WorkerInfo, empty, get_worker_info
 from minloader._memory.limits import private_memory
 
 
@@ -694,3 +697,90 @@ class LeavesOut:
 
     def __getitem__(self, index: int) -> Any:
         return SKIP if index == self.index else index
+
+
+# --- errors that are hard to send ----------------------------------------------------------------
+
+
+def raise_deep(item: int) -> int:
+    def innermost_function() -> None:
+        raise ValueError("deep down")
+
+    if item == 1:
+        innermost_function()
+    return item
+
+
+def raise_two(item: int) -> int:
+    if item == 1:
+        raise TwoArguments(7, "seven")
+    return item
+
+
+def raise_locked(item: int) -> int:
+    if item == 1:
+        error = RuntimeError("has a lock", threading.Lock())
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        error.hint = "kept"  # type: ignore[attr-defined]
+        raise error
+    return item
+
+
+class Hopeless(Exception):
+    """Can be made in one way only, which no pickle knows."""
+
+    def __new__(cls, *args: Any, key: str) -> Any:
+        return super().__new__(cls, *args)
+
+    def __init__(self, *args: Any, key: str) -> None:
+        super().__init__(*args)
+
+
+def raise_hopeless(item: int) -> int:
+    if item == 1:
+        raise Hopeless("cannot travel", key="k")
+    return item
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def raise_frozen(item: int) -> int:
+    if item == 1:
+        raise Frozen(5)
+    return item
+
+
+def exits(item: int) -> int:
+    if item == 1:
+        raise SystemExit(3)
+    return item
+
+
+def unpicklable(item: int) -> Any:
+    return {"x": [0, threading.Lock()]} if item == 1 else item
+
+
+class LoadsBadly:
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    raise ZeroDivisionError("while unpickling")
+
+
+def loads_badly(item: int) -> Any:
+    return LoadsBadly() if item == 1 else item
+
+
+class FailsToLoad(Squares):
+    def __setstate__(self, state: Any) -> None:
+        raise ConnectionError("database is down")
+
+
+def ignore_sigterm(info: WorkerInfo) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)

@@ -23,7 +23,6 @@ from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-import idioms
 import psutil
 import pytest
 from helpers import StatefulIterator
@@ -34,12 +33,16 @@ from kinds import (
     Cook,
     Counted,
     CountedIterator,
+    Counting,
     Failing,
     Opened,
     OpenedCounting,
     OwnGenerator,
+    OwnIterator,
     OwnOrder,
+    Resuming,
     Reusing,
+    Separate,
     Slow,
     Steady,
     Told,
@@ -273,14 +276,10 @@ STREAMS: dict[str, Kind] = {
     "opened counting": Kind(
         OpenedCounting, in_shards(even_part, 100), stream=True, sequential=True, opened=True
     ),
-    "counting": Kind(idioms.Counting, in_shards(even_part, 100), stream=True, sequential=True),
-    "separate": Kind(idioms.Separate, in_shards(even_part, 100), stream=True, sequential=True),
-    "own iterator": Kind(
-        idioms.OwnIterator, in_shards(even_part, 100), stream=True, sequential=True
-    ),
-    "resuming": Kind(
-        idioms.Resuming, in_shards(even_part, 100), stream=True, sequential=True, alone=True
-    ),
+    "counting": Kind(Counting, in_shards(even_part, 100), stream=True, sequential=True),
+    "separate": Kind(Separate, in_shards(even_part, 100), stream=True, sequential=True),
+    "own iterator": Kind(OwnIterator, in_shards(even_part, 100), stream=True, sequential=True),
+    "resuming": Kind(Resuming, in_shards(even_part, 100), stream=True, sequential=True, alone=True),
 }
 
 KINDS: dict[str, Kind] = {
