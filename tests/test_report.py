@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import lacking
+from conftest import lacking, variants
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -694,8 +694,9 @@ def looks(
             yield key, dark, is_so
 
 
-def test_pages_look_right_in_a_browser(tmp_path):
-    pages = {name: render(run_data(name)) for name in RUNS}
+@variants("most", [2, None])
+def test_pages_look_right_in_a_browser(tmp_path, most):
+    pages = {name: render(run_data(name)) for name in list(RUNS)[:most]}
     with Loader(Slow(), range(80), num_workers=2) as loader:
         assert len(list(loader)) == 80
         loader.stats.to_html(tmp_path / "real.html")
