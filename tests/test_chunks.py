@@ -23,6 +23,7 @@ from helpers import (
 from kinds import Reusing
 
 from minloader import SKIP, BatchError, Loader
+from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
 from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS

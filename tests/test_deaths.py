@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import itertools
 import logging
 import os
 import re

@@ -21,9 +21,9 @@ import pytest
 from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
 from helpers import Faulty, Gate, Squares
 from interrupts import each_place
-from minloader._inspect import inspect
 
 from minloader import Loader, prefetch
+from minloader._diagnosis.inspect import inspect
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

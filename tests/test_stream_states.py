@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import lists, plain
 from helpers import Refuses
@@ -50,6 +51,103 @@ def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
 
 
 # --- the count
+
+
+@every_idiom
+@pytest.mark.parametrize("left", [0, 1])
+def test_two_loaders_over_one_object_without_workers(stream, left):
+    """In turns, and when one has left an epoch: neither takes samples of the other."""
+    shared = stream()
+    with Loader(shared, batch_size=2, num_workers=0) as loader:
+        batches = iter(loader)
+        given = [[next(batches).tolist()], []]
+        with Loader(shared, batch_size=2, num_workers=0) as other:
+            others = iter(other)
+            for batch in others:
+                given[1].append(batch.tolist())
+                if left:
+                    break
+                given[0] += lists(islice(batches, 1))
+            given[0] += lists(batches)
+            given[1] += lists(others)
+            assert given == [epoch(0, 1)] * 2
+            assert lists(loader) == lists(other) == epoch(1, 1)
+
+
+def test_an_object_that_the_user_has_moved_is_read_from_there():
+    shared = Counting()
+    with Loader(shared, num_workers=0) as loader:
+        batches = iter(loader)
+        given = [next(batches), next(batches)]
+        shared.load_state_dict({"epoch": 0, "i": 5})
+        with Loader(shared, num_workers=0) as other:
+            assert list(other) == list(range(5, 14))
+        assert given + list(batches) == list(range(14))
+
+
+class Resetting:
+    """Its own iterator, which begins anew with ``iter``."""
+
+    left = 0
+
+    def __iter__(self) -> Resetting:
+        self.left = 9
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return 8 - self.left
+
+
+@pytest.mark.parametrize(
+    "stream", [Resetting, lambda: iter(range(9)), lambda: (k for k in range(9))]
+)
+def test_two_loaders_over_one_iterator_are_refused(stream):
+    shared = stream()
+    with Loader(shared, num_workers=0) as loader, Loader(shared, num_workers=0) as other:
+        batches = iter(loader)
+        given = [next(batches)]
+        with pytest.raises(RuntimeError, match=r"two loaders without workers read it.* of its own"):
+            next(iter(other))
+        assert given + list(batches) == list(range(9))
+
+
+class Interrupts(Resetting):
+    """Ctrl-C comes once, when it has moved on and not given a sample."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __next__(self) -> int:
+        sample = super().__next__()
+        if sample == self.at:
+            self.at = -1
+            raise KeyboardInterrupt
+        return sample
+
+
+def interrupting(at: int) -> Any:
+    yield from Interrupts(at)
+
+
+@pytest.mark.parametrize(
+    "stream", [Interrupts, interrupting, lambda at: map(int, Interrupts(at))], ids=str
+)
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("at", [0, 4, 5, 8])
+def test_an_iterator_that_was_interrupted_in_its_own_code_is_not_read_on(stream, batch_size, at):
+    """Nobody knows what is missing: it can be read once."""
+    with Loader(stream(at), num_workers=0, batch_size=batch_size) as loader:
+        batches = iter(loader)
+        given = list(islice(batches, at // (batch_size or 1)))
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        with pytest.raises(RuntimeError, match="can be read once, and Ctrl-C came while its own"):
+            next(batches)
+        assert list(batches) == []
+        assert np.ravel(given).tolist() == list(range(at // (batch_size or 1) * (batch_size or 1)))
 
 
 def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():
