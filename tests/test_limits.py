@@ -10,7 +10,17 @@ import subprocess
 import pytest
 from conftest import printed_by, python, variants
 
+from minloader import Loader
 from minloader._memory.limits import free_memory, memory_limit, processors, remedy
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_that_may_not_have_room_are_told_of(method, monkeypatch, caplog):
+    monkeypatch.setattr("minloader._pools.group.memory_limit", lambda: 99 << 20)
+    for workers, count in (1, 0), (2, 1):
+        with Loader([1], num_workers=workers, mp_context=method):
+            assert caplog.text.count("2 workers need some 104857") == count
+
 
 # --- control groups
 

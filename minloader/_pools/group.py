@@ -295,6 +295,8 @@ class PoolFactory:
         """Serialize the job, unless workers are forked; look whether they have room here."""
         start_method = self.context.get_start_method() if self.executor == "process" else None
         if start_method == "fork":
+            if self.sent is None:  # it is said once
+                self._look_for_room(0, num_workers)
             self.sent = ForkedJob(self.job)
             return self.sent
         sent = _serialize(self.job, start_method)
@@ -317,7 +319,10 @@ class PoolFactory:
             self.sent.close()
 
     def _look_for_room(self, size: int, num_workers: int) -> None:
-        """Warn if workers of this machine may not have room, beside a job of so many bytes."""
+        """Warn if workers of this machine may not have room, beside a job of so many bytes.
+
+        Forked ones share the job with their parent, where it has its room already.
+        """
         limit = memory_limit()
         needed = size + num_workers * (self.job.options.memory_limit or WORKER_BYTES)
         if needed > limit:
