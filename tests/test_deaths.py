@@ -948,6 +948,17 @@ def test_a_worker_that_stands_still_between_batches(way, method, num_workers, tm
     assert all("it stood still between batches" in line for line in caplog.messages)
 
 
+@variants("share", [0, 0.5])
+def test_a_worker_that_stands_still_with_its_reply(share, tmp_path):
+    """It has made its batch, and is stopped before it has sent all of it."""
+    init = trouble.StopsSending(tmp_path / "did", share=share)
+    options = {"num_workers": 2, "worker_init_fn": init, "shared_memory": False}
+    with Loader(trouble.Large(5_000_000), range(4), timeout=HANG / 2, **options) as loader:
+        assert [batch[0] for batch in loader] == [0, 1, 2, 3]
+        assert (tmp_path / "did").exists()
+        assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
+
+
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
     """The time is each batch's own."""
     script = {n: [("once", tmp_path / f"{n}", ("work", HANG / 4))] for n in range(300, 306)}

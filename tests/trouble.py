@@ -504,10 +504,12 @@ class Slow:
 
 
 class DiesSending:
-    """A worker_init_fn: the worker's first large message breaks off in the middle."""
+    """A worker_init_fn: the worker's first large message breaks off after a share of it."""
 
-    def __init__(self, path: Any, least: int = 1_000_000) -> None:
-        self.path, self.least = str(path), least
+    end: Callable[[], None] = staticmethod(lambda: die())
+
+    def __init__(self, path: Any, least: int = 1_000_000, share: float = 0.5) -> None:
+        self.path, self.least, self.share = str(path), least, share
 
     def __call__(self, info: Any) -> None:
         connection: Any = multiprocessing.connection.Connection
@@ -515,11 +517,17 @@ class DiesSending:
 
         def torn_send(own: Any, data: Any, *arguments: Any) -> None:
             if len(data) >= self.least and once(self.path):
-                send(own, data[: len(data) // 2], *arguments)
-                die()
+                send(own, data[: int(self.share * len(data))], *arguments)
+                self.end()
             send(own, data, *arguments)
 
         connection._send = torn_send
+
+
+class StopsSending(DiesSending):
+    """The same, but it stands still there."""
+
+    end = staticmethod(lambda: stops())
 
 
 class DiesReceiving:

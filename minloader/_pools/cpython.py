@@ -500,6 +500,17 @@ class Executor(ProcessPoolExecutor):
         """
         return bool(self._broken)
 
+    @property
+    def has_replies(self) -> bool:
+        """Whether something that workers have sent waits to be read.
+
+        No public name tells. Versions: all.
+        """
+        try:
+            return bool(self._results._reader.poll())
+        except (OSError, ValueError):  # it is closed
+            return True
+
     # --- 7. The manager thread
     #
     # CPython: shutdown(wait=False) forgets the manager thread, which goes on, and nothing can

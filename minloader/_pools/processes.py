@@ -34,6 +34,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing.spawn
 import secrets
 import signal
@@ -102,7 +103,7 @@ MOST_UNWATCHED = 0.25
 program was stopped meanwhile, or the machine slept, or the consumer was busy."""
 
 TOO_LONG = "a batch took too long"
-STOOD_STILL = "it stood still between batches while some waited for it; its stack then:"
+STOOD_STILL = "it stood still between batches while some waited for it; it was at"
 """Why workers are killed that take longer than ``timeout``."""
 
 STUCK = 1.0
@@ -412,36 +413,40 @@ class _Executor(Executor):
         return late and heartbeat.task in self.unfinished
 
     def _kill_idle(self, timeout: float) -> None:
-        """Kill workers that have nothing to do, and take none of the tasks that wait for them.
+        """Kill workers that make nothing, while tasks wait for them, or replies are to be sent.
 
-        A worker may be stopped, or a thread of it hold the interpreter, when it is to take the next
-        task. If it is its turn, the others wait for it.
+        A worker may be stopped, or a thread of it hold the interpreter, when it is to send a reply,
+        or take the next task. If it is its turn, the others wait for it.
         """
         beats = [self.heartbeats.last(n) for n in range(len(self.workers))]
-        under_way = {beat.task for beat in beats}
+        making = {beat.task for beat in beats if beat.began < math.inf and beat.task > 0}
+        making &= self.unfinished.keys()
+        made = {beat.task for beat in beats} - making
+        is_read = not self.has_replies  # else it is this process that has not come to it
         # A future runs when its task is where any worker can take it.
         waiting = [
             task
             for task, future in copied(self.unfinished.items())
-            if task not in under_way and future.running()
+            if task not in making and future.running() and (is_read or task not in made)
         ]
         # When that was seen for the first time; those that a worker has taken since are gone.
         now = self._watch.last
         self._waiting = {task: self._waiting.get(task, now) for task in waiting}
         overdue = sum(self._watch.since(seen) > timeout for seen in self._waiting.values())
         # A worker that reads ahead has the next task, too, while it makes the batches of one.
-        if overdue <= sum(beat.task in self.unfinished for beat in beats):
-            return
+        if overdue <= len(making) or any(worker.fault for worker in self.workers):
+            return  # if one was killed, the others are about to be replaced
         idle = [
             worker
             for worker, beat in zip(self.workers, beats, strict=True)
-            if beat.task and beat.task not in self.unfinished and not worker.has_ended()
+            if beat.task and beat.task not in making and not worker.has_ended()
         ]
         stacks = {worker: self._stack(worker) for worker in idle}
         # Of several, those are to blame that do not answer, if there are any.
         silent = [worker for worker in idle if not stacks[worker]]
         for worker in silent or idle:
-            self._kill_for(worker, f"{STOOD_STILL}\n{stacks[worker]}".strip(), stacks[worker])
+            stack = stacks[worker] or "(the worker did not answer)"
+            self._kill_for(worker, f"{STOOD_STILL}\n{stack}", stacks[worker])
 
     def _stack(self, worker: WorkerProcess) -> str:
         return self.heartbeats.stack(partial(send_signal, worker), GRACE)
