@@ -730,7 +730,6 @@ class BadAwaited(Bad):
         return super().__getitem__(index)
 
 
-@variants("executor", ["process", "thread"])
 @variants("kind", [Bad, BadAwaited])
 def test_a_read_that_hangs_names_its_sample(kind):
     """Though others are read at the same time, and ahead. They are found in the stack, too."""

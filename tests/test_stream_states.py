@@ -102,7 +102,9 @@ class Resetting:
 
 
 @pytest.mark.parametrize(
-    "stream", [Resetting, lambda: iter(range(9)), lambda: (k for k in range(9))]
+    "stream",
+    [Resetting, lambda: iter(range(9)), lambda: (k for k in range(9))],
+    ids=["a class", "an iterator", "a generator"],
 )
 def test_two_loaders_over_one_iterator_are_refused(stream):
     shared = stream()
@@ -133,7 +135,9 @@ def interrupting(at: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "stream", [Interrupts, interrupting, lambda at: map(int, Interrupts(at))], ids=str
+    "stream",
+    [Interrupts, interrupting, lambda at: map(int, Interrupts(at))],
+    ids=["a class", "a generator", "a map"],
 )
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("at", [0, 4, 5, 8])
