@@ -41,7 +41,8 @@ from minloader._checks import B, refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
-from minloader._epochs.lane import Lane, track
+from minloader._epochs.lane import Lane
+from minloader._epochs.lost import track
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch

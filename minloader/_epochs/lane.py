@@ -22,23 +22,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, CancelledError
+from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
 from typing import Any
 
-from minloader._checks import copied, shown
-from minloader._epochs import failures
+from minloader._checks import copied
+from minloader._epochs import failures, lost
 from minloader._epochs.feed import Feed
+from minloader._epochs.lost import track
 from minloader._epochs.options import Shared
 from minloader._epochs.position import NOTHING_CAME, LanePosition, Range, Tally
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Arrivals, Shipment, Task
-from minloader._errors import BatchError, WorkerDied
 from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
-from minloader._pools.base import Death, HeldItem, Pool
-from minloader._worker.messages import JobMissing, Reply
+from minloader._pools.base import HeldItem, Pool
+from minloader._worker.messages import Reply
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -347,7 +347,8 @@ class Lane:
             return
         shipment.future = None  # it leads here, and would keep the memory
         if shipment.reply is None:
-            self._recover_lost(task, shipment)
+            self._replace(task, lost.sent_again(self, task, shipment))
+            task.shipment = None
             return
         reply = shipment.reply
         made = len(reply.outcomes)
@@ -427,128 +428,6 @@ class Lane:
             if each.first > task.first:
                 each.forget()
 
-    def _recover_lost(self, task: Task, shipment: Shipment) -> None:
-        """Put what is to be sent again in the place of a task that was lost."""
-        self.shared.check_open()
-        self.pool.end_broken()  # finds out how its workers ended
-        death = self.pool.take_death(shipment.id)
-        error = shipment.lost
-        assert error is not None
-        place = {
-            "batch": self.feed.told_ordinal(task.first),
-            "epoch": self.feed.epoch,
-            "count": len(task.items),
-        }
-        self.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
-        if death is not None:
-            pieces = self._without_suspect(task, death)
-        else:
-            pieces = self._again(task, error)
-        self._replace(task, pieces)
-        task.shipment = None
-
-    def _without_suspect(self, task: Task, death: Death) -> list[Task]:
-        """Return what is sent again, apart from the batch that a dead worker was making."""
-        options, counters = self.shared.options, self.shared.counters
-        if options.concurrency and death.stack is None and task.lost is None:
-            death = death._replace(place=-1)  # any of those that were read may be to blame
-        n = max(0, death.item)
-        suspect = task.part(n, n + 1, tries=task.tries + 1)
-        place = {
-            "ordinal": self.feed.told_ordinal(task.first + n),
-            "epoch": self.feed.epoch,
-            "item": self.feed.told_item(task, n),
-            "sample": self._sample_of(task, n, death.place),
-        }
-        self._tell_death(death, place)
-        if suspect.tries <= options.retries:
-            counters.errors.retries += 1
-        elif death.item < 0 and isinstance(self.feed, ShardFeed):
-            self.feed.end_before(task, self)
-            return [task]
-        else:
-            error = failures.lethal(death, tries=suspect.tries, **place)
-            lost = self._lost_with(suspect, death, error)
-            if lost is not None:
-                counters.errors.retries += 1
-                suspect.lost = lost
-                suspect.tries = 0  # another sample has tries of its own
-            else:
-                suspect.failed(error)
-                assert suspect.outcomes is not None
-                suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=place["sample"])
-                suspect.reply = Reply(
-                    worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
-                )
-        pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
-        return [each for each in pieces if each.items]
-
-    def _sample_of(self, task: Task, n: int, place: int) -> tuple[Any, ...]:
-        """Return the index of a sample of a batch, in a tuple; () if it is not known."""
-        if place < 0 or isinstance(self.feed, ShardFeed):
-            return ()
-        item = self.feed.told_item(task, n)
-        if self.shared.group.factory.job.collate_fn is None:  # the item is the sample
-            return (item,)
-        return failures.sample_at(item, place)
-
-    def _lost_with(
-        self, suspect: Task, death: Death, error: BatchError
-    ) -> dict[int, BatchError] | None:
-        """Return which samples of a batch are not made again, since its worker died once too often.
-
-        None: the batch has failed. Where samples are read together it is made once more before
-        that, without any of them left out, so that it shows which one is to blame.
-        """
-        job = self.shared.group.factory.job
-        if job.options.on_sample_error is None:
-            return None
-        lost = suspect.lost
-        if death.place < 0:
-            together = self.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
-            is_hidden = lost is None and together and not job.options.is_stream
-            return {} if is_hidden else None
-        if lost is None:
-            return {death.place: error}
-        # Else what was put in its place, or was asked for that, takes workers along too.
-        return None if death.place in lost else {**lost, death.place: error}
-
-    def _again(self, task: Task, error: BaseException) -> list[Task]:
-        """Return what is sent again of a task that was lost, and no batch of it was suspected."""
-        pool, counters = self.pool, self.shared.counters
-        if isinstance(error, JobMissing):
-            return [task.part(0, len(task.items))]  # the next one takes it along
-        if isinstance(error, BrokenExecutor | CancelledError):
-            if pool.replaces:
-                return [task.part(0, len(task.items))]  # another's worker died
-            text = f"a worker of the executor died, which is broken since: {error}"
-            dead = [WorkerDied(text) for _ in task.items]
-            return [task.part(0, len(task.items)).failed(*dead, fatal=True)]
-        # An error of the user's executor, or no room here. Which batch is at fault shows one by
-        # one: so each has been tried.
-        who = "this process" if pool.replaces else "the executor"
-        if len(task.items) > 1 or task.tries < self.shared.options.retries:
-            ordinal = self.feed.told_ordinal(task.first)
-            logger.warning("%s lost batch %d, again: %s", who, ordinal, error)
-            counters.errors.retries += 1
-            tries = task.tries + 1
-            return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
-        if pool.is_death(error):
-            item = shown(task.item(0))
-            what = f"batch {task.first} of epoch {self.feed.epoch}, item {item}"
-            died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
-            return [task.part(0, 1).failed(died)]
-        assert isinstance(error, Exception)
-        stage = "when it came from a worker" if pool.replaces else "in the executor"
-        return [task.part(0, 1).failed(error, stage=stage, fatal=True)]
-
-    def _tell_death(self, death: Death, place: dict[str, Any]) -> None:
-        """Say in the timeline, and in the log, which batch a worker has died with."""
-        labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
-        where = track(death.worker, death.pid)
-        self.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
-        failures.tell_death(death, **place)
-
     # --- what was left undone
 
     def recover(self) -> None:
@@ -605,10 +484,3 @@ def _samples(items: list[Any]) -> int:
     """Return how many samples there are in some items, as far as that can be seen."""
     known = (item.item if isinstance(item, HeldItem) else item for item in items)
     return sum(len(item) if isinstance(item, list) else 1 for item in known)
-
-
-def track(worker: int, pid: int) -> str:
-    """Return a worker's name in the timeline; those of an executor of the user's have no number."""
-    if worker >= 0:
-        return f"worker {worker}"
-    return f"process {pid}" if worker == -1 else f"process {pid}, thread {-worker}"

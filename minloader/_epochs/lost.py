@@ -1,0 +1,166 @@
+"""What is sent again of a task that was lost, and what has failed of it.
+
+A task is lost where a worker died or hung with it, where its executor broke, or where its reply has
+found no room. What may be to blame is tried again alone, so that nothing else of the task fails
+with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import BrokenExecutor, CancelledError
+from typing import TYPE_CHECKING, Any
+
+from minloader._checks import shown
+from minloader._epochs import failures
+from minloader._epochs.shard_feed import ShardFeed
+from minloader._epochs.task import Shipment, Task
+from minloader._errors import BatchError, WorkerDied
+from minloader._pools.base import Death
+from minloader._worker.messages import JobMissing, Reply
+
+if TYPE_CHECKING:
+    from minloader._epochs.lane import Lane
+
+logger = logging.getLogger("minloader")
+
+
+def sent_again(lane: Lane, task: Task, shipment: Shipment) -> list[Task]:
+    """Return what takes the place of a task that was lost.
+
+    Args:
+        lane: that has it.
+        task: which.
+        shipment: of it, that is lost.
+    """
+    lane.shared.check_open()
+    lane.pool.end_broken()  # finds out how its workers ended
+    death = lane.pool.take_death(shipment.id)
+    error = shipment.lost
+    assert error is not None
+    place = {
+        "batch": lane.feed.told_ordinal(task.first),
+        "epoch": lane.feed.epoch,
+        "count": len(task.items),
+    }
+    lane.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
+    if death is not None:
+        return _without_suspect(lane, task, death)
+    return _again(lane, task, error)
+
+
+def _without_suspect(lane: Lane, task: Task, death: Death) -> list[Task]:
+    """Return what is sent again, apart from the batch that a dead worker was making."""
+    options = lane.shared.options
+    counters = lane.shared.counters
+    if options.concurrency and death.stack is None and task.lost is None:
+        death = death._replace(place=-1)  # any of those that were read may be to blame
+    n = max(0, death.item)
+    suspect = task.part(n, n + 1, tries=task.tries + 1)
+    place = {
+        "ordinal": lane.feed.told_ordinal(task.first + n),
+        "epoch": lane.feed.epoch,
+        "item": lane.feed.told_item(task, n),
+        "sample": _sample_of(lane, task, n, death.place),
+    }
+    _tell_death(lane, death, place)
+    if suspect.tries <= options.retries:
+        counters.errors.retries += 1
+    elif death.item < 0 and isinstance(lane.feed, ShardFeed):
+        lane.feed.end_before(task, lane)
+        return [task]
+    else:
+        error = failures.lethal(death, tries=suspect.tries, **place)
+        lost = _lost_with(lane, suspect, death, error)
+        if lost is not None:
+            counters.errors.retries += 1
+            suspect.lost = lost
+            suspect.tries = 0  # another sample has tries of its own
+        else:
+            suspect.failed(error)
+            assert suspect.outcomes is not None
+            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=place["sample"])
+            suspect.reply = Reply(
+                worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
+            )
+    pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
+    return [each for each in pieces if each.items]
+
+
+def _sample_of(lane: Lane, task: Task, n: int, place: int) -> tuple[Any, ...]:
+    """Return the index of a sample of a batch, in a tuple; () if it is not known."""
+    if place < 0 or isinstance(lane.feed, ShardFeed):
+        return ()
+    item = lane.feed.told_item(task, n)
+    if lane.shared.group.factory.job.collate_fn is None:  # the item is the sample
+        return (item,)
+    return failures.sample_at(item, place)
+
+
+def _lost_with(
+    lane: Lane, suspect: Task, death: Death, error: BatchError
+) -> dict[int, BatchError] | None:
+    """Return which samples of a batch are not made again, since its worker died once too often.
+
+    None: the batch has failed. Where samples are read together it is made once more before
+    that, without any of them left out, so that it shows which one is to blame.
+    """
+    job = lane.shared.group.factory.job
+    if job.options.on_sample_error is None:
+        return None
+    lost = suspect.lost
+    if death.place < 0:
+        together = lane.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
+        is_hidden = lost is None and together and not job.options.is_stream
+        return {} if is_hidden else None
+    if lost is None:
+        return {death.place: error}
+    # Else what was put in its place, or was asked for that, takes workers along too.
+    return None if death.place in lost else {**lost, death.place: error}
+
+
+def _again(lane: Lane, task: Task, error: BaseException) -> list[Task]:
+    """Return what is sent again of a task that was lost, and no batch of it was suspected."""
+    pool = lane.pool
+    counters = lane.shared.counters
+    if isinstance(error, JobMissing):
+        return [task.part(0, len(task.items))]  # the next one takes it along
+    if isinstance(error, BrokenExecutor | CancelledError):
+        if pool.replaces:
+            return [task.part(0, len(task.items))]  # another's worker died
+        text = f"a worker of the executor died, which is broken since: {error}"
+        dead = [WorkerDied(text) for _ in task.items]
+        return [task.part(0, len(task.items)).failed(*dead, fatal=True)]
+    # An error of the user's executor, or no room here. Which batch is at fault shows one by
+    # one: so each has been tried.
+    who = "this process" if pool.replaces else "the executor"
+    if len(task.items) > 1 or task.tries < lane.shared.options.retries:
+        ordinal = lane.feed.told_ordinal(task.first)
+        logger.warning("%s lost batch %d, again: %s", who, ordinal, error)
+        counters.errors.retries += 1
+        tries = task.tries + 1
+        return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
+    if pool.is_death(error):
+        item = shown(task.item(0))
+        what = f"batch {task.first} of epoch {lane.feed.epoch}, item {item}"
+        died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
+        return [task.part(0, 1).failed(died)]
+    assert isinstance(error, Exception)
+    stage = "when it came from a worker" if pool.replaces else "in the executor"
+    return [task.part(0, 1).failed(error, stage=stage, fatal=True)]
+
+
+def _tell_death(lane: Lane, death: Death, place: dict[str, Any]) -> None:
+    """Say in the timeline, and in the log, which batch a worker has died with."""
+    labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
+    where = track(death.worker, death.pid)
+    lane.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
+    failures.tell_death(death, **place)
+
+
+def track(worker: int, pid: int) -> str:
+    """Return a worker's name in the timeline; those of an executor of the user's have no number."""
+    if worker >= 0:
+        return f"worker {worker}"
+    return f"process {pid}" if worker == -1 else f"process {pid}, thread {-worker}"
