@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger("minloader")
 
-shown = reprlib.repr
+brief_repr = reprlib.repr
 """How messages show a value: never long, never failing."""
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a span of time in three digits: "20.3 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= 0.9995 * scale:
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return an amount of memory in three digits: "24.3 MB"."""
     for unit in ("bytes", "kB", "MB"):
         if count < 999.5:
@@ -58,7 +58,7 @@ def check_int(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {shown(value)}") from None
+        raise TypeError(f"{name} must be an int, got {brief_repr(value)}") from None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value}")
     if number < least:
@@ -71,21 +71,21 @@ def check_bool(name: str, value: Any) -> bool:
     with suppress(ValueError):  # an array is neither
         if value == bool(value):
             return bool(value)
-    raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    raise TypeError(f"{name} must be True or False, got {brief_repr(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """Return an argument that must be one of several words."""
     if value not in choices:
         *others, last = map(repr, choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {brief_repr(value)}")
     return str(value)
 
 
 def check_callable(name: str, value: Any) -> None:
     """Refuse what is neither a function nor None."""
     if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable or None, got {shown(value)}")
+        raise TypeError(f"{name} must be callable or None, got {brief_repr(value)}")
 
 
 def check_iterable(name: str, value: Any) -> None:
@@ -95,14 +95,14 @@ def check_iterable(name: str, value: Any) -> None:
     """
     kind = type(value)
     if kind is str:
-        raise TypeError(f"{name} must be an iterable of items, got the string {shown(value)}")
+        raise TypeError(f"{name} must be an iterable of items, got the string {brief_repr(value)}")
     if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         size = f"; for batches of {value} samples, write batch_size={value}"
         advice = size if type(value) is int else ""
-        raise TypeError(f"{name} must be iterable or None, got {shown(value)}{advice}")
+        raise TypeError(f"{name} must be iterable or None, got {brief_repr(value)}{advice}")
 
 
-def copied(things: Iterable[T]) -> list[T]:
+def snapshot(things: Iterable[T]) -> list[T]:
     """Return what is in a collection that other threads may change meanwhile.
 
     One step of C for lists and dicts. A ``WeakSet`` is walked in Python (until 3.14), and a deque
@@ -196,7 +196,7 @@ def differences(here: Any, then: Any, name: str = "") -> list[str]:
     if _are_equal(here, then):
         return []
     where = f"{name} " if name else ""
-    return [f"{name or 'it'} is {shown(here)}, but the state is of {where}{shown(then)}"]
+    return [f"{name or 'it'} is {brief_repr(here)}, but the state is of {where}{brief_repr(then)}"]
 
 
 def _are_equal(here: Any, then: Any) -> bool:
@@ -307,7 +307,7 @@ def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
     return ""
 
 
-def tell_idle_workers(num_workers: int, shards: int) -> None:
+def warn_idle_workers(num_workers: int, shards: int) -> None:
     """Say in the log that a stream has fewer shards than there are workers."""
     if num_workers > shards:
         logger.warning(
@@ -342,18 +342,18 @@ def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
     reads = getattr(kind, "__getitem__", dataset)
     if not awaits and inspect.iscoroutinefunction(reads):
         raise TypeError(
-            f"a sample is a coroutine, since {shown(reads)} is an async def; give the loader "
+            f"a sample is a coroutine, since {brief_repr(reads)} is an async def; give the loader "
             "minloader.concurrent(dataset), which awaits them"
         )
     if kind is str:
         raise TypeError(
-            f"dataset must give samples, got the string {shown(dataset)}; if that is a path, pass "
-            "an object that reads the file"
+            f"dataset must give samples, got the string {brief_repr(dataset)}; if that is a path, "
+            "pass an object that reads the file"
         )
     if not (hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)):
         raise TypeError(
             "dataset must have __getitem__ or __iter__, or be callable, got "
-            f"{shown(dataset)}; give it a __getitem__, or pass a function of one item; a "
+            f"{brief_repr(dataset)}; give it a __getitem__, or pass a function of one item; a "
             "stream, which has __iter__ alone, takes no sampler"
         )
 
@@ -378,7 +378,7 @@ def dataset_length(dataset: Any) -> int:
         if inspect.isgeneratorfunction(dataset):
             advice = "; for a stream give an object with this function as its __iter__"
         raise TypeError(
-            f"sampler is needed: the dataset, {shown(dataset)}, has no len() to make one "
+            f"sampler is needed: the dataset, {brief_repr(dataset)}, has no len() to make one "
             f"from{advice}"
         ) from error
 
@@ -430,7 +430,7 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds or None, got {shown(timeout)}")
+        raise TypeError(f"timeout must be a number of seconds or None, got {brief_repr(timeout)}")
     if not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
     if isinstance(executor, Executor):
@@ -459,7 +459,7 @@ def check_memory_limit(limit: Any, executor: Any) -> None:
     if executor != "process":
         raise ValueError(
             "worker_memory_limit is for executor='process' alone, but executor is "
-            f"{shown(executor)}; drop worker_memory_limit"
+            f"{brief_repr(executor)}; drop worker_memory_limit"
         )
 
 
@@ -493,7 +493,7 @@ def check_on_error(name: str, value: Any) -> None:
     """Refuse an ``on_error`` or ``on_sample_error`` that is neither a known word nor a function."""
     known = isinstance(value, str) and value in ("raise", "skip")
     if not known and (isinstance(value, type) or not callable(value)):
-        raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {shown(value)}")
+        raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {brief_repr(value)}")
 
 
 def check_max_errors(max_errors: Any) -> float | None:
@@ -501,7 +501,7 @@ def check_max_errors(max_errors: Any) -> float | None:
     if max_errors is None:
         return None
     if isinstance(max_errors, bool) or not isinstance(max_errors, Real):
-        raise TypeError(f"max_errors must be an int, a float or None, got {shown(max_errors)}")
+        raise TypeError(f"max_errors must be an int, a float or None, got {brief_repr(max_errors)}")
     if isinstance(max_errors, Integral):
         return check_int("max_errors", max_errors, 0)
     share = float(max_errors)
@@ -519,7 +519,7 @@ def check_executor(executor: Any, *, streams: bool) -> None:
     if executor not in ("process", "thread") and not isinstance(executor, Executor):
         raise ValueError(
             "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
-            f"client: client.get_executor(pure=False)), got {shown(executor)}"
+            f"client: client.get_executor(pure=False)), got {brief_repr(executor)}"
         )
     # From 3.14. It derives from ThreadPoolExecutor. If there is one, its module is imported.
     interpreters: Any = sys.modules.get("concurrent.futures.interpreter")
@@ -541,17 +541,19 @@ def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseCo
     if mp_context is not None and executor != "process":
         raise ValueError(
             f"mp_context={mp_context!r} is for executor='process' alone, but executor is "
-            f"{shown(executor)}; drop mp_context"
+            f"{brief_repr(executor)}; drop mp_context"
         )
     if isinstance(mp_context, BaseContext):
         return mp_context
     if mp_context is not None and not isinstance(mp_context, str):
-        raise TypeError(f"mp_context must be a multiprocessing context, got {shown(mp_context)}")
+        raise TypeError(
+            f"mp_context must be a multiprocessing context, got {brief_repr(mp_context)}"
+        )
     method = "spawn" if mp_context is None else mp_context
     return get_context(check_choice("mp_context", method, get_all_start_methods()))
 
 
-def tell_rereading(again: list[int]) -> None:
+def warn_rereading(again: list[int]) -> None:
     """Say in the log that shards of a stream without a state are read again to where they were.
 
     Args:
@@ -578,7 +580,7 @@ def check_indices(item: Any) -> list[Any]:
     except TypeError:
         pass
     raise TypeError(
-        f"the sampler yielded {shown(item)}, but with collate_fn each item must be a list of "
+        f"the sampler yielded {brief_repr(item)}, but with collate_fn each item must be a list of "
         "indices; use a batch sampler or batch_size, or drop collate_fn"
     )
 
@@ -588,9 +590,10 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     wanted = "dataset.__getitems__ must return a list with one sample for each index"
     if isinstance(fetched, Mapping):
         raise TypeError(
-            f"{wanted}, but returned one {type(fetched).__name__} with keys {shown(list(fetched))} "
-            f"for {len(indices)} of them; if that is the batch, drop batch_size and collate_fn, "
-            "and give the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
+            f"{wanted}, but returned one {type(fetched).__name__} with keys "
+            f"{brief_repr(list(fetched))} for {len(indices)} of them; if that is the batch, drop "
+            "batch_size and collate_fn, and give the loader the function: "
+            "Loader(dataset.__getitems__, BatchSampler(...))"
         )
     kind = type(fetched)
     if hasattr(kind, "columns"):
@@ -601,7 +604,7 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
         )
     is_list = hasattr(kind, "__getitem__") or isinstance(fetched, Iterator)
     if not is_list or isinstance(fetched, str | bytes):
-        raise TypeError(f"{wanted}, but returned {shown(fetched)}")
+        raise TypeError(f"{wanted}, but returned {brief_repr(fetched)}")
     samples = list(fetched)
     if len(samples) != len(indices):
         raise ValueError(f"{wanted}, but returned {len(samples)} for {len(indices)} indices")

@@ -55,7 +55,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, Self
 
 from minloader import _checks as checks
-from minloader._checks import B, check_int, shown
+from minloader._checks import B, brief_repr, check_int
 from minloader._epochs.epochs import Course, Epochs
 from minloader._epochs.failures import OnError
 from minloader._epochs.feed import Feed
@@ -292,7 +292,7 @@ class Loader(Generic[B]):
 
     def __repr__(self) -> str:
         given = self._arguments[0] | {"num_workers": self.num_workers}
-        values = [f"{name}={shown(value)}" for name, value in given.items()]
+        values = [f"{name}={brief_repr(value)}" for name, value in given.items()]
         return f"<{'closed ' * self._shared.is_closed}Loader({', '.join(values)})>"
 
     def _repr_html_(self) -> str:
@@ -325,7 +325,7 @@ class Loader(Generic[B]):
             self._shared.counters.begin_anew(self.stats)
             group.resize(num_workers)
             if self._epochs.shards is not None:
-                checks.tell_idle_workers(num_workers, self._epochs.shards)
+                checks.warn_idle_workers(num_workers, self._epochs.shards)
 
     @property
     def stats(self) -> Stats:
@@ -393,7 +393,8 @@ class Loader(Generic[B]):
             return epochs.length_ahead()
         except TypeError as error:
             raise TypeError(
-                f"this loader has no length, since its sampler, {shown(self.sampler)}, has none"
+                f"this loader has no length, since its sampler, {brief_repr(self.sampler)}, has "
+                "none"
             ) from error
 
     # --- epochs
@@ -540,7 +541,7 @@ class Loader(Generic[B]):
                     f"batch_size is {ours}, but the state is of a stream with "
                     f"batch_size={theirs}; make the loader with that"
                 )
-            checks.tell_idle_workers(self.num_workers, len(position.lanes))
+            checks.warn_idle_workers(self.num_workers, len(position.lanes))
         else:
             position = epochs.fitting(position, seed, takes_seed=self._has_own_sampler, allow=allow)
         # Only now: the epoch under way goes on after a state that was refused.

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from minloader._checks import B, check_int, shown
+from minloader._checks import B, brief_repr, check_int
 from minloader._epochs.iterator import Batches
 from minloader._epochs.stage import Stage, Work
 from minloader._errors import without_frames
@@ -91,9 +91,9 @@ def prefetched(
     """The same; ``receive`` is called in the consumer's thread with what ``fn`` has made."""
     depth = check_int("depth", depth, 1)
     if not callable(fn):
-        raise TypeError(f"fn must be callable, got {shown(fn)}")
+        raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
     if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
-        raise TypeError(f"batches must be iterable, got {shown(batches)}")
+        raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
     stage = Stage(fn, depth, receive)
     source = iter(batches)
     if isinstance(source, Batches):

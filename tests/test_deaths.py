@@ -955,7 +955,7 @@ def test_a_worker_that_stands_still_with_its_reply(share, tmp_path):
     with Loader(trouble.Large(5_000_000), range(4), timeout=HANG / 2, **options) as loader:
         assert [batch[0] for batch in loader] == [0, 1, 2, 3]
         assert (tmp_path / "did").exists()
-        assert (loader.stats.retries, loader.stats.replaced) == (1, 1)
+        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
 
 
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):

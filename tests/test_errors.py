@@ -30,7 +30,7 @@ from trouble import (
 )
 
 from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
-from minloader._checks import amount, duration
+from minloader._checks import format_bytes, format_seconds
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -286,9 +286,9 @@ def test_broken_repr_does_not_hide_the_error():
 
 def test_spans_and_amounts_in_words():
     spans = {0: "0 µs", 3e-7: "0.3 µs", 0.0203: "20.3 ms", 0.9996: "1 s", 999.7: "1,000 s"}
-    assert [duration(seconds) for seconds in spans] == list(spans.values())
+    assert [format_seconds(seconds) for seconds in spans] == list(spans.values())
     amounts = {0: "0 bytes", 1500: "1.5 kB", 999_900: "1 MB", 2.43e7: "24.3 MB", 5e12: "5,000 GB"}
-    assert [amount(count) for count in amounts] == list(amounts.values())
+    assert [format_bytes(count) for count in amounts] == list(amounts.values())
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["ours", "the user's"])

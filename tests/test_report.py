@@ -24,7 +24,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from minloader import Loader
-from minloader._checks import duration
+from minloader._checks import format_seconds
 from minloader._diagnosis.page import data as page_data
 from minloader._diagnosis.page import fragment, render
 from minloader._diagnosis.page import text as page_text
@@ -538,7 +538,7 @@ def test_tracks_are_in_order(drawn):
 
 def test_spans_of_time_are_told_as_everywhere(drawn):
     told = [text for text in drawn["durations"].said("span") if text.strip()]
-    assert told[1:] == [duration(span) for span in SPANS if span]  # behind the headline
+    assert told[1:] == [format_seconds(span) for span in SPANS if span]  # behind the headline
 
 
 EVENTS = st.builds(

@@ -497,7 +497,7 @@ def test_what_a_meter_tells(monkeypatch):
     monkeypatch.setattr("os.times", lambda: ticks)
     monkeypatch.setattr(processor_time, "waited", lambda: dict(threads))
     set_to([9, 0, 0, 0], main=(9, 1))
-    meter = processor_time.Meter()
+    meter = processor_time.CpuMeter()
     set_to([10, 0, 0, 0], main=(10, 2))
     assert meter.add(100) == (1, 1, 98)
 
@@ -521,13 +521,13 @@ def test_where_there_are_no_such_files(monkeypatch, tmp_path):
     (tmp_path / "1").mkdir()  # a thread that has just ended
     assert waited(str(tmp_path)) == {}
     monkeypatch.setattr(processor_time, "waited", partial(waited, str(tmp_path)))
-    assert processor_time.Meter().add(100) is None
+    assert processor_time.CpuMeter().add(100) is None
 
 
 def test_what_no_descriptor_is_left_for_is_not_told():
     """And it is no error of the batch: a dataset may have opened all that a process may have."""
     resource = pytest.importorskip("resource")
-    meter = processor_time.Meter()
+    meter = processor_time.CpuMeter()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:

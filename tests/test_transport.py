@@ -16,11 +16,11 @@ from helpers import TwoArguments
 from numpy.testing import assert_array_equal
 from trouble import Frozen, Hopeless
 
-from minloader._memory import culprit
-from minloader._memory.culprit import find_culprit
+from minloader._memory import unpicklable
 from minloader._memory.files import LARGE, unlink
 from minloader._memory.job_file import JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, pack, pack_error, unpack
+from minloader._memory.unpicklable import find_unpicklable
 
 QUIETLY: Any = {"options": ["-X", "dev"], "env": {"PYTHONWARNINGS": "error"}}
 """How programs are run that must not warn of anything."""
@@ -343,7 +343,7 @@ def deep(n, obj):
     ],
 )
 def test_the_culprit_is_named(make, path):
-    found_path, part, error = find_culprit(make(threading.Lock()), "dataset")
+    found_path, part, error = find_unpicklable(make(threading.Lock()), "dataset")
     assert found_path == path
     assert error in ("not this one", "cannot pickle '_thread.lock' object")
     assert isinstance(part, (Unpicklable, type(threading.Lock())))
@@ -393,18 +393,18 @@ def test_the_search_for_the_culprit_ends(monkeypatch, make, path):
     """One attempt to pickle, and one look at each part: more would be quadratic, or endless."""
     obj, attempts = make(), []
 
-    class Counted(culprit._Probe):
+    class Counted(unpicklable._Probe):
         def dump(self, each):
             attempts.append(each)
             super().dump(each)
 
-    monkeypatch.setattr(culprit, "_Probe", Counted)
-    assert find_culprit(obj, "dataset")[0] == path
+    monkeypatch.setattr(unpicklable, "_Probe", Counted)
+    assert find_unpicklable(obj, "dataset")[0] == path
     assert attempts == [obj]
 
 
 def test_a_part_that_is_made_anew_each_time():
-    path, part, error = find_culprit(MakesLocks(), "dataset")
+    path, part, error = find_unpicklable(MakesLocks(), "dataset")
     assert (path, type(part)) == ("dataset", MakesLocks)
     assert error == "cannot pickle '_thread.lock' object"
 
@@ -428,7 +428,7 @@ def test_the_error_of_an_object_without_end_is_short():
     [1, lambda: 0, Holder(a=[np.ones(3)], f=closure_over(5)), functools.partial(len, "x"), int],
 )
 def test_no_culprit_where_all_is_well(obj):
-    assert find_culprit(obj, "dataset") is None
+    assert find_unpicklable(obj, "dataset") is None
 
 
 # --- exceptions --------------------------------------------------------------------------------

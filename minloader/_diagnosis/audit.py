@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any, NamedTuple
 
-from minloader._checks import check_int, shown
+from minloader._checks import brief_repr, check_int
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
@@ -136,7 +136,7 @@ class NewLoaders:
     def __init__(self, make_loader: Callable[..., Any]) -> None:
         if not callable(make_loader):
             raise TypeError(
-                f"make_loader must be a function that makes a Loader, got {shown(make_loader)}"
+                f"make_loader must be a function that makes a Loader, got {brief_repr(make_loader)}"
             )
         self._make_loader = make_loader
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -156,7 +156,7 @@ class NewLoaders:
         if as_loader is None and not isinstance(loader, Loader):
             raise TypeError(
                 "make_loader must return a minloader.Loader, or a minloader.torch.DataLoader, got "
-                f"{shown(loader)}"
+                f"{brief_repr(loader)}"
             )
         if loader in self._made:
             raise ValueError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from minloader._checks import shown
+from minloader._checks import brief_repr
 
 MOST_LEAVES = 1_000
 """Leaves of a batch that are kept one by one, at some 300 bytes each. Of the others only a sum is
@@ -100,7 +100,7 @@ def _is_strided(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     if _kind(value) not in KINDS.values() or not _is_strided(value):
-        return shown(value)
+        return brief_repr(value)
     flat = value.reshape(-1)
     text = ", ".join(map(str, flat[:16].tolist())) + ", ..." * (len(flat) > 16)
     return f"{_kind(value)} of {value.dtype}, shape {tuple(value.shape)}: {text}"

@@ -13,7 +13,7 @@ import statistics
 from importlib import resources
 from typing import Any
 
-from minloader._checks import amount, duration
+from minloader._checks import format_bytes, format_seconds
 from minloader._diagnosis.verdict import share
 from minloader._insight.stats import Stats
 
@@ -69,7 +69,7 @@ def data(stats: Stats) -> dict[str, Any]:
     consumer = {
         "label": "consumer",
         "seconds": {"wait": times.wait - start, "own": times.consumer},
-        "remark": f"the {duration(start)} until workers were ready left out" if start else "",
+        "remark": f"the {format_seconds(start)} until workers were ready left out" if start else "",
     }
     sampler = {
         "label": "sampler",
@@ -84,8 +84,8 @@ def data(stats: Stats) -> dict[str, Any]:
     began = stats.timeline.began
     return {
         "subtitle": (
-            f"{stats.batches:,} batches in {duration(stats.seconds)}, the first after "
-            f"{duration(times.startup)}"
+            f"{stats.batches:,} batches in {format_seconds(stats.seconds)}, the first after "
+            f"{format_seconds(times.startup)}"
         ),
         "verdict": stats.verdict,
         "bottleneck": stats.bottleneck,
@@ -115,17 +115,17 @@ def _loop_rows(stats: Stats) -> list[Row]:
     speed = f"{rate:,.{0 if rate >= 100 else 1}f}/s"
     each = max(stats.batches, 1)
     if stats.bytes:
-        speed += f", {amount(stats.bytes)}, {amount(rate * stats.bytes / each)}/s"
+        speed += f", {format_bytes(stats.bytes)}, {format_bytes(rate * stats.bytes / each)}/s"
     waited = share(times.wait - start, running)
     if start:
-        waited += f", without the {duration(start)} until workers were ready"
-    drawing = f"of the wait; {duration(times.sampler / each)} a batch"
+        waited += f", without the {format_seconds(start)} until workers were ready"
+    drawing = f"of the wait; {format_seconds(times.sampler / each)} a batch"
     return [
         ("batches", f"{stats.batches:,}", speed),
-        ("consumer's own time", duration(times.consumer), share(times.consumer, running)),
-        ("consumer waited", duration(times.wait), waited),
-        ("until the first batch", duration(times.startup), "of the wait"),
-        ("sampler", duration(times.sampler), drawing),
+        ("consumer's own time", format_seconds(times.consumer), share(times.consumer, running)),
+        ("consumer waited", format_seconds(times.wait), waited),
+        ("until the first batch", format_seconds(times.startup), "of the wait"),
+        ("sampler", format_seconds(times.sampler), drawing),
     ]
 
 
@@ -135,22 +135,22 @@ def _stage_rows(stats: Stats) -> list[Row]:
     workers = stats.workers
     rows = []
     for name, seconds in times.stages.items():
-        a_batch = duration(seconds / max(stats.batches, 1))
+        a_batch = format_seconds(seconds / max(stats.batches, 1))
         remark = f"{share(seconds, times.work)} of the workers' time; {a_batch} a batch"
         if name == "transport":
-            remark += f"; and {duration(times.unpacking)} here"
-        rows.append((name, duration(seconds), remark))
+            remark += f"; and {format_seconds(times.unpacking)} here"
+        rows.append((name, format_seconds(seconds), remark))
     if workers.measured:
         computed = share(workers.computing, workers.measured)
         queued = share(workers.queued, workers.measured)
         asleep = share(workers.asleep, workers.measured)
         remark = f"{computed} of it; waited for a processor {queued}, for something else {asleep}"
-        rows.append(("computing", duration(workers.computing), remark))
+        rows.append(("computing", format_seconds(workers.computing), remark))
     medians = stats.median.values()
     if medians:
-        late = duration(max(stats.p95.values()))
-        remark = f"95 % within {late}, the slowest {duration(stats.slowest)}, lately"
-        rows.append(("a batch", duration(statistics.median(medians)), remark))
+        late = format_seconds(max(stats.p95.values()))
+        remark = f"95 % within {late}, the slowest {format_seconds(stats.slowest)}, lately"
+        rows.append(("a batch", format_seconds(statistics.median(medians)), remark))
     return rows
 
 
@@ -159,13 +159,15 @@ def _memory_rows(stats: Stats) -> list[Row]:
     memory = stats.memory
     rows = []
     if memory.workers:
-        remark = f"of the workers' own, {amount(sum(memory.at_start.values()))} when they began"
+        remark = (
+            f"of the workers' own, {format_bytes(sum(memory.at_start.values()))} when they began"
+        )
         remark += "".join(f"; {name} grows steadily" for name in memory.growth)
-        rows.append(("memory", amount(sum(memory.workers.values())), remark))
+        rows.append(("memory", format_bytes(sum(memory.workers.values())), remark))
     if memory.jumps:
         jump = max(memory.jumps, key=lambda each: each.bytes)
         remark = f"{jump.worker}, at {jump.item} (batch {jump.batch} of epoch {jump.epoch})"
-        rows.append(("grew at once", amount(jump.bytes), remark))
+        rows.append(("grew at once", format_bytes(jump.bytes), remark))
     return rows
 
 
@@ -177,11 +179,11 @@ def _worker_rows(stats: Stats) -> list[Row]:
     chunk = f"up to {workers.chunk_size} batches each" if workers.chunk_size > 1 else ""
     slots = f"{memory.slots} slots"
     if memory.slot_limit:
-        slots += f", {amount(memory.slot_limit)} at most"
+        slots += f", {format_bytes(memory.slot_limit)} at most"
     return [
         ("workers", f"{workers.count}", busy and f"busy {busy}"),
         ("tasks under way", f"{workers.in_flight}", chunk),
-        ("shared memory", amount(memory.slot_bytes), slots),
+        ("shared memory", format_bytes(memory.slot_bytes), slots),
         ("through the pipe", f"{memory.overflowed}", "batches that found no room there"),
     ]
 

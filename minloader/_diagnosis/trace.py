@@ -8,7 +8,7 @@ import logging
 import os
 from typing import Any
 
-from minloader._checks import shown
+from minloader._checks import brief_repr
 from minloader._insight.timeline import Event, split_task
 
 logger = logging.getLogger("minloader")
@@ -30,7 +30,7 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):  # FileIO takes 1 and True for standard output
-            raise TypeError(f"trace must be the path of a file to write, got {shown(path)}")
+            raise TypeError(f"trace must be the path of a file to write, got {brief_repr(path)}")
         self.path = path
         self._pid = os.getpid()
         self._tracks: dict[str, int] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minloader._checks import amount
+from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
 from minloader._insight.stats import Stats
 from minloader._loader import Loader
@@ -73,7 +73,7 @@ class Row:
             f"{self.byte_rate / 1e6:,.1f}" if self.byte_rate else "-",
             f"{self.wait:.0%}",
             "-" if self.busy is None else f"{self.busy:.0%}",
-            amount(self.memory) if self.memory else "-",
+            format_bytes(self.memory) if self.memory else "-",
             f"{self.first:.2f} s",
         ]
 

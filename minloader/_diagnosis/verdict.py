@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from minloader._checks import duration
+from minloader._checks import format_seconds
 from minloader._insight.stats import Stats
 from minloader._memory.limits import processors
 
@@ -51,8 +51,8 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     if start > 3 * total:
         earlier = "" if stats.workers.started_early else "; loader.start() begins earlier"
         return "", (
-            f"the first batch took {duration(times.startup)}, {share(start, stats.seconds)} of "
-            f"the time so far: look again after more batches{earlier}"
+            f"the first batch took {format_seconds(times.startup)}, {share(start, stats.seconds)} "
+            f"of the time so far: look again after more batches{earlier}"
         )
     waited = f"waited {share(wait, total)} of the time"
     busy = min(1.0, times.work / (total * max(workers, 1)))
@@ -65,7 +65,7 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
         return "own", f"the consumer is the limit: it {waited}{also_idle}{fewer}"
 
     if stats.time.sampler > wait / 2:
-        each = duration(stats.time.sampler / stats.batches)
+        each = format_seconds(stats.time.sampler / stats.batches)
         limit = f"the sampler is the limit: it takes {each} a batch"
         return "draw", f"{limit}; the consumer {waited}{also_idle}"
 
@@ -137,21 +137,21 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
     work = stats.time.work / stats.batches
     if each < LITTLE_TIME:
         return (
-            f"a batch takes {duration(each)}, little for what it costs to hand over, so larger "
-            "batches would help (batch_size, or the sampler)"
+            f"a batch takes {format_seconds(each)}, little for what it costs to hand over, so "
+            "larger batches would help (batch_size, or the sampler)"
         )
     if stats.time.unpacking > wait / 2:
         return (
-            f"unpickling a batch takes {duration(stats.time.unpacking / stats.batches)} in this "
-            "process; have the dataset return arrays rather than many objects"
+            f"unpickling a batch takes {format_seconds(stats.time.unpacking / stats.batches)} in "
+            "this process; have the dataset return arrays rather than many objects"
         )
     if stats.workers.queued > QUEUED * stats.workers.measured:
         return _held_up(stats)
     if stats.slowest > max(3 * work, each):
         return (
-            f"some batches are slow ({duration(stats.slowest)}, against {duration(work)} on "
-            "average) and the others wait for them, so a larger prefetch_factor or "
-            "in_order=False would help"
+            f"some batches are slow ({format_seconds(stats.slowest)}, against "
+            f"{format_seconds(work)} on average) and the others wait for them, so a larger "
+            "prefetch_factor or in_order=False would help"
         )
     return "more tasks under way would help (prefetch_factor)"
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from minloader import _checks as checks
-from minloader._checks import is_stateful, shown
+from minloader._checks import brief_repr, is_stateful
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed, SamplerSource, check_length
@@ -186,7 +186,9 @@ class Epochs:
             try:
                 state = pack({"dataset": self._dataset.state_dict()}, down=True)
             except Exception as error:  # many have none before their first item
-                logger.debug("%s has no state before it is read: %r", shown(self._dataset), error)
+                logger.debug(
+                    "%s has no state before it is read: %r", brief_repr(self._dataset), error
+                )
         lane = LanePosition(known=Known(0, state), beginning=state)
         return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
 
@@ -267,7 +269,7 @@ class Epochs:
             return [Feed(self.source, number, lane, length=length)]
         if resume is not None and not is_stateful(self._dataset):
             shards = [lane for lane in position.lanes if lane.known.state is None]
-            checks.tell_rereading([lane.given for lane in shards if not lane.is_ended])
+            checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
         total = len(position.lanes)
         return [
             ShardFeed(shard, total, number, lane, follows=None)
@@ -331,7 +333,7 @@ class Epochs:
                 else:
                     position = self.next_position()
             if self.under_way is under_way and self.resume is resume:
-                errors = tuple(checks.copied(self.shared.counters.last_errors))
+                errors = tuple(checks.snapshot(self.shared.counters.last_errors))
                 position = replace(position, errors=errors)
                 return to_state(position, seed, self.shared.options.batch_size)
             # Another thread has begun an epoch meanwhile.
@@ -366,16 +368,16 @@ class Epochs:
         sampler = source.items
         if allow and not isinstance(sampler, Sampler):
             raise ValueError(
-                f"allow is for a sampler of minloader's, but this loader has {shown(sampler)}; "
-                "drop it"
+                "allow is for a sampler of minloader's, but this loader has "
+                f"{brief_repr(sampler)}; drop it"
             )
         (lane,) = position.lanes
         if position.epoch:
             _refuse_own_generator(sampler, is_put_back=lane.known.state is not None)
         if lane.known.state is not None and not is_stateful(sampler):
             raise ValueError(
-                f"the state has one of its sampler, but the sampler here, {shown(sampler)}, has no "
-                "load_state_dict; give the loader the sampler that the state was taken with"
+                f"the state has one of its sampler, but the sampler here, {brief_repr(sampler)}, "
+                "has no load_state_dict; give the loader the sampler that the state was taken with"
             )
         if lane.known.state is None or not isinstance(sampler, Sampler):
             check_length(sampler, position.epoch, source.length_between(), position.length)
@@ -405,7 +407,7 @@ class Epochs:
             self.shared.group.reseed(seed)
             if sampler_seed is not None:
                 sampler_seed.seed = seed
-            for user in checks.copied(self.shared.group.users):
+            for user in checks.snapshot(self.shared.group.users):
                 user.is_superseded = True
             if position.is_stream:
                 self.shards = len(position.lanes)
@@ -501,9 +503,9 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
         for name, value in getattr(each, "__dict__", {}).items():
             if type(value).__name__ in ("Random", "Generator", "RandomState"):
                 raise ValueError(
-                    f"the sampler, {shown(sampler)}, draws its order from a generator, {name}, "
-                    "which the state does not have: in a new process it would repeat the order of "
-                    "the first epoch; give it set_epoch, or state_dict and load_state_dict"
+                    f"the sampler, {brief_repr(sampler)}, draws its order from a generator, "
+                    f"{name}, which the state does not have: in a new process it would repeat the "
+                    "order of the first epoch; give it set_epoch, or state_dict and load_state_dict"
                 )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from minloader._checks import ADVICE, shown
+from minloader._checks import ADVICE, brief_repr
 from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
 from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
@@ -105,8 +105,8 @@ def handle(
 
 def named(ordinal: int, epoch: int, item: Any, sample: Any = ()) -> str:
     """Return how messages name a batch, and in it the sample, whose index is in a tuple."""
-    which = f", sample {shown(sample[0])}" if sample and sample[0] is not item else ""
-    return f"batch {ordinal} of epoch {epoch}, item {shown(item)}{which}"
+    which = f", sample {brief_repr(sample[0])}" if sample and sample[0] is not item else ""
+    return f"batch {ordinal} of epoch {epoch}, item {brief_repr(item)}{which}"
 
 
 def sample_at(item: Any, place: int) -> tuple[Any, ...]:
@@ -193,7 +193,8 @@ def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, 
     """
     errors = [each for each in counters.last_errors if each[0] == epoch]
     first = [
-        f"  batch {batch}, sample {shown(sample)}: {error}" for _, batch, sample, error in errors
+        f"  batch {batch}, sample {brief_repr(sample)}: {error}"
+        for _, batch, sample, error in errors
     ]
     share = f" (at most {math.floor(most)} of them)" if isinstance(max_errors, float) else ""
     which = "these" if losses.count <= len(errors) else "those that are known"

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from minloader._checks import differences, is_stateful, shown
+from minloader._checks import brief_repr, differences, is_stateful
 from minloader._epochs import failures
 from minloader._epochs.position import NOTHING_KNOWN, Check, Known, LanePosition
 from minloader._epochs.task import Task
@@ -95,7 +95,7 @@ class SamplerSource(Source):
         except Exception as error:  # many have none before their first item
             if self.is_ours:
                 raise
-            logger.debug("%s has no state before it is read: %r", shown(sampler), error)
+            logger.debug("%s has no state before it is read: %r", brief_repr(sampler), error)
             return NOTHING_KNOWN
         self.stand(state)
         return Known(0, state)
@@ -289,9 +289,9 @@ class Feed:
         if self.check.digest in (None, self.digest(item)):
             return
         raise ValueError(
-            f"the state does not fit: item {self.check.ordinal} of the sampler is {shown(item)}, "
-            "but it was another one when the state was taken; the order must follow "
-            "from the sampler's arguments and set_epoch alone, and these be as they "
+            f"the state does not fit: item {self.check.ordinal} of the sampler is "
+            f"{brief_repr(item)}, but it was another one when the state was taken; the order must "
+            "follow from the sampler's arguments and set_epoch alone, and these be as they "
             "were (also seed and number of ranks), or the sampler must have state_dict "
             "and load_state_dict"
         )
@@ -469,7 +469,7 @@ class Feed:
             if inside:
                 self.fail(
                     RuntimeError(
-                        f"the sampler, {shown(items)}, is an iterator that can be read "
+                        f"the sampler, {brief_repr(items)}, is an iterator that can be read "
                         "once, and Ctrl-C came while its own code ran: what it gives from now on "
                         "may lack an item; give a list, or an object whose __iter__ begins anew"
                     )
@@ -504,7 +504,7 @@ def _check_put_back(sampler: Any, known: Known) -> None:
     found = differences(sampler.state_dict(), known.state) if is_stateful(sampler) else []
     if found:
         raise ValueError(
-            f"the sampler, {shown(sampler)}, does not return to the state that it gave: "
+            f"the sampler, {brief_repr(sampler)}, does not return to the state that it gave: "
             f"{'; '.join(found)}; its load_state_dict is at fault (lhotse's does so after filter() "
             "of a sampler: filter the cuts instead)"
         )

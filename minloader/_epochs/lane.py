@@ -26,7 +26,7 @@ from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
 from typing import Any
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._epochs import failures, lost
 from minloader._epochs.feed import Feed
 from minloader._epochs.lost import track
@@ -114,7 +114,7 @@ class Lane:
     @property
     def under_way(self) -> int:
         """How many tasks were drawn that the consumer has not come to, also those received."""
-        return sum([not task.is_begun for task in copied(self.tasks)])
+        return sum([not task.is_begun for task in snapshot(self.tasks)])
 
     @property
     def is_taken(self) -> bool:
@@ -476,7 +476,7 @@ class Lane:
 
     def leave(self) -> None:
         """Forget what is under way, and keep what a position follows from."""
-        for task in copied(self.tasks):
+        for task in snapshot(self.tasks):
             task.forget()
 
 

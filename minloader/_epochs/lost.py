@@ -12,7 +12,7 @@ import time
 from concurrent.futures import BrokenExecutor, CancelledError
 from typing import TYPE_CHECKING, Any
 
-from minloader._checks import shown
+from minloader._checks import brief_repr
 from minloader._epochs import failures
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Shipment, Task
@@ -142,7 +142,7 @@ def _again(lane: Lane, task: Task, error: BaseException) -> list[Task]:
         tries = task.tries + 1
         return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
     if pool.is_death(error):
-        item = shown(task.item(0))
+        item = brief_repr(task.item(0))
         what = f"batch {task.first} of epoch {lane.feed.epoch}, item {item}"
         died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
         return [task.part(0, 1).failed(died)]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from minloader._checks import check_int, part_meant, shown
+from minloader._checks import brief_repr, check_int, part_meant
 from minloader._insight.counters import ERRORS_KEPT, plain
 from minloader._insight.stats import Failed
 
@@ -267,7 +267,7 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
         TypeError, ValueError: it cannot be a state, or is not for such a loader.
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"state must be what state_dict() gave, a dict, got {shown(state)}")
+        raise TypeError(f"state must be what state_dict() gave, a dict, got {brief_repr(state)}")
     if isinstance(state.get("state"), tuple | list) and "version" in state:
         raise ValueError(
             "the state is of a minloader.torch.DataLoader, but this is a minloader.Loader, whose "
@@ -275,7 +275,9 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
         )
     if not {"version", "seed"} <= state.keys():
         part = part_meant(state, {"version", "seed", "epoch"})
-        raise ValueError(f"this is no state of a Loader, but has keys {shown(list(state))}{part}")
+        raise ValueError(
+            f"this is no state of a Loader, but has keys {brief_repr(list(state))}{part}"
+        )
     if isinstance(state.get("sampler"), str):
         raise ValueError(
             f"this is the state of a {state['sampler']}, not of a Loader; give what the loader's "
@@ -318,7 +320,9 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
         )
         return position, seed
     except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"the state is damaged: {error!r}, in {shown(dict(state))}") from error
+        raise ValueError(
+            f"the state is damaged: {error!r}, in {brief_repr(dict(state))}"
+        ) from error
 
 
 def check_version(state: Mapping[str, Any], newest: int) -> None:
@@ -361,7 +365,7 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
 
 def _error(epoch: Any, batch: Any, sample: Any, text: Any) -> Failed:
     if not isinstance(text, str):
-        raise TypeError(f"an error must be text, got {shown(text)}")
+        raise TypeError(f"an error must be text, got {brief_repr(text)}")
     return check_int("epoch", epoch, 0), check_int("batch", batch, 0), _as_index(sample), text
 
 
@@ -373,7 +377,7 @@ def _as_index(sample: Any) -> Any:
 def _truth(name: str, state: Mapping[str, Any]) -> bool:
     value = state[name]
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {brief_repr(value)}")
     return value
 
 

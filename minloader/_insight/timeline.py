@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 
 EVENTS_KEPT = 3000
 """Number of events kept for the timeline, the last ones: some 1,000 tasks, in less than 1 MB."""
@@ -82,7 +82,7 @@ class EventLog:
 
     def snapshot(self, now: float) -> Timeline:
         """Return a copy, from any thread."""
-        return Timeline(events=tuple(copied(self.events)), began=self.began, taken_at=now)
+        return Timeline(events=tuple(snapshot(self.events)), began=self.began, taken_at=now)
 
 
 def split_task(event: Event) -> Iterator[Event]:

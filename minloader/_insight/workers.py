@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minloader._checks import amount, copied, shown
+from minloader._checks import brief_repr, format_bytes, snapshot
 from minloader._worker.generators import told
 from minloader._worker.messages import Reply
 
@@ -51,10 +51,10 @@ def too_large(reply: Reply, limit: int, place: str) -> str:
         place: the batch that it made last.
     """
     at_start = reply.figures.memory_at_start
-    began = f" (it began with {amount(at_start)})" if at_start else ""
+    began = f" (it began with {format_bytes(at_start)})" if at_start else ""
     return (
         f"worker {reply.worker} (pid {reply.pid}) takes more than worker_memory_limit={limit}: it "
-        f"has {amount(reply.figures.memory)} for itself{began} since {place}"
+        f"has {format_bytes(reply.figures.memory)} for itself{began} since {place}"
     )
 
 
@@ -149,7 +149,7 @@ class WorkerLog:
                     bytes=count.jump,
                     epoch=args["epoch"],
                     batch=args["batch"] + args["count"] - 1,
-                    item=shown(item),
+                    item=brief_repr(item),
                 )
                 self.jumps.append(jump)
             if grows and not self.warned_growth:
@@ -159,9 +159,9 @@ class WorkerLog:
                     "is still being filled; worker_memory_limit replaces workers that grow too "
                     "large; said once",
                     worker,
-                    amount(count.growth),
+                    format_bytes(count.growth),
                     count.grown_in,
-                    amount(count.growth / count.grown_in),
+                    format_bytes(count.growth / count.grown_in),
                 )
         if figures.drawn:
             if not self.own_generators:
@@ -170,4 +170,4 @@ class WorkerLog:
 
     def snapshot(self) -> dict[str, WorkerCount]:
         """Return what is counted of each worker, sorted by name, from any thread."""
-        return dict(sorted(copied(self.counts.items())))
+        return dict(sorted(snapshot(self.counts.items())))

@@ -33,13 +33,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from minloader._checks import amount, check_int, check_samples, is_stream, reader_of, shown
+from minloader._checks import (
+    brief_repr,
+    check_int,
+    check_samples,
+    format_bytes,
+    is_stream,
+    reader_of,
+)
 from minloader._errors import SKIP
-from minloader._memory.culprit import find_culprit
 from minloader._memory.files import ALIGN, SharedFile, open_shared, pid_in_proc
 from minloader._memory.limits import free_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack_batch
 from minloader._memory.slot_writer import NoSlot
+from minloader._memory.unpicklable import find_unpicklable
 
 logger = logging.getLogger("minloader")
 
@@ -84,7 +91,7 @@ class cached:  # noqa: N801  # used as a function
         indexed = any(hasattr(type(dataset), name) for name in ("__getitem__", "__getitems__"))
         if not (indexed and hasattr(dataset, "__len__")) or is_stream(dataset, None):
             raise TypeError(
-                f"dataset must have __len__ and __getitem__ to be cached, got {shown(dataset)}"
+                f"dataset must have __len__ and __getitem__ to be cached, got {brief_repr(dataset)}"
             )
         if not hasattr(os, "preadv"):
             raise OSError("this system cannot share a cache; use the dataset without cached()")
@@ -95,8 +102,8 @@ class cached:  # noqa: N801  # used as a function
         if self.bytes > (free := free_memory()):
             logger.warning(
                 "cached() may take %s, but %s of memory are free: the kernel may kill workers",
-                amount(self.bytes),
-                amount(free),
+                format_bytes(self.bytes),
+                format_bytes(free),
             )
         file = SharedFile()
         weakref.finalize(self, file.close)
@@ -136,8 +143,8 @@ class cached:  # noqa: N801  # used as a function
 
     def __repr__(self) -> str:
         samples, size = self.kept
-        room = f"{amount(size)} of {amount(self.bytes)}"
-        return f"<cached {shown(self.dataset)}: {samples} of {len(self)} samples, {room}>"
+        room = f"{format_bytes(size)} of {format_bytes(self.bytes)}"
+        return f"<cached {brief_repr(self.dataset)}: {samples} of {len(self)} samples, {room}>"
 
     # --- as a dataset
 
@@ -168,7 +175,8 @@ class cached:  # noqa: N801  # used as a function
             number = operator.index(index)
         except TypeError:
             raise TypeError(
-                f"a cached dataset takes ints, got {shown(index)}; put cached() around what does"
+                f"a cached dataset takes ints, got {brief_repr(index)}; put cached() around what "
+                "does"
             ) from None
         place = self._places[number] if 0 <= number < len(self._places) else 0
         if place == 0:
@@ -240,7 +248,7 @@ def pack_entry(sample: Any, number: int) -> bytearray:
     try:
         packed = BatchPacker(buffers).pack(sample)
     except Exception as error:
-        found = find_culprit(sample, "sample")
+        found = find_unpicklable(sample, "sample")
         if found is None:  # no memory, say
             raise
         path, part, cause = found

@@ -225,7 +225,7 @@ class _Anchor:
     __slots__ = ("__weakref__",)
 
 
-def when_gone(owner: Any, function: Callable[..., object], *args: Any) -> None:
+def on_finalize(owner: Any, function: Callable[..., object], *args: Any) -> None:
     """Call a function when an object is gone, and every finalizer that could reach it has run.
 
     The collector calls the weak references of a cycle before the finalizers in it, which may still
@@ -251,7 +251,7 @@ class SharedMapping:
         self.address: int = address
         self.size = size
         self._type = ctypes.c_char * size
-        when_gone(self, libc.munmap, address, size)
+        on_finalize(self, libc.munmap, address, size)
 
     def lease(self) -> Any:
         """Return a new object over the memory that lives as long as any view made of it.

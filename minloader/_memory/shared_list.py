@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
-from minloader._checks import shown
+from minloader._checks import brief_repr
 from minloader._memory.pickling import Pickler
 
 
@@ -41,7 +41,7 @@ class SharedList(Sequence[Any]):
         import numpy as np
 
         if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-            raise TypeError(f"values must be a list of values, got {shown(values)}")
+            raise TypeError(f"values must be a list of values, got {brief_repr(values)}")
         data = bytearray()
         ends = array("q", [0])
         self._main_globals: dict[str, Any] = {}

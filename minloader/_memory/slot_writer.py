@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._memory.files import (
     ALIGN,
     LARGE,
@@ -228,7 +228,7 @@ def _forget_closed(closed: int) -> None:
 
 def unmap_closed() -> None:
     """Unmap slots that are closed, from any thread."""
-    for place in copied(mappings):
+    for place in snapshot(mappings):
         if not is_there(*place):
             mappings.pop(place, None)
 

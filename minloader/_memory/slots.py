@@ -34,14 +34,14 @@ import threading
 import weakref
 from typing import Any
 
-from minloader._checks import amount, copied
+from minloader._checks import format_bytes, snapshot
 from minloader._memory.files import (
     SharedFile,
     SharedMapping,
     SlotAddress,
     at_fork,
     interrupts_held,
-    when_gone,
+    on_finalize,
 )
 from minloader._memory.limits import free_memory, largest_file, most_files
 
@@ -108,15 +108,20 @@ class Slots:
         limit = self.budget * self._share
         if self._largest > largest_file():
             return (
-                f"a batch takes {amount(self._largest)}, and a file may have "
-                f"{amount(largest_file())}: raise the limit (ulimit -f)"
+                f"a batch takes {format_bytes(self._largest)}, and a file may have "
+                f"{format_bytes(largest_file())}: raise the limit (ulimit -f)"
             )
-        advice = f"{count} batches of {amount(each)}, {self.in_flight} of them under way, take"
+        advice = (
+            f"{count} batches of {format_bytes(each)}, {self.in_flight} of them under way, take"
+        )
         if enough > limit:
-            return f"{advice} {amount(enough)}, so set shared_memory={enough:_} (it is {limit:_})"
+            return (
+                f"{advice} {format_bytes(enough)}, so set shared_memory={enough:_} (it is "
+                f"{limit:_})"
+            )
         return (
-            f"{advice} {amount(enough)}, and there may be {amount(limit)}: let go of batches "
-            "sooner, or raise shared_memory"
+            f"{advice} {format_bytes(enough)}, and there may be {format_bytes(limit)}: let go of "
+            "batches sooner, or raise shared_memory"
         )
 
     @property
@@ -191,16 +196,16 @@ class Slots:
                     slot.mapping = SharedMapping(slot.fd, slot.size)
                 except OSError:
                     raise MemoryError(
-                        f"this process has no room for the {amount(slot.size)} of a batch; let go "
-                        "of batches sooner, make them smaller, or raise its limit of memory or "
-                        "address space (ulimit -v)"
+                        f"this process has no room for the {format_bytes(slot.size)} of a batch; "
+                        "let go of batches sooner, make them smaller, or raise its limit of memory "
+                        "or address space (ulimit -v)"
                     ) from None
             memory = slot.mapping.lease()
             self._leased.add(slot)
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
-            when_gone(memory, self._end_lease, slot)
+            on_finalize(memory, self._end_lease, slot)
             return memory
 
     def _end_lease(self, slot: Slot) -> None:
@@ -267,12 +272,12 @@ all_slots: weakref.WeakSet[Slots] = weakref.WeakSet()
 
 
 def before_fork() -> None:
-    for slots in copied(all_slots):
+    for slots in snapshot(all_slots):
         slots.retire_leased()
 
 
 def in_forked_child() -> None:
-    for slots in copied(all_slots):
+    for slots in snapshot(all_slots):
         slots.close_in_fork()
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._worker.environment import InlineEnvironment
@@ -178,7 +178,7 @@ def finish(future: Future[Reply], outcome: Reply | BaseException) -> bool:
 def close_pools(pools: Iterable[Pool]) -> None:
     """Close those pools that belong to this process, all within one GRACE."""
     deadline = time.monotonic() + GRACE
-    ours = [pool for pool in copied(pools) if pool.pid == os.getpid()]
+    ours = [pool for pool in snapshot(pools) if pool.pid == os.getpid()]
     for pool in ours:
         pool.leave()
     for pool in ours:

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
 from minloader._memory.slot_writer import unmap_closed
@@ -415,7 +415,7 @@ def forget_closed() -> None:
     global _watcher
     while True:
         threading.Event().wait(LOOK_SECONDS)
-        for mark, job in copied(loaded_jobs.items()):
+        for mark, job in snapshot(loaded_jobs.items()):
             if not job.may_be_needed:
                 forget(mark)
             del job

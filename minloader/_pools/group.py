@@ -16,13 +16,13 @@ from multiprocessing.context import BaseContext
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import amount, copied
-from minloader._memory.culprit import find_culprit
+from minloader._checks import format_bytes, snapshot
 from minloader._memory.files import can_be_nameless
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import largest_file, memory_limit
 from minloader._memory.slots import Slots
+from minloader._memory.unpicklable import find_unpicklable
 from minloader._pools.base import InlinePool, Pool, close_pools
 from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
@@ -154,7 +154,7 @@ class PoolGroup:
     @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
-        return sum(user.in_flight for user in copied(self.users))
+        return sum(user.in_flight for user in snapshot(self.users))
 
     @property
     def replaced(self) -> int:
@@ -168,7 +168,7 @@ class PoolGroup:
 
     def tidy(self) -> None:
         """Close pools that nobody uses any more."""
-        used = {id(pool) for user in copied(self.users) for pool in user.pools}
+        used = {id(pool) for user in snapshot(self.users) for pool in user.pools}
         for pool in list(self._former):
             if id(pool) not in used and pool.pid == os.getpid():
                 pool.close()
@@ -345,7 +345,7 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
             raise OSError(
                 errno.EFBIG,
                 "the dataset, which is written to a file for the workers, is larger than a file "
-                f"may be, {amount(largest_file())}: raise the limit (ulimit -f), or use "
+                f"may be, {format_bytes(largest_file())}: raise the limit (ulimit -f), or use "
                 f"mp_context='fork', or {job.options.without_processes}",
             ) from error
         sent = {
@@ -356,7 +356,7 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
             "on_sample_error": job.options.on_sample_error,
         }
         for name, value in sent.items():
-            found = find_culprit(value, name, start_method)
+            found = find_unpicklable(value, name, start_method)
             if found is not None:
                 path, part, cause = found
                 raise TypeError(

@@ -54,7 +54,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._errors import WorkerDied
 from minloader._memory.files import interrupts_held
 from minloader._memory.inherited import Inheritance
@@ -305,7 +305,7 @@ class _Executor(Executor):
 
     def _fail(self, reason: str) -> None:
         """Give all tasks under way an error, unless they are done just now."""
-        for future in copied(self.unfinished.values()):
+        for future in snapshot(self.unfinished.values()):
             finish(future, BrokenProcessPool(reason))
 
     def leave(self, *, drop: bool) -> None:
@@ -426,7 +426,7 @@ class _Executor(Executor):
         # A future runs when its task is where any worker can take it.
         waiting = [
             task
-            for task, future in copied(self.unfinished.items())
+            for task, future in snapshot(self.unfinished.items())
             if task not in making and future.running() and (is_read or task not in made)
         ]
         # When that was seen for the first time; those that a worker has taken since are gone.
@@ -654,7 +654,7 @@ class ProcessPool(RemotePool):
                 self._executors[-1].leave(drop=False)
 
     def needs(self, thread: threading.Thread) -> bool:
-        return any(executor.needs(thread) for executor in copied(self._executors))
+        return any(executor.needs(thread) for executor in snapshot(self._executors))
 
     def leave(self) -> None:
         self._closed = True

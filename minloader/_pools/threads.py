@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from minloader._checks import copied
+from minloader._checks import snapshot
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import Pool, finish
 from minloader._worker.environment import Environment
@@ -73,7 +73,7 @@ class ThreadPool(Pool):
     def leave(self) -> None:
         with self._lock:
             self._closed = True
-        for future in copied(self.futures):
+        for future in snapshot(self.futures):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
                 finish(future, CancelledError())

@@ -27,7 +27,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from minloader._checks import check_bool, check_choice, check_int, shown
+from minloader._checks import brief_repr, check_bool, check_choice, check_int
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import ItemSource, Reading, Resettable
@@ -36,7 +36,7 @@ VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
 state gets another entry."""
 
-Place = dict[str, Any]
+RunState = dict[str, Any]
 """Where in an epoch a run stands, as plain values, which nobody changes:
 
 - ``between``: whether no epoch is under way, so that any epoch may begin there;
@@ -46,14 +46,14 @@ Place = dict[str, Any]
   before this one (see ``windows.py``);
 - ``source``: where the source stands;
 - ``begun``: number of batches that each rank had been given when the source stood there;
-- ``legs``: the world sizes in which batches were given since then, if that was not always this
-  one. Of each: the values of the attributes that decide how steps are dealt out (``_dealt_by``),
-  and until which number of batches;
+- ``world_size_history``: the world sizes in which batches were given since then, if that was
+  not always this one. Of each: the values of the attributes that decide how steps are dealt out
+  (``_dealt_by``), and until which number of batches;
 - ``left``: items that were read from the source, and not given yet;
 - ``errors``: how many errors were raised of the window.
 """
 
-NOTHING: Place = {"batches": 0, "dropped": 0}
+NONE_GIVEN: RunState = {"batches": 0, "dropped": 0}
 """What was given of an epoch that begins."""
 
 
@@ -72,7 +72,7 @@ class Run(Iterator[Any]):
         ended: whether there are no more.
     """
 
-    def __init__(self, sampler: Any, epoch: int, place: Place) -> None:
+    def __init__(self, sampler: Any, epoch: int, place: RunState) -> None:
         self.sampler = sampler
         self.epoch = epoch
         self._place = place
@@ -99,7 +99,7 @@ class Run(Iterator[Any]):
         """Return the next batch of this rank, or end."""
         raise NotImplementedError
 
-    def place(self) -> Place:
+    def place(self) -> RunState:
         """Return where this run stands; when it has ended, where any other epoch begins.
 
         ``batches`` and ``dropped`` are those of this epoch in either case.
@@ -138,7 +138,7 @@ class Sampler(Resettable):
         self._run: Run | None = None  # made last
         # The epoch of that run, and where it began. If a state was loaded since, there is no run,
         # and this is where the next one begins.
-        self._known: tuple[int, Place] | None = None
+        self._known: tuple[int, RunState] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -163,7 +163,7 @@ class Sampler(Resettable):
         if self._run is not None and not place["between"]:
             place = self._beginning()
         if place["between"]:
-            place = place | NOTHING
+            place = place | NONE_GIVEN
         self._known = (self.epoch, place)
         self._run = self._begin(self, self.epoch, place)
         return self._run
@@ -246,25 +246,28 @@ class Sampler(Resettable):
         state = copy.deepcopy(state)
         place = {name: state[name] for name in self._beginning()}
         if place["between"] and more:  # they are of an epoch that begins there
-            place |= {"between": False, **NOTHING}
+            place |= {"between": False, **NONE_GIVEN}
         else:
             epoch = state["epoch"]
         if former and not place["between"]:
             until = place["batches"] + more
-            legs = place["legs"]
-            if until > (legs[-1][-1] if legs else place["begun"]):
-                place |= {"batches": until, "legs": [*legs, [*former.values(), until]]}
+            history = place["world_size_history"]
+            if until > (history[-1][-1] if history else place["begun"]):
+                place |= {
+                    "batches": until,
+                    "world_size_history": [*history, [*former.values(), until]],
+                }
         try:
             self._restore(epoch, place)
         except (LookupError, AttributeError) as error:
-            raise ValueError(f"the state is damaged: {error!r}, in {shown(state)}") from error
+            raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
         self.epoch = epoch
         self._run = None
         self._known = (epoch, place)
 
     # --- what kinds of samplers have of their own
 
-    def _foreseen(self, place: Place) -> tuple[int, int]:
+    def _foreseen(self, place: RunState) -> tuple[int, int]:
         """Return how many batches a rank gets of the epoch, and how many samples none gets.
 
         Raises:
@@ -272,24 +275,24 @@ class Sampler(Resettable):
         """
         raise NotImplementedError
 
-    def _beginning(self) -> Place:
+    def _beginning(self) -> RunState:
         """Return where an epoch begins if none before has left anything for it."""
         source = self._source.beginning()
-        lists: Place = {"legs": [], "left": [], "source": source}
-        return {"between": True, **NOTHING, "begun": 0, "errors": 0, **lists}
+        lists: RunState = {"world_size_history": [], "left": [], "source": source}
+        return {"between": True, **NONE_GIVEN, "begun": 0, "errors": 0, **lists}
 
     def _read(self, epoch: int, place: Any) -> Any:
         """Return what reads items from a place in the source on."""
         return Reading(self._source, epoch, place)
 
-    def _restore(self, epoch: int, place: Place) -> None:
+    def _restore(self, epoch: int, place: RunState) -> None:
         """Put inner samplers to a place that was loaded, or raise an error."""
         self._source.restore(place["source"])
 
-    def _legs(self, place: Place) -> list[list[Any]]:
+    def _history(self, place: RunState) -> list[list[Any]]:
         """Return the legs before a place, this world's too."""
         own = [getattr(self, name) for name in self._dealt_by]
-        return [*place["legs"], [*own, place["batches"]]]
+        return [*place["world_size_history"], [*own, place["batches"]]]
 
     # --- states
 
@@ -307,7 +310,7 @@ class Sampler(Resettable):
         """Return the samplers that this one reads."""
         return [source.items for source in self._sources() if source.values is None]
 
-    def _position(self) -> Place:
+    def _position(self) -> RunState:
         """Return where the present epoch stands."""
         run = self._run
         known = self._known
@@ -316,7 +319,7 @@ class Sampler(Resettable):
         if known is not None and known[0] == self.epoch:
             return known[1]
         if known is not None and known[1]["between"]:
-            return known[1] | NOTHING
+            return known[1] | NONE_GIVEN
         return self._beginning()
 
     def _identity(self) -> dict[str, Any]:
@@ -339,7 +342,7 @@ class Sampler(Resettable):
     def _check(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Refuse what is no state of such a sampler; return what another one was dealt out by."""
         if not isinstance(state, dict):
-            raise TypeError(f"state must be a dict from state_dict(), got {shown(state)}")
+            raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
         identity = self._identity()
         for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
@@ -367,15 +370,22 @@ class Sampler(Resettable):
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
             check_int(name, state[name], 0)
         width = len(self._dealt_by) + 1
-        if any(len(leg) != width or type(leg[-1]) is not int for leg in state["legs"]):
-            raise ValueError(f"legs must be parts of an epoch, got {shown(state['legs'])}")
+        if any(
+            len(leg) != width or type(leg[-1]) is not int for leg in state["world_size_history"]
+        ):
+            raise ValueError(
+                "world_size_history must be parts of an epoch, got "
+                f"{brief_repr(state['world_size_history'])}"
+            )
         if type(state["between"]) is not bool:
-            raise ValueError(f"between must be a bool, got {shown(state['between'])}")
+            raise ValueError(f"between must be a bool, got {brief_repr(state['between'])}")
         is_anew = self._is_dealt_anew(state)
         former = {name: state[name] for name in self._dealt_by} if is_anew else {}
         for name, value in former.items():
             if not (value is None or (isinstance(value, int | float) and value > 0)):
-                raise ValueError(f"{name} must be above 0, but in the state it is {shown(value)}")
+                raise ValueError(
+                    f"{name} must be above 0, but in the state it is {brief_repr(value)}"
+                )
         return former
 
     def _derive(self, *case: int) -> int:

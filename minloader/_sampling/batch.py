@@ -10,38 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from minloader._checks import check_choice, check_int, shown
-from minloader._sampling.base import Place, Run, Sampler
-from minloader._sampling.source import ItemSource, plain, unplain
+from minloader._checks import brief_repr, check_choice, check_int
+from minloader._sampling.base import Run, RunState, Sampler
+from minloader._sampling.source import ItemSource, from_json, to_json
 
 
 class StepRun(Run):
     """The batches of an epoch: of what is left, and of what is read."""
 
-    def __init__(self, sampler: StepSampler, epoch: int, place: Place) -> None:
+    def __init__(self, sampler: StepSampler, epoch: int, place: RunState) -> None:
         super().__init__(sampler, epoch, place)
-        self._legs = sampler._legs(place)  # to be passed over
+        self._history = sampler._history(place)  # to be passed over
         self._begun = place["begun"]
-        self._left: list[Any] = list(map(unplain, place["left"]))  # comes before what is read
+        self._left: list[Any] = list(map(from_json, place["left"]))  # comes before what is read
 
-    def place(self) -> Place:
-        place: Place = self.sampler._beginning() | {"left": list(map(plain, self._left))}
+    def place(self) -> RunState:
+        place: RunState = self.sampler._beginning() | {"left": list(map(to_json, self._left))}
         place |= {"batches": self.batches, "dropped": self.dropped}
         if self.ended:
             return place | {"source": self._reading.over()}
-        numbers = {"begun": self._begun, "legs": self._legs[:-1]}
+        numbers = {"begun": self._begun, "world_size_history": self._history[:-1]}
         return place | numbers | {"between": False, "source": self._reading.place()}
 
     def _next(self) -> Any:
         sampler = self.sampler
         rank = sampler.rank
         ranks = sampler.world_size
-        while self._legs:  # what was given is read again, and passed over
-            leg_ranks, leg_size, until = self._legs[0]
+        while self._history:  # what was given is read again, and passed over
+            leg_ranks, leg_size, until = self._history[0]
             if self._begun < until:
                 self._step(leg_ranks, leg_size)
             else:
-                del self._legs[0]
+                del self._history[0]
         step = self._step(ranks, sampler.batch_size)
         if sampler.batch_size is None:
             return step[rank]
@@ -78,10 +78,10 @@ class StepSampler(Sampler):
         super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
 
-    def _foreseen(self, place: Place) -> tuple[int, int]:
+    def _foreseen(self, place: RunState) -> tuple[int, int]:
         items = len(place["left"]) + self._ahead(place["source"])
         batches = place["begun"]
-        for ranks, size, until in self._legs(place):
+        for ranks, size, until in self._history(place):
             items -= (until - batches) * ranks * (size or 1)
             batches = until
         more, rest = divmod(max(0, items), self.world_size * (self.batch_size or 1))
@@ -150,6 +150,6 @@ class BatchSampler(StepSampler):
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
         if self.shuffle and self.n is None:
             raise TypeError(
-                f"shuffle=True needs a number of samples or a sequence, got {shown(n_or_sampler)}; "
-                "shuffle in that sampler, or give list(sampler)"
+                "shuffle=True needs a number of samples or a sequence, got "
+                f"{brief_repr(n_or_sampler)}; shuffle in that sampler, or give list(sampler)"
             )

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import check_int, refuse_none, shown
+from minloader._checks import brief_repr, check_int, refuse_none
 from minloader._memory.slot_writer import empty
-from minloader._sampling.walk import DEEPER, plain, walk
+from minloader._sampling.walk import DEEPER, plain_container, walk
 
 
 class Padded(NamedTuple):
@@ -291,7 +291,7 @@ def _join(
         join_sequences: joins arrays of at least one dimension, which lists of numbers are then;
             it is given their path too. None: all arrays are stacked.
     """
-    return walk(samples, partial(_joined, join_sequences), plain)
+    return walk(samples, partial(_joined, join_sequences), plain_container)
 
 
 def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
@@ -392,9 +392,9 @@ def _refuse_other_labels(samples: Sequence[Any], path: str) -> None:
             # Rows may be any; the same rows in another order are a mistake.
             if name != "index" or set(expected.tolist()) == set(there_are.tolist()):
                 raise TypeError(
-                    f"collate: {path} has {name} {shown(expected.tolist())} in the first sample, "
-                    f"but {shown(there_are.tolist())} in another; bring them to one order, or "
-                    "return arrays"
+                    f"collate: {path} has {name} {brief_repr(expected.tolist())} in the first "
+                    f"sample, but {brief_repr(there_are.tolist())} in another; bring them to one "
+                    "order, or return arrays"
                 )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from minloader._checks import check_samples, shown
+from minloader._checks import brief_repr, check_samples
 
 
 class Concatenated:
@@ -41,7 +41,9 @@ class Concatenated:
             raise ValueError("datasets must hold at least one dataset, got none")
         for part, dataset in enumerate(self.datasets):
             if not hasattr(type(dataset), "__getitem__"):
-                raise TypeError(f"datasets[{part}] must have __getitem__, got {shown(dataset)}")
+                raise TypeError(
+                    f"datasets[{part}] must have __getitem__, got {brief_repr(dataset)}"
+                )
             if hasattr(dataset, "__getfutures__"):  # samples of two datasets would draw alike
                 raise TypeError(
                     f"datasets[{part}] is concurrent; write concurrent(Concatenated([...])) instead"

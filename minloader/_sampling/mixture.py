@@ -14,8 +14,8 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from minloader._checks import check_choice, shown
-from minloader._sampling.base import Place
+from minloader._checks import brief_repr, check_choice
+from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import ItemSource, LookUp, Reading, look_up
@@ -42,12 +42,15 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
     """
     values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
     if not all(isinstance(value, Real) for value in values):
-        raise TypeError(f"{name} must be one number for each part, got {shown(given)}")
+        raise TypeError(f"{name} must be one number for each part, got {brief_repr(given)}")
     if len(values) != parts:
-        raise ValueError(f"{name} must be {parts} numbers, one for each part, got {shown(given)}")
+        raise ValueError(
+            f"{name} must be {parts} numbers, one for each part, got {brief_repr(given)}"
+        )
     if not all(0 <= value < math.inf for value in values) or not any(values):
         raise ValueError(
-            f"{name} must be finite numbers of at least 0, not all of them 0, got {shown(given)}"
+            f"{name} must be finite numbers of at least 0, not all of them 0, got "
+            f"{brief_repr(given)}"
         )
     return [float(value) for value in values]
 
@@ -285,7 +288,7 @@ class MixtureSampler(StepSampler):
     ) -> None:
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         if not isinstance(parts, Iterable):
-            raise TypeError(f"parts must be a list of parts, got {shown(parts)}")
+            raise TypeError(f"parts must be a list of parts, got {brief_repr(parts)}")
         self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
@@ -307,7 +310,7 @@ class MixtureSampler(StepSampler):
     def _sources(self) -> Sequence[ItemSource]:
         return self._parts
 
-    def _beginning(self) -> Place:
+    def _beginning(self) -> RunState:
         places = [part.beginning() for part in self._parts]
         return super()._beginning() | {"source": Draws.beginning(places)}
 
@@ -323,7 +326,7 @@ class MixtureSampler(StepSampler):
         weighted = zip(self._parts, self.weights, place["parts"], strict=True)
         return sum(max(0, len(part) - at[0]) for part, weight, (_, at) in weighted if weight)
 
-    def _restore(self, epoch: int, place: Place) -> None:
+    def _restore(self, epoch: int, place: RunState) -> None:
         known = place["source"]
         step = known["step"]
         weights = known["weights"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from minloader._checks import shown
+from minloader._checks import brief_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +63,6 @@ def sample_key(index: Any) -> Any:
     if isinstance(index, tuple | list):
         return tuple(map(sample_key, index))
     raise TypeError(
-        f"sample_rng needs an index of numbers, strings or tuples of these, got {shown(index)}; "
-        "draw from rng, which belongs to the batch"
+        "sample_rng needs an index of numbers, strings or tuples of these, got "
+        f"{brief_repr(index)}; draw from rng, which belongs to the batch"
     )

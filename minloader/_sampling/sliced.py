@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import check_dataset, check_samples, reader_of, shown
+from minloader._checks import brief_repr, check_dataset, check_samples, reader_of
 from minloader._sampling.collate import numbers_as_array
-from minloader._sampling.walk import DEEPER, plain, walk
+from minloader._sampling.walk import DEEPER, plain_container, walk
 
 
 @dataclass
@@ -51,8 +51,8 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
 def _index(item: Any) -> Any:
     if not isinstance(item, tuple) or len(item) != 3:
         raise TypeError(
-            f"an item of a sliced dataset must be a tuple (index, start, stop), got {shown(item)}; "
-            "give PackedBatchSampler long='split', or drop sliced"
+            "an item of a sliced dataset must be a tuple (index, start, stop), got "
+            f"{brief_repr(item)}; give PackedBatchSampler long='split', or drop sliced"
         )
     return item[0]
 
@@ -74,4 +74,4 @@ def _slice(sample: Any, item: tuple[Any, int, int]) -> Any:
             )
         return value[start:stop]
 
-    return walk([sample], piece, plain)
+    return walk([sample], piece, plain_container)

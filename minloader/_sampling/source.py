@@ -21,7 +21,7 @@ from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import check_int, is_stateful, shown
+from minloader._checks import brief_repr, check_int, is_stateful
 from minloader._sampling.seeding import Piece
 
 CHUNK = 16_384
@@ -48,8 +48,8 @@ class Resettable:
 def used_up(name: str, iterator: Any) -> RuntimeError:
     """Return the error for an argument that cannot serve a second epoch."""
     return RuntimeError(
-        f"{name} is an iterator, {shown(iterator)}, which serves one epoch and has served it; pass "
-        "a list, or an object whose __iter__ begins anew"
+        f"{name} is an iterator, {brief_repr(iterator)}, which serves one epoch and has served it; "
+        "pass a list, or an object whose __iter__ begins anew"
     )
 
 
@@ -173,8 +173,8 @@ class Source:
             self.items.load_state_dict(copy.deepcopy(state))  # some empty what they are given
         except StopIteration as error:
             raise ValueError(
-                f"the state does not fit: the {self.name}, {shown(self.items)}, has ended before "
-                "it was where the state was taken"
+                f"the state does not fit: the {self.name}, {brief_repr(self.items)}, has ended "
+                "before it was where the state was taken"
             ) from error
 
     def stand(self, state: Any) -> None:
@@ -190,13 +190,13 @@ class Source:
         return self.items._run if isinstance(self.items, Resettable) else None
 
 
-def plain(item: Any) -> Any:
+def to_json(item: Any) -> Any:
     """Return an item as JSON keeps it: numpy's numbers and tuples it does not.
 
     A tuple of another kind, as a named one, stays as it is: JSON makes a tuple without names of it.
     """
     if type(item) in (tuple, list, Piece):
-        parts = list(map(plain, item))
+        parts = list(map(to_json, item))
         name = "Piece" if isinstance(item, Piece) else "tuple"
         return parts if isinstance(item, list) else {name: parts}
     if isinstance(item, tuple):
@@ -204,14 +204,14 @@ def plain(item: Any) -> Any:
     return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
 
 
-def unplain(item: Any) -> Any:
-    """Undo :func:`plain`."""
+def from_json(item: Any) -> Any:
+    """Undo :func:`to_json`."""
     if isinstance(item, list):
-        return list(map(unplain, item))
+        return list(map(from_json, item))
     for name, kind in ("tuple", tuple), ("Piece", Piece._make):
         if isinstance(item, dict) and item.keys() == {name}:
             parts = item[name]
-            return parts if isinstance(parts, tuple) else kind(map(unplain, parts))
+            return parts if isinstance(parts, tuple) else kind(map(from_json, parts))
     return item
 
 
@@ -230,14 +230,14 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
     length_of: Any = getattr(lengths, "__getitem__", lengths)
     if not callable(length_of):
         raise TypeError(
-            f"lengths must have __getitem__ or be a function of an item, got {shown(lengths)}"
+            f"lengths must have __getitem__ or be a function of an item, got {brief_repr(lengths)}"
         )
 
     def noted(item: Any) -> Any:
         try:
             return length_of(item)
         except Exception as error:
-            error.add_note(f"minloader: when the length of {shown(item)} was looked up")
+            error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
             return error
 
     return noted
@@ -294,7 +294,7 @@ class ItemSource(Source):
             return
         if not is_stateful(self.items):
             raise ValueError(
-                f"the state holds one of {self.name}, but {shown(self.items)} has no "
+                f"the state holds one of {self.name}, but {brief_repr(self.items)} has no "
                 "load_state_dict; make the sampler over one of the same kind"
             )
         if self.is_ours:

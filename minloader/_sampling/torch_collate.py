@@ -21,7 +21,7 @@ from minloader._memory.pickling import is_plain
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, is_plain_tensor, numpy_like
 from minloader._sampling.collate import refuse_loss, what_numpy_drops
-from minloader._sampling.walk import DEEPER, alike, walk
+from minloader._sampling.walk import DEEPER, same_container, walk
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,9 @@ def _has_code(value: Any) -> bool:
 
 def _alike(like: Any, values: Any) -> Any:
     """Return a container like another. One with code of its own sees tensors, as with torch."""
-    return alike(like, walk([values], _arrived, alike) if _has_code(like) else values)
+    return same_container(
+        like, walk([values], _arrived, same_container) if _has_code(like) else values
+    )
 
 
 def _arrived(parts: Sequence[Any], path: str) -> Any:

@@ -21,14 +21,14 @@ DEEPER = object()
 Policy = Callable[[Sequence[Any], str], Any]
 
 
-def plain(like: Any, values: Any) -> Any:
+def plain_container(like: Any, values: Any) -> Any:
     """Return a dict of a mapping, a tuple of a tuple, and a list of any other sequence."""
     if isinstance(like, tuple):
         return type(like)(*values) if hasattr(like, "_fields") else tuple(values)
     return values
 
 
-def alike(like: Any, values: Any) -> Any:
+def same_container(like: Any, values: Any) -> Any:
     """Return a container like another that holds other values, as torch's collating does.
 
     What else the container may hold, such as attributes, is kept.
@@ -64,7 +64,8 @@ def walk(
         parts: the samples, or the same part of each.
         policy: returns what stands in the place of parts, or :data:`DEEPER`. It refuses containers
             that differ.
-        rebuild: makes a container of what came of its parts: :func:`plain` or :func:`alike`.
+        rebuild: makes a container of what came of its parts: :func:`plain_container` or
+            :func:`same_container`.
         path: which part of a sample this is, for messages.
     """
     made = policy(parts, path)

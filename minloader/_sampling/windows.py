@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import check_choice, check_iterable, shown
+from minloader._checks import brief_repr, check_choice, check_iterable
 from minloader._errors import without_frames
-from minloader._sampling.base import Place, Run, Sampler
+from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import ItemSource, look_up, plain
+from minloader._sampling.source import ItemSource, look_up, to_json
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Some steps: the numbers of their entries; where each batch begins in these; and where it ends.
@@ -117,7 +117,7 @@ class PlannedWindow:
     ) -> None:
         self.batches_before = batches_before
         self.num_samples = len(entries)
-        self.unfinished_legs: list[Any] = []
+        self.unfinished_history: list[Any] = []
         self._begin = begin
         self._entries = entries
         self._ranks = ranks
@@ -230,11 +230,11 @@ class WindowSampler(Sampler):
             self.lengths = "of a sampler"
         elif isinstance(lengths, Mapping):
             raise TypeError(
-                f"lengths is a mapping, {shown(lengths)}, whose keys are no lengths; give "
+                f"lengths is a mapping, {brief_repr(lengths)}, whose keys are no lengths; give "
                 "sampler=list(lengths) too, for batches of its keys"
             )
         elif isinstance(lengths, str) or not isinstance(lengths, Iterable):
-            raise TypeError(f"lengths must be an iterable of numbers, got {shown(lengths)}")
+            raise TypeError(f"lengths must be an iterable of numbers, got {brief_repr(lengths)}")
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
             self._all, errors = self._window(lengths, range(self.n))
@@ -247,7 +247,7 @@ class WindowSampler(Sampler):
         else:
             self._source = ItemSource("lengths", lengths)
 
-    def _foreseen(self, place: Place) -> tuple[int, int]:
+    def _foreseen(self, place: RunState) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
         planned = self._plan_window(self._all, self.epoch, place)
@@ -321,14 +321,14 @@ class WindowSampler(Sampler):
             values = np.empty((0, 0))
         if values.ndim == 1 and (not values.size or values.dtype.kind in wanted.dtypes):
             return values, errors
-        numbers = [plain(one) for one in each]
+        numbers = [to_json(one) for one in each]
         for n, one in enumerate(numbers):
             if isinstance(one, Exception):
                 errors[n] = one
             elif not isinstance(one, wanted.type) or isinstance(one, bool):
                 errors[n] = TypeError(
-                    f"lengths must be one {wanted.word} for each sample, got {shown(one)} for "
-                    f"{shown(names[n])}"
+                    f"lengths must be one {wanted.word} for each sample, got {brief_repr(one)} for "
+                    f"{brief_repr(names[n])}"
                 )
             numbers[n] = 0 if n in errors else _for_numpy(one)
         return np.array(numbers), errors
@@ -373,14 +373,14 @@ class WindowSampler(Sampler):
                 if not isinstance(cost, Real) or isinstance(cost, bool) or not 0 <= cost < math.inf:
                     raise ValueError(
                         "cost must give a finite number of at least 0, but for the length "
-                        f"{length} it gave {shown(cost)}"
+                        f"{length} it gave {brief_repr(cost)}"
                     )
                 costs[number] = cost
             except Exception as error:
                 errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
         return costs[where]
 
-    def _plan_window(self, window: Window, epoch: int, place: Place) -> PlannedWindow:
+    def _plan_window(self, window: Window, epoch: int, place: RunState) -> PlannedWindow:
         """Return the batches of a window that come after those of the legs before.
 
         Args:
@@ -388,15 +388,15 @@ class WindowSampler(Sampler):
             epoch: number of the epoch.
             place: where the run stood when the window began.
         """
-        is_drawn = self.shuffle or self.world_size > 1 or place["legs"]
-        key = (epoch if is_drawn else 0, place["legs"])
+        is_drawn = self.shuffle or self.world_size > 1 or place["world_size_history"]
+        key = (epoch if is_drawn else 0, place["world_size_history"])
         if window is self._all and self._last_planned is not None and self._last_planned[0] == key:
             return self._last_planned[1]
         num_entries = len(window.costs)
         remaining = np.arange(num_entries, dtype=np.min_scalar_type(-num_entries - 1))
         batches_before = place["begun"]
-        legs = self._legs(place)
-        for part, (*values, until) in enumerate(legs):
+        history = self._history(place)
+        for part, (*values, until) in enumerate(history):
             by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
             ranks = by["world_size"]
             fits = remaining[window.costs[remaining] <= self._limit(by)[1]]
@@ -406,7 +406,7 @@ class WindowSampler(Sampler):
             if self.long == "drop":
                 planned.num_samples = len(remaining)
             num_given = (until - batches_before) * ranks
-            is_last = part == len(legs) - 1
+            is_last = part == len(history) - 1
             if is_last or (num_given and planned.batch(num_given - 1) is None):
                 break  # this leg has all that there is, and goes on in the next window
             batches = [planned.batch(number) for number in range(num_given)]
@@ -414,7 +414,7 @@ class WindowSampler(Sampler):
             if given:
                 remaining = remaining[np.isin(remaining, np.concatenate(given), invert=True)]
             batches_before = until
-        planned.unfinished_legs = legs[part:-1]
+        planned.unfinished_history = history[part:-1]
         if window is self._all:
             self._last_planned = (key, planned)
         return planned
@@ -451,7 +451,7 @@ def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[An
 class _Batches(Run):
     """The batches of an epoch, window by window."""
 
-    def __init__(self, sampler: WindowSampler, epoch: int, place: Place) -> None:
+    def __init__(self, sampler: WindowSampler, epoch: int, place: RunState) -> None:
         super().__init__(sampler, epoch, place)
         self._window = sampler._all
         self._planned: PlannedWindow | None = None
@@ -461,7 +461,7 @@ class _Batches(Run):
         self._errors: int = place["errors"]  # of the window, that were raised
         self._forgiven = self._errors  # by an earlier run
 
-    def place(self) -> Place:
+    def place(self) -> RunState:
         numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._errors}
         return self._place | numbers | {"between": self.ended}
 
@@ -490,7 +490,7 @@ class _Batches(Run):
                 if self._planned is None:
                     self._planned = sampler._plan_window(self._window, self.epoch, self._place)
                 planned = self._planned
-                if not planned.unfinished_legs:
+                if not planned.unfinished_history:
                     step = self.batches - planned.batches_before
                     entries = planned.batch(step * sampler.world_size + sampler.rank)
                     if entries is not None:
@@ -539,7 +539,7 @@ class _Batches(Run):
             raise StopIteration
         self._window = None
         self._planned = None
-        numbers = {"begun": end, "legs": planned.unfinished_legs}
+        numbers = {"begun": end, "world_size_history": planned.unfinished_history}
         self._place = place | numbers | {"source": reading.place()}
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minloader._checks import check_indices, check_samples, reader_of, shown
+from minloader._checks import brief_repr, check_indices, check_samples, reader_of
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import (
     NO_SAMPLE,
@@ -232,7 +232,7 @@ class BatchMaker:
         index = self.failing[0] if self.failing else None
         ordinal = current_batch(info).ordinal
         failed = BatchError(
-            f"sample {shown(index) if self.failing else f'{n} of a batch'}: {summary(error)}",
+            f"sample {brief_repr(index) if self.failing else f'{n} of a batch'}: {summary(error)}",
             **{"item": index, "sample": index},
             ordinal=-1 if ordinal is None else ordinal,
             epoch=info.epoch,

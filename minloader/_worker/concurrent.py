@@ -30,7 +30,7 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._checks import check_int, shown
+from minloader._checks import brief_repr, check_int
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
 
@@ -86,8 +86,8 @@ class Concurrent:
     def __init__(self, dataset: Any, limit: int) -> None:
         if not hasattr(type(dataset), "__getitem__"):
             raise TypeError(
-                f"dataset must have __getitem__, got {shown(dataset)}; a stream can be read ahead "
-                "in threads of its own"
+                f"dataset must have __getitem__, got {brief_repr(dataset)}; a stream can be read "
+                "ahead in threads of its own"
             )
         self.dataset = dataset
         self.limit = check_int("limit", limit, 1)

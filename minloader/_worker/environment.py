@@ -24,7 +24,7 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.processor_time import Meter
+from minloader._worker.processor_time import CpuMeter
 from minloader._worker.seeds import BatchKey, seed_globals
 from minloader._worker.torch_conventions import (
     save_with_torch,
@@ -192,11 +192,11 @@ class ProcessEnvironment(PackingEnvironment):
         super().__init__(BatchPacker(), beat, sample_place)
         self.reload = reload
         self.memory_at_start = 0
-        self._meter: Meter | None = None
+        self._meter: CpuMeter | None = None
 
     def begin_measuring(self) -> None:
         """Measure from now on: what it took to get here is not the batches'."""
-        self._meter = Meter()
+        self._meter = CpuMeter()
         self.memory_at_start = private_memory()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:

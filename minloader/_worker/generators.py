@@ -290,16 +290,16 @@ class OwnGenerators:
 
     Args:
         job: what it makes them from.
-        borrows: whether they are the user's, and put back after each batch.
+        restores: whether they are the user's, and put back after each batch.
 
     Attributes:
         drawn: names of those that were found to be drawn from in several batches, since it was
             emptied.
     """
 
-    def __init__(self, job: Job, *, borrows: bool) -> None:
+    def __init__(self, job: Job, *, restores: bool) -> None:
         self.job = job
-        self.borrows = borrows
+        self.restores = restores
         self.drawn: tuple[str, ...] = ()
         self._batches = 0
         self._counts = Counter[str]()  # in how many batches each was drawn from
@@ -322,7 +322,7 @@ class OwnGenerators:
         if found is None:
             found = self.find(info) if self.job.options.seed_generators else {}
         states = {}
-        if self.borrows or not self.job.options.seed_generators:
+        if self.restores or not self.job.options.seed_generators:
             states = {name: own.kind.state(own.generator) for name, own in found.items()}
         return Turn(
             owner=self,
@@ -405,12 +405,12 @@ class Turn:
             logger.warning(
                 "%s made in a batch, and seed_generators could not seed that: its worker's first; "
                 "make it in __init__, or in worker_init_fn",
-                shown(made),
+                name_list(made),
             )
         current_batch(self.info).generators = self.found | found
 
 
-def shown(names: Collection[str]) -> str:
+def name_list(names: Collection[str]) -> str:
     """Return the names of generators as the beginning of a sentence: "dataset.rng is"."""
     more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
     *first, last = [*islice(names, SHOWN), *more]
@@ -420,8 +420,8 @@ def shown(names: Collection[str]) -> str:
 def told(names: Collection[str]) -> str:
     """Return what to say of generators that are drawn from in several batches."""
     return (
-        f"{shown(names)} drawn from in several batches: a generator of the dataset's own goes on "
-        "from batch to batch in each worker, so that what a batch draws depends on the worker that "
-        "makes it; seed_generators=True has it seeded for each batch, or draw from "
+        f"{name_list(names)} drawn from in several batches: a generator of the dataset's own goes "
+        "on from batch to batch in each worker, so that what a batch draws depends on the worker "
+        "that makes it; seed_generators=True has it seeded for each batch, or draw from "
         "get_worker_info().rng (or seed it for each sample: that cannot be told from here)"
     )

@@ -157,7 +157,7 @@ class Figures(NamedTuple):
         memory: bytes that the worker has for itself, told now and then, and always if there is a
             limit; else 0.
         memory_at_start: bytes that it had before its first batch; 0 if that is not known.
-        processor: what :meth:`~minloader._worker.processor_time.Meter.add` told.
+        processor: what :meth:`~minloader._worker.processor_time.CpuMeter.add` told.
         drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
     """
 

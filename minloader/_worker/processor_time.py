@@ -24,7 +24,7 @@ def waited(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
     return {each: (int(values[0]), int(values[1])) for each, values in found if values}
 
 
-class Meter:
+class CpuMeter:
     """Tells now and then how a worker process spent the time that its batches took."""
 
     def __init__(self) -> None:

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from minloader._checks import WHOLE_ITEM, copied
+from minloader._checks import WHOLE_ITEM, snapshot
 from minloader._errors import TransportError
 from minloader._memory import registered
-from minloader._memory.culprit import find_culprit
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NoSlot
+from minloader._memory.unpicklable import find_unpicklable
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.generators import OwnGenerators
@@ -102,7 +102,7 @@ class Worker:
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
         info.dataset = job.dataset
         info.rank = job.options.rank
-        for (name, _), action in copied(registered.arrived.items()):
+        for (name, _), action in snapshot(registered.arrived.items()):
             when_imported(name, action)  # before any code of the user's runs
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
@@ -113,7 +113,7 @@ class Worker:
                 "seed_generators=True cannot be where threads make the batches, since they share "
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
-        self._own = OwnGenerators(job, borrows=environment.is_inline)
+        self._own = OwnGenerators(job, restores=environment.is_inline)
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_place)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
@@ -465,7 +465,7 @@ def _unpackable(batch: Any, error: BaseException, otherwise: str) -> Failure:
     try:
         if isinstance(error, MemoryError):
             raise error  # no part of the batch is at fault
-        path, part, cause = find_culprit(batch, "batch") or ("batch", batch, error)
+        path, part, cause = find_unpicklable(batch, "batch") or ("batch", batch, error)
         error = TransportError(
             f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "
             f"{path} is a {type(part).__qualname__} ({cause}); return arrays, numbers, "

@@ -27,7 +27,7 @@ from types import GeneratorType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minloader._checks import differences, has_epochs, is_stateful, shown
+from minloader._checks import brief_repr, differences, has_epochs, is_stateful
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
@@ -316,10 +316,10 @@ class ShardReaders:
                 return before
             if before.was_interrupted and before.is_once:
                 raise RuntimeError(
-                    f"dataset, {shown(before.info.dataset)}, is an iterator that can be read once, "
-                    "and Ctrl-C came while its own code ran: what it gives from now on may lack a "
-                    "sample; give an object whose __iter__ begins anew, or one with state_dict and "
-                    "load_state_dict"
+                    f"dataset, {brief_repr(before.info.dataset)}, is an iterator that can be read "
+                    "once, and Ctrl-C came while its own code ran: what it gives from now on may "
+                    "lack a sample; give an object whose __iter__ begins anew, or one with "
+                    "state_dict and load_state_dict"
                 )
         if shard.state is None and self.is_inline and self._beginning is not None:
             shard = shard._replace(state=self._beginning)
@@ -460,15 +460,15 @@ def _bare(dataset: Any) -> Any:
 
 def _taken_by_two(dataset: Any) -> RuntimeError:
     return RuntimeError(
-        f"dataset, {shown(dataset)}, is its own iterator, and two loaders without workers read it: "
-        "each would take samples of the other; give each a dataset of its own, or one whose "
-        "__iter__ returns a new iterator"
+        f"dataset, {brief_repr(dataset)}, is its own iterator, and two loaders without workers "
+        "read it: each would take samples of the other; give each a dataset of its own, or one "
+        "whose __iter__ returns a new iterator"
     )
 
 
 def _read_once(dataset: Any) -> RuntimeError:
     return RuntimeError(
-        f"dataset is an iterator, {shown(dataset)}, which can be read once, by one worker; "
+        f"dataset is an iterator, {brief_repr(dataset)}, which can be read once, by one worker; "
         "pass an object whose __iter__ begins anew"
     )
 

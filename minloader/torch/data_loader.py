@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
-from minloader._checks import check_int, part_meant, shown
+from minloader._checks import brief_repr, check_int, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches as LoaderBatches
@@ -178,16 +178,19 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             )
         if _is_iterable_alone(dataset):
             raise TypeError(
-                f"dataset has __iter__, but no __getitem__, got {shown(dataset)}; derive its class "
-                "from torch.utils.data.IterableDataset, or use minloader.Loader, which takes it"
+                f"dataset has __iter__, but no __getitem__, got {brief_repr(dataset)}; derive its "
+                "class from torch.utils.data.IterableDataset, or use minloader.Loader, which takes "
+                "it"
             )
         num_workers = check_int("num_workers", num_workers, 0)
         if prefetch_factor is not None:
             prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
         if isinstance(timeout, bool) or not isinstance(timeout, Real):
-            raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}")
+            raise TypeError(f"timeout must be a number of seconds, got {brief_repr(timeout)}")
         if not isinstance(generator, torch.Generator | None):
-            raise TypeError(f"generator must be a torch.Generator or None, got {shown(generator)}")
+            raise TypeError(
+                f"generator must be a torch.Generator or None, got {brief_repr(generator)}"
+            )
         functions = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         for name, value in (functions | {"transform": transform}).items():
             checks.check_callable(name, value)
@@ -541,7 +544,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         key = self._state_key()
         if not isinstance(state, Mapping) or "version" not in state:
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
-            raise TypeError(f"state must be what state_dict() gave, got {shown(state)}{part}")
+            raise TypeError(f"state must be what state_dict() gave, got {brief_repr(state)}{part}")
         check_version(state, VERSION)
         if "seed" in state:
             raise ValueError(
@@ -551,12 +554,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             )
         if key not in state:
             raise ValueError(
-                f"the state has {shown(sorted(state.keys() - {'version'}))}, but none for {key!r}; "
-                "save the state of each rank, unless a sampler deals the epoch out to the ranks"
+                f"the state has {brief_repr(sorted(state.keys() - {'version'}))}, but none for "
+                f"{key!r}; save the state of each rank, unless a sampler deals the epoch out to "
+                "the ranks"
             )
         (known,) = state[key]
         if not isinstance(known, Mapping) or known.keys() != {"loader", "start"}:
-            raise ValueError(f"the state is damaged: {shown(known)}")
+            raise ValueError(f"the state is damaged: {brief_repr(known)}")
         return copy.deepcopy(dict(known))
 
     # --- the end

@@ -24,7 +24,7 @@ import torch
 
 from minloader._checks import check_bool
 from minloader._prefetch import Prefetch, prefetched
-from minloader._sampling.walk import DEEPER, alike, walk
+from minloader._sampling.walk import DEEPER, same_container, walk
 
 
 def check_pinning(device: str) -> None:
@@ -96,7 +96,7 @@ def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
 def _rebuilt(like: Any, values: Any) -> Any:
     if isinstance(like, tuple) and not hasattr(like, "_fields"):
         return type(like)(values)  # where collating would make a list
-    return alike(like, values)
+    return same_container(like, values)
 
 
 def to_device(

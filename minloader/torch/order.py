@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from minloader._checks import is_stateful, shown
+from minloader._checks import brief_repr, is_stateful
 from minloader._epochs.failures import Raised
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
@@ -72,7 +72,7 @@ class Start(NamedTuple):
                 begun=bool(known["begun"]),
             )
         except (LookupError, TypeError, ValueError, zlib.error) as error:
-            raise ValueError(f"the state is damaged: {error!r}, in {shown(known)}") from error
+            raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(known)}") from error
 
 
 def _to_text(state: torch.Tensor) -> str:

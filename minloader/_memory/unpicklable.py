@@ -79,7 +79,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield "", part
 
 
-def find_culprit(
+def find_unpicklable(
     obj: Any, path: str, start_method: str | None = None
 ) -> tuple[str, Any, str] | None:
     """Find the part of an object that cannot be pickled.
