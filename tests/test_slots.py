@@ -843,7 +843,8 @@ def test_forks_share_the_batches_that_are_held(retired, monkeypatch):
     """None of them is copied: not by the first fork, nor by those that follow."""
     if retired:  # as where descriptors are scarce
         monkeypatch.setattr(Slots, "lease", partialmethod(Slots.lease, retire=True))
-    with Loader(numbered, range(1, 5), num_workers=1) as loader:
+    large = partial(numbered, size=1_000_000)  # each in a task, and so in a slot, of its own
+    with Loader(large, range(1, 5), num_workers=1) as loader:
         batches = list(loader)
         held = {slot.mark for slot in inspect(loader).leased_slots}
         assert len(held) == 4

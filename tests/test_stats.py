@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 from minloader import SKIP, Loader, concurrent
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
-from minloader._insight.stats import Stats
+from minloader._insight.stats import MemoryStats, Stats, TimeStats, WorkerStats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import WorkerCount
 from minloader._worker import lifetimes, processor_time
@@ -404,16 +405,23 @@ def test_the_verdict_names_the_bottleneck(name):
 
 
 @pytest.mark.parametrize(
-    ("figures", "said"),
+    ("times", "said"),
     [
-        ({"sampler": 0.9}, "the sampler is the limit: it takes 9 ms a batch"),
-        ({"consumer": 99.0}, "the consumer is the limit: it waited 1 % of the time"),
-        ({"dataset": 0.4, "overflowed": 50}, "through the pipe, so more shared_memory would help"),
-        ({"collate": 1.9}, "collate_fn is the limit, with 100 % of the work"),
+        (TimeStats(sampler=0.9), "the sampler is the limit: it takes 9 ms a batch"),
+        (TimeStats(consumer=99.0), "the consumer is the limit: it waited 1 % of the time"),
+        (TimeStats(dataset=0.4), "through the pipe, so more shared_memory would help"),
+        (TimeStats(collate=1.9), "collate_fn is the limit, with 100 % of the work"),
     ],
 )
-def test_the_verdict_on_figures(figures, said):
-    assert said in Stats(**{"batches": 100, "wait": 1.0, "num_workers": 2} | figures).verdict
+def test_the_verdict_on_figures(times, said):
+    overflowed = 50 if times.dataset else 0
+    stats = Stats(
+        batches=100,
+        time=replace(times, wait=1.0),
+        workers=WorkerStats(count=2),
+        memory=MemoryStats(overflowed=overflowed),
+    )
+    assert said in stats.verdict
 
 
 # --- what the workers did in their time

@@ -327,7 +327,6 @@ def test_the_second_epoch_of_a_sampler_that_is_its_own_iterator(given, num_worke
         batches = iter(loader)
         with pytest.raises(RuntimeError, match=r"sampler is an iterator.* serves one epoch"):
             next(batches)
-        assert list(batches) == []
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -10,23 +10,30 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import BrokenExecutor, CancelledError
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from minloader._checks import brief_repr
 from minloader._epochs import failures
-from minloader._epochs.shard_feed import ShardFeed
+from minloader._epochs.feed import Feed
+from minloader._epochs.options import Shared
+from minloader._epochs.shard_feed import ShardFeed, TaskQueue
 from minloader._epochs.task import Shipment, Task
 from minloader._errors import BatchError, WorkerDied
-from minloader._pools.base import Death
+from minloader._pools.base import Death, Pool
 from minloader._worker.messages import JobMissing, Reply
-
-if TYPE_CHECKING:
-    from minloader._epochs.lane import Lane
 
 logger = logging.getLogger("minloader")
 
 
-def sent_again(lane: Lane, task: Task, shipment: Shipment) -> list[Task]:
+class LossyLane(TaskQueue, Protocol):
+    """A lane whose tasks may be lost."""
+
+    shared: Shared
+    feed: Feed | ShardFeed
+    pool: Pool
+
+
+def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     """Return what takes the place of a task that was lost.
 
     Args:
@@ -50,7 +57,7 @@ def sent_again(lane: Lane, task: Task, shipment: Shipment) -> list[Task]:
     return _again(lane, task, error)
 
 
-def _without_suspect(lane: Lane, task: Task, death: Death) -> list[Task]:
+def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     """Return what is sent again, apart from the batch that a dead worker was making."""
     options = lane.shared.options
     counters = lane.shared.counters
@@ -88,7 +95,7 @@ def _without_suspect(lane: Lane, task: Task, death: Death) -> list[Task]:
     return [each for each in pieces if each.items]
 
 
-def _sample_of(lane: Lane, task: Task, n: int, place: int) -> tuple[Any, ...]:
+def _sample_of(lane: LossyLane, task: Task, n: int, place: int) -> tuple[Any, ...]:
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
     if place < 0 or isinstance(lane.feed, ShardFeed):
         return ()
@@ -99,7 +106,7 @@ def _sample_of(lane: Lane, task: Task, n: int, place: int) -> tuple[Any, ...]:
 
 
 def _lost_with(
-    lane: Lane, suspect: Task, death: Death, error: BatchError
+    lane: LossyLane, suspect: Task, death: Death, error: BatchError
 ) -> dict[int, BatchError] | None:
     """Return which samples of a batch are not made again, since its worker died once too often.
 
@@ -120,7 +127,7 @@ def _lost_with(
     return None if death.place in lost else {**lost, death.place: error}
 
 
-def _again(lane: Lane, task: Task, error: BaseException) -> list[Task]:
+def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
     """Return what is sent again of a task that was lost, and no batch of it was suspected."""
     pool = lane.pool
     counters = lane.shared.counters
@@ -151,7 +158,7 @@ def _again(lane: Lane, task: Task, error: BaseException) -> list[Task]:
     return [task.part(0, 1).failed(error, stage=stage, fatal=True)]
 
 
-def _tell_death(lane: Lane, death: Death, place: dict[str, Any]) -> None:
+def _tell_death(lane: LossyLane, death: Death, place: dict[str, Any]) -> None:
     """Say in the timeline, and in the log, which batch a worker has died with."""
     labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
     where = track(death.worker, death.pid)

@@ -55,6 +55,8 @@ def of_length(position: Position, source: SamplerSource) -> Position:
     (lane,) = position.lanes
     known = lane.known
     if isinstance(source.items, BatchSampler) and isinstance(known.state, dict):
+        if known.state["n"] == source.items.n:
+            return position
         known = Known(known.at, {**known.state, "n": source.items.n})
     lanes = [replace(lane, known=known)]
     return replace(position, lanes=lanes, length=source.length_between())
