@@ -572,6 +572,7 @@ class Program:
             batches: Any = self.iterator(place) if how == "iter" else self.loader.epochs(epochs)
             if how == "prefetched":
                 batches = prefetch(batches, same, depth)
+            self.disturbed |= bool(self.runs)  # several iterators may have a stream read again
             run = self.model.begin(1 if how == "iter" else epochs)
             self.runs.append((batches, run, how))
             if how == "iter":
