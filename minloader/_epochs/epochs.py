@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from minloader import _checks as checks
-from minloader._checks import brief_repr, is_stateful
+from minloader._checks import brief_repr, has_epochs, is_stateful
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed, SamplerSource, check_length
@@ -497,7 +497,7 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
     if is_put_back:
         return
     others = [each for each in with_inner(sampler) if not isinstance(each, Sampler)]
-    if any(hasattr(each, "set_epoch") for each in others):
+    if any(map(has_epochs, others)):
         return  # it is told what its order follows from
     for each in others:
         for name, value in getattr(each, "__dict__", {}).items():

@@ -83,7 +83,7 @@ class SamplerSource(Source):
 
     def length_between(self) -> int | None:
         """Return the number of batches of any epoch; None where the next decides it."""
-        return None if hasattr(self.items, "set_epoch") else self.length()
+        return None if self.has_epochs else self.length()
 
     def state_before(self) -> Known:
         """Return its state before it was ever read here."""
@@ -464,7 +464,7 @@ class Feed:
             inside = False
             del task.items[-1]
         is_kept = not inside and (self.error is not None or not is_stateful(items))
-        is_own = self.run is items and not is_stateful(items) and not hasattr(items, "set_epoch")
+        is_own = self.run is items and not is_stateful(items) and not self.source.has_epochs
         if self._iterator is not None and (is_kept or is_own):
             if inside:
                 self.fail(

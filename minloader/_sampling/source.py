@@ -21,7 +21,7 @@ from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr, check_int, is_stateful
+from minloader._checks import brief_repr, check_int, has_epochs, is_stateful
 from minloader._sampling.seeding import Piece
 
 CHUNK = 16_384
@@ -91,7 +91,7 @@ class Source:
     @property
     def has_epochs(self) -> bool:
         """Whether it is told the number of the epoch."""
-        return hasattr(self.items, "set_epoch")
+        return has_epochs(self.items)
 
     @property
     def is_used_up(self) -> bool:

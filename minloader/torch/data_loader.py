@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
-from minloader._checks import brief_repr, check_int, part_meant
+from minloader._checks import brief_repr, check_int, has_epochs, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches as LoaderBatches
@@ -42,7 +42,7 @@ from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.shuffled import Shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
-from minloader.torch.order import EpochOrder, Order, Start, draw_seed, is_told, told_of
+from minloader.torch.order import EpochOrder, Order, Start, draw_seed, told_of
 
 logger = logging.getLogger("minloader")
 
@@ -255,7 +255,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
         self._set_last = epoch
         for each in (*with_inner(self._index_sampler), self.dataset):
-            if is_told(each):
+            if has_epochs(each):
                 each.set_epoch(epoch)
 
     # --- an epoch
@@ -293,7 +293,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         start = self._start_of(self._number)
         if not self._is_resumed:
             for name, given in self._given.items():
-                if self._number and is_read_once(given) and not is_told(given):
+                if self._number and is_read_once(given) and not has_epochs(given):
                     raise used_up(name, given)
             if self._loader is not None and self._loader._epochs.is_left:
                 order.leave()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from minloader._checks import brief_repr, is_stateful
+from minloader._checks import brief_repr, has_epochs, is_stateful
 from minloader._epochs.failures import Raised
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
@@ -122,7 +122,7 @@ class Order:
         """
         found = [self._owner]
         for each in with_inner(self.sampler):
-            if not is_told(each):
+            if not has_epochs(each):
                 found.append(getattr(each, "generator", None))
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]
@@ -193,7 +193,7 @@ class Order:
         if not stateful:  # its state must be that of what was given
             found.draw(self._at_once)
             read = self._stateful
-            if found.is_empty and self._has_given and iter(read) is read and not is_told(read):
+            if found.is_empty and self._has_given and iter(read) is read and not has_epochs(read):
                 raise used_up("the sampler", read)
             self._has_given = self._has_given or not found.is_empty
         return found
@@ -309,7 +309,7 @@ def told_of(*all_told: Any, last: int | None) -> int | None:
         all_told: samplers, or a stream.
         last: what to take it for where none of them shows it.
     """
-    wanting = [each for each in all_told if is_told(each)]
+    wanting = [each for each in all_told if has_epochs(each)]
     epochs = [getattr(each, "epoch", None) for each in wanting]
     return next((epoch for epoch in epochs if isinstance(epoch, int)), last if wanting else None)
 
@@ -317,12 +317,8 @@ def told_of(*all_told: Any, last: int | None) -> int | None:
 def tell(epoch: int, *all_told: Any) -> None:
     """Set to an epoch those of these that are set to another."""
     for each in all_told:
-        if is_told(each) and getattr(each, "epoch", None) != epoch:
+        if has_epochs(each) and getattr(each, "epoch", None) != epoch:
             each.set_epoch(epoch)
-
-
-def is_told(thing: Any) -> bool:
-    return hasattr(thing, "set_epoch")
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
