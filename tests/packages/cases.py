@@ -1,6 +1,6 @@
 """A small dataset of each package, in the current folder: it is made there once, and then read.
 
-Workers import this module. Each function returns a dataset, and the options of a loader for it.
+Workers import this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from minloader import collate
 N = 24
 Case = tuple[Any, dict[str, Any]]
 BATCHED: dict[str, Any] = {"batch_size": 4, "collate_fn": collate}
+SEEDED = BATCHED | {"seed_generators": True}
 
 
 class Rows:
@@ -106,7 +107,12 @@ def of_datasets_stream() -> Case:
     import datasets
 
     made = datasets.Dataset.from_dict({"x": list(range(N))}).to_iterable_dataset(num_shards=4)
-    return made.shuffle(seed=0, buffer_size=8), BATCHED
+    return made, BATCHED
+
+
+def of_datasets_shuffled() -> Case:
+    stream, options = of_datasets_stream()
+    return stream.shuffle(seed=0, buffer_size=8), options
 
 
 def of_webdataset() -> Case:
@@ -124,25 +130,35 @@ def of_webdataset() -> Case:
     return stream.decode().to_tuple("cls"), BATCHED
 
 
+class Augmented:
+    """An image for each index, as a random transform makes it."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        image = np.random.default_rng(index).integers(0, 255, (16, 16, 3), np.uint8)
+        return np.asarray(self.transform(image=image)["image"])
+
+
 def of_albumentations() -> Case:
     import albumentations
 
-    compose = albumentations.Compose(
-        [albumentations.RandomCrop(4, 4), albumentations.RandomBrightnessContrast()]
-    )
-    image = np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)
-    return Rows(lambda: compose, lambda made, n: made(image=image)["image"]), BATCHED | {
-        "seed_generators": True
-    }
+    return Augmented(
+        albumentations.Compose(
+            [albumentations.RandomCrop(4, 4), albumentations.RandomBrightnessContrast()]
+        )
+    ), SEEDED
 
 
 def of_monai() -> Case:
     import monai
 
-    data = [np.full((1, 8, 8), n, np.float32) for n in range(N)]
-    transform = monai.transforms.RandGaussianNoise(prob=1.0)
-    dataset = monai.data.Dataset(data, transform)
-    return Rows(lambda: dataset, lambda made, n: made[n]), BATCHED | {"seed_generators": True}
+    images = [np.full((1, 8, 8), n, np.float32) for n in range(N)]
+    return monai.data.Dataset(images, monai.transforms.RandGaussianNoise(prob=1.0)), SEEDED
 
 
 def of_torch_geometric() -> Case:
@@ -174,17 +190,30 @@ def of_litdata() -> Case:
     return litdata.StreamingDataset("chunks"), BATCHED
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "lmdb": of_lmdb,
-    "zarr": of_zarr,
-    "obstore": of_obstore,
-    "lance": of_lance,
-    "HF datasets, map-style": of_datasets,
-    "HF datasets, a stream": of_datasets_stream,
-    "webdataset": of_webdataset,
-    "albumentations": of_albumentations,
-    "MONAI": of_monai,
-    "torch_geometric": of_torch_geometric,
-    "MosaicML streaming": of_streaming,
-    "litData": of_litdata,
+class Package(NamedTuple):
+    """A package that is tried.
+
+    Attributes:
+        distribution: its name on PyPI.
+        make: returns a dataset, and the options of a loader for it.
+    """
+
+    distribution: str
+    make: Callable[[], Case]
+
+
+CASES = {
+    "lmdb": Package("lmdb", of_lmdb),
+    "zarr": Package("zarr", of_zarr),
+    "obstore": Package("obstore", of_obstore),
+    "lance": Package("pylance", of_lance),
+    "HF datasets, map-style": Package("datasets", of_datasets),
+    "HF datasets, a stream": Package("datasets", of_datasets_stream),
+    "HF datasets, a shuffled stream": Package("datasets", of_datasets_shuffled),
+    "webdataset": Package("webdataset", of_webdataset),
+    "albumentations": Package("albumentations", of_albumentations),
+    "MONAI": Package("monai", of_monai),
+    "torch_geometric": Package("torch-geometric", of_torch_geometric),
+    "MosaicML streaming": Package("mosaicml-streaming", of_streaming),
+    "litData": Package("litdata", of_litdata),
 }
