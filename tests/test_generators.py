@@ -344,6 +344,22 @@ def test_one_that_is_made_in_a_batch_is_seeded_from_the_next_on_and_told(caplog)
     assert all(line.startswith("dataset.held is made in a batch") for line in caplog.messages)
 
 
+def nearer(holder: Any) -> Any:
+    holder.near = holder.held[0]
+    return holder.near
+
+
+def test_one_that_a_batch_gives_a_nearer_place_is_seeded_as_before(caplog):
+    """As in a dataset that opens its files, or makes its transform, where it is read first."""
+    drawn = []
+    for num_workers in (0, 1, 2):
+        options = {"num_workers": num_workers, "seed_generators": True}
+        with Loader(Holder([rng()], nearer), range(6), **options) as loader:
+            drawn.append(list(loader))
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
 def test_they_are_put_back_when_a_batch_fails(failure):
     class Failing(Holder):

@@ -398,16 +398,24 @@ class Turn:
         return bool(_comparable(own.kind.state(own.generator)) != _comparable(self.states[name]))
 
     def _look_again(self) -> None:
-        """Look for those that the first batch has made."""
+        """Look for those that the first batch has made. One that it only gave a nearer place keeps
+        its name, since that is what it is seeded by.
+        """
         found = self.owner.find(self.info)
-        made = [name for name in found if name not in self.found]
+        kept = {
+            id(own.generator)
+            for name, own in self.found.items()
+            if found.get(name, own).generator is own.generator
+        }
+        new = {name: own for name, own in found.items() if id(own.generator) not in kept}
+        made = [name for name in new if name not in self.found]
         if made and self.info.id <= 0:
             logger.warning(
                 "%s made in a batch, and seed_generators could not seed that: its worker's first; "
                 "make it in __init__, or in worker_init_fn",
                 name_list(made),
             )
-        current_batch(self.info).generators = self.found | found
+        current_batch(self.info).generators = self.found | new
 
 
 def name_list(names: Collection[str]) -> str:
