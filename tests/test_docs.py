@@ -31,6 +31,8 @@ from minloader import (
     prefetch,
 )
 from minloader._sampling.base import Sampler
+from tests.packages.__main__ import HEAD, PAGE, TABLE, rows, with_row
+from tests.packages.cases import CASES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(minloader.__file__).parent
@@ -326,3 +328,16 @@ def test_the_figures_of_all_pages_are_those_of_the_benchmarks():
         written = pages.with_table(source, name, "| a   |\n| ----- |\n| 5.0 |")
         assert f"<!-- figures: {name} -->\n\n| a |\n| --- |\n| 5.0 |\n" in written
         assert len(written) < len(source)
+
+
+def test_the_table_of_packages_has_a_row_for_each_that_is_tried():
+    """``python -m tests.packages`` writes it."""
+    text = TABLE.search(PAGE.read_text()).group()
+    found = rows(text)
+    assert list(found) == list(CASES)
+    assert {len(row) for row in found.values()} == {len(HEAD)}
+    for row in found.values():
+        assert with_row(text, row) == text
+    other = ["lmdb", "0.1", *found["lmdb"][2:]]
+    assert rows(with_row(text, other)) == found | {"lmdb": other}
+    assert with_row(text, ["lmdb", "not tried", *[""] * 5]) == text  # what was found before stays
