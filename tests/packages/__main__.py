@@ -70,7 +70,7 @@ def outcome(name: str, method: str, step: str, folder: str) -> str:
     """Return what a step says, or how it fails."""
     command = [sys.executable, "-m", "tests.packages", f"--{step}", name, method]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
     try:
         done = subprocess.run(
             command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS
