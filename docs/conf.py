@@ -29,7 +29,7 @@ napoleon_use_ivar = True  # or a field named under "Attributes:" would be descri
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|contextlib|multiprocessing|os|weakref|numpy|np|jax|torch)\..+"),
-    ("py:.*", r"B|BaseContext|DTypeLike|LookUp|NDArray|OnError|Prefetch|Shape|Weights"),
+    ("py:.*", r"B|BaseContext|DTypeLike|LookUp|NDArray|On(Sample)?Error|Prefetch|Shape|Weights"),
     ("py:.*", r"minloader\.(\w+\.)*_.+"),
 ]
 

@@ -356,6 +356,17 @@ def _memory_group() -> tuple[Path, str] | None:
 
 
 @pytest.fixture
+def for_ray() -> Iterator[dict[str, str]]:
+    """Environment variables for Ray: it calls nobody, and its sockets have short paths."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": folder,
+        }
+
+
+@pytest.fixture
 def small_group() -> Iterator[tuple[Path, int]]:
     """A control group with little memory, for a process to enter; and how many bytes that is."""
     found, limit = _memory_group(), 300 << 20

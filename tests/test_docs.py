@@ -88,7 +88,7 @@ def named(pages: list[Path]) -> pytest.MarkDecorator:
         if any(blocks(page))
     ],
 )
-def test_the_code_of_a_page_runs(page, tmp_path):
+def test_the_code_of_a_page_runs(page, tmp_path, for_ray):
     found = list(blocks(page))
     optional = {needed(note) for _, note, _ in found} - {None}
     program: list[str] = []
@@ -100,7 +100,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         lacking(", ".join(missing))
     script = tmp_path / "page.py"
     script.write_text("\n".join(program))
-    done = python(script, cwd=tmp_path, env={"RAY_USAGE_STATS_ENABLED": "0"})  # it would call home
+    done = python(script, cwd=tmp_path, env=for_ray)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

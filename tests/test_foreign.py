@@ -365,7 +365,7 @@ def test_loky(tmp_path):
 
 
 @pytest.mark.slow
-def test_ray(tmp_path):
+def test_ray(tmp_path, for_ray):
     """By the executor that the docs show, also when a process of Ray's dies."""
     if importlib.util.find_spec("ray") is None:
         lacking("ray")
@@ -374,8 +374,7 @@ def test_ray(tmp_path):
     assert executor
     program = tmp_path / "program.py"
     program.write_text(PROGRAM + executor.group() + RAY)
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    done = python(program, tmp_path / "dead", env=settings)
+    done = python(program, tmp_path / "dead", env=for_ray)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mapped\n" in done.stdout  # Ray tells there of the process that died
 

@@ -542,6 +542,16 @@ def test_a_share_survives_a_resume():
         assert [n for n, _ in told(loader)] == [-1]  # 3 of 12
 
 
+def test_what_is_taken_ahead_of_the_next_epoch_is_not_of_this_one():
+    options: dict[str, Any] = {"num_workers": 2, "executor": "thread", "max_errors": 0.5}
+    given = []
+    with Loader(Troubled({}), batch_size=6, **options) as loader:
+        for _ in prefetch(loader.epochs(9), list, depth=4):
+            state = loader.state_dict()
+            given.append((state["epoch"], state["errors"][0]["batches"]))
+    assert given == [(epoch, count) for epoch in range(9) for count in (1, 2)]
+
+
 def test_what_a_stage_has_taken_ahead_does_not_count_twice():
     """What failed is known when it was taken; the samples that have come are the consumer's."""
     options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}

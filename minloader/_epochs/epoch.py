@@ -130,13 +130,17 @@ class Epoch:
         """Return what of the epoch was handed over."""
         on_the_way = self.claims.all()
         lanes = []
-        for lane in self.lanes:
-            ordinals = [claim.ordinal for claim in on_the_way if claim.lane is lane]
-            lanes.append(lane.position(tuple(each for each in ordinals if each >= 0)))
         tally = self.come()
-        for claim in on_the_way:
-            if claim.task is not None and claim.lane is not None and claim.lane.counts_samples:
-                tally = tally.plus(-1, -claim.lane.samples_of(claim.task, claim.ordinal))
+        for lane in self.lanes:
+            ordinals = []
+            for claim in on_the_way:
+                task = claim.task
+                if claim.lane is not lane or task is None:  # of another epoch; an error
+                    continue
+                ordinals.append(claim.ordinal)
+                if lane.counts_samples:
+                    tally = tally.plus(-1, -lane.samples_of(task, claim.ordinal))
+            lanes.append(lane.position(tuple(ordinals)))
         return Position(
             epoch=self.number,
             lanes=lanes,

@@ -77,7 +77,7 @@ class WorkerStats:
         executor: where batches are made: "process", "thread", "inline" or "foreign".
         count: number of workers now.
         concurrency: most reads at the same time in each worker, where the dataset is one of
-            :func:`concurrent`; else 0.
+            :func:`minloader.concurrent`; else 0.
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
         started_early: whether ``loader.start()`` was called.
@@ -182,10 +182,11 @@ class Stats:
     Attributes:
         batches: number of batches delivered.
         bytes: their size, packed; 0 where batches never leave the process.
-        time: where the time went, see :class:`TimeStats`.
-        workers: who makes the batches, see :class:`WorkerStats`.
-        memory: what workers and batches take, see :class:`MemoryStats`.
-        errors: what has failed and what was made again, see :class:`ErrorStats`.
+        time: where the time went, see :class:`~minloader._insight.stats.TimeStats`.
+        workers: who makes the batches, see :class:`~minloader._insight.stats.WorkerStats`.
+        memory: what workers and batches take, see :class:`~minloader._insight.stats.MemoryStats`.
+        errors: what has failed and what was made again, see
+            :class:`~minloader._insight.stats.ErrorStats`.
         timeline: the last events; ``events`` has them as they are shown.
         former: what had been counted when ``num_workers`` was set last; None if it never was.
     """
