@@ -34,7 +34,7 @@ from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_of, with_inner
-from minloader._sampling.source import Source
+from minloader._sampling.source import Source, numbers
 from minloader._worker.messages import TaskMessage
 
 logger = logging.getLogger("minloader")
@@ -144,7 +144,7 @@ class Feed:
         length: int | None = None,
     ) -> None:
         self.source = source
-        self.number = next(source.numbers)
+        self.number = next(numbers)
         self.epoch = epoch
         self.next = position.given
         self.known = position.known

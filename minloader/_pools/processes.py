@@ -275,6 +275,7 @@ class _Executor(Executor):
         self._dead_since: float | None = None
         self._watch = Watch()
         self._waiting: dict[int, float] = {}  # tasks for any worker to take, first seen when
+        self._looked_at: set[int] = set()  # tasks under way at the last look
         self.heartbeats = heartbeats
         self._logs = logs
         self.leaving = False
@@ -429,8 +430,12 @@ class _Executor(Executor):
             for task, future in snapshot(self.unfinished.items())
             if task not in making and future.running() and (is_read or task not in made)
         ]
-        # When that was seen for the first time; those that a worker has taken since are gone.
         now = self._watch.last
+        tasks = set(snapshot(self.unfinished))
+        if not is_read and tasks == self._looked_at:  # this process reads nothing: nobody is late
+            self._waiting = dict.fromkeys(self._waiting, now)
+        self._looked_at = tasks
+        # When that was seen for the first time; those that a worker has taken since are gone.
         self._waiting = {task: self._waiting.get(task, now) for task in waiting}
         overdue = sum(self._watch.since(seen) > timeout for seen in self._waiting.values())
         # A worker that reads ahead has the next task, too, while it makes the batches of one.

@@ -30,6 +30,9 @@ millisecond. With fewer, numpy's overhead counts; more of them do not fit into t
 
 BEGINNING: list[Any] = [0, None, False]
 
+numbers = itertools.count()
+"""Of all that read a source."""
+
 
 class Resettable:
     """A sampler of ours. Its state is true also before it was read. Others may be in another epoch.
@@ -69,7 +72,6 @@ class Source:
         items: the iterable.
 
     Attributes:
-        numbers: gives a number to each who reads it.
         read_by: number of the one that began to read it last; -1 if none has.
         has_given: whether any of them was given an item.
     """
@@ -77,7 +79,6 @@ class Source:
     def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
-        self.numbers = itertools.count()
         self.read_by = -1
         self.has_given = False
         # The state that it is in while nobody reads it; and the iterator that had been made then.
@@ -300,7 +301,7 @@ class ItemSource(Source):
         if self.is_ours:
             self.put(state)
             self.stand(state)
-            self.read_by = next(self.numbers)  # it is not at its beginning any more
+            self.read_by = next(numbers)  # it is not at its beginning any more
 
     def values_from(self, epoch: int, at: int) -> Iterator[Any]:
         """Return an iterator over the items of a sequence, from one of them on."""
@@ -331,7 +332,7 @@ class Reading:
 
     def __init__(self, source: ItemSource, epoch: int, place: Sequence[Any]) -> None:
         self._source = source
-        self._number = next(source.numbers)
+        self._number = next(numbers)
         self._epoch = epoch
         # Until it has given an item: a generator tells the truth about its place from then on.
         self._known: Sequence[Any] | None = place
