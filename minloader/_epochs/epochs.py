@@ -380,7 +380,7 @@ class Epochs:
                 "has no load_state_dict; give the loader the sampler that the state was taken with"
             )
         if lane.known.state is None or not isinstance(sampler, Sampler):
-            check_length(sampler, position.epoch, source.length_between(), position.length)
+            check_length(position.epoch, source.length_between(), position.length)
             return position
         former = sampler.seed
         try:

@@ -193,7 +193,7 @@ class Feed:
         is_put = source.prepare(self.epoch, at=known.at, state=known.state)
         length = source.length()
         if not source.is_ours:
-            check_length(source.items, self.epoch, length, self.length)
+            check_length(self.epoch, length, self.length)
         self.length = length
         iterator = source.begin(self.number)
         if is_put and known.at and iterator is source.items:
@@ -490,7 +490,7 @@ class Feed:
         return before
 
 
-def check_length(sampler: Any, epoch: int, length: int | None, wanted: int | None) -> None:
+def check_length(epoch: int, length: int | None, wanted: int | None) -> None:
     """Refuse a sampler if its epoch has another number of batches, as far as these are known."""
     if None not in (length, wanted) and length != wanted:
         raise ValueError(

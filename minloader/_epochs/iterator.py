@@ -156,7 +156,6 @@ class Batches(Iterator[B], Generic[B]):
 
     def _check_process(self) -> None:
         if not self.epochs:  # it begins here
-            self._process = lifetimes.process
             return
         if self._stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")

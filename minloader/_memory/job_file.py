@@ -321,12 +321,10 @@ class ForkedJob:
 
     Attributes:
         obj: the object itself.
-        size: bytes that it takes besides: none.
         inherited: what must be handed on besides: nothing.
     """
 
     obj: Any
-    size: ClassVar[int] = 0
     inherited: ClassVar[list[Any]] = []
 
     @property
