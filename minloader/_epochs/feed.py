@@ -157,9 +157,8 @@ class Feed:
         self.drawing: Task | None = None
         self.passing: list[Any] = []
         self.run: Any = None  # what ``iter`` of the sampler gave
-        self._ranks = ranks_of(
-            source.items
-        )  # each has other items, and the state of one serves all
+        # Each has other items, and the state of one serves all.
+        self._ranks = ranks_of(source.items)
         self._iterator: Any = None
         self._may_begin_again = False
         self._is_inside = False  # whether the sampler's own code runs

@@ -105,7 +105,7 @@ class ShardFeed:
             task: which.
             number: of the task in its pool.
             slot: where to put the batches; None for the reply itself.
-            alone: whether nothing of another task is to be read meanwhile.
+            alone: as of a sampler's feed; of a stream nothing is read ahead of its task.
         """
         shard = Shard(
             id=self.shard,

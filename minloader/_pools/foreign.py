@@ -101,9 +101,8 @@ IDLE_SECONDS = 300.0
 
 def versions() -> tuple[str, str]:
     """Return minloader's version and Python's, of which functions that are sent are the code."""
-    return sys.modules[
-        "minloader"
-    ].__version__, f"{sys.version_info.major}.{sys.version_info.minor}"
+    ours: str = sys.modules["minloader"].__version__
+    return ours, f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class Attachment(NamedTuple):

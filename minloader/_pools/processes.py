@@ -103,8 +103,10 @@ MOST_UNWATCHED = 0.25
 program was stopped meanwhile, or the machine slept, or the consumer was busy."""
 
 TOO_LONG = "a batch took too long"
+"""Why a worker is killed that makes a batch for longer than ``timeout``."""
+
 STOOD_STILL = "it stood still between batches while some waited for it; it was at"
-"""Why workers are killed that take longer than ``timeout``."""
+"""Why one is killed that makes none, while tasks have waited for it for longer than that."""
 
 STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
@@ -124,7 +126,7 @@ class WorkerProcess:
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
         killed: pids of what was killed along with it.
-        fault: why we killed it, if it was for taking too long; else "".
+        fault: why we killed it, if it was for taking too long, or standing still; else "".
         stack: its Python stack then; else None.
         began: when it was started, by ``time.perf_counter``; 0 if that failed.
     """
@@ -538,9 +540,8 @@ class ProcessPool(RemotePool):
             multiprocessing.spawn.freeze_support()
         super().__post_init__()
         self._deaths: dict[int, Death] = {}  # by lost task that the worker was just running
-        self._failed_starts: list[
-            str
-        ] = []  # how those ended that never got ready, one after another
+        # How those ended that never got ready, one after another.
+        self._failed_starts: list[str] = []
         self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
         self._closed = False

@@ -92,6 +92,7 @@ class _Thread(threading.Thread):
     It knows the queue, not the pool, which may be collected.
 
     Args:
+        job: what it makes batches from.
         info: where its code is told that it runs.
         tasks: where its tasks come from, until there is None.
     """

@@ -105,7 +105,8 @@ class PlannedWindow:
     Attributes:
         batches_before: as given.
         num_samples: number of entries that ranks may get; those that no rank gets are dropped.
-        unfinished_legs: this leg and later ones, if the leg goes on in the next window.
+        unfinished_history: of world sizes, that of this leg and later ones, but for the last; []
+            unless this leg goes on in the next window.
     """
 
     def __init__(

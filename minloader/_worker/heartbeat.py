@@ -41,7 +41,8 @@ class Heartbeat(NamedTuple):
         place: of the sample in the item, from 0; -1 if none is being made, or it is not known.
         task: id of its task, or READY, or 0.
         item: index of the item in the task.
-        began: when the worker began with it, by ``time.perf_counter``.
+        began: when the worker began with it, by ``time.perf_counter``; ``inf``: it has made all
+            of the task, whose last item this is.
     """
 
     place: int

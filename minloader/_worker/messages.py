@@ -208,8 +208,9 @@ class Reply(NamedTuple):
         packed: whether batches and errors are packed.
         outcomes: a batch or a failure for each of the first items. A chunk that turns out to be
             slow is cut short.
-        failed: samples that failed and were left out: of which outcome, the index of the sample
-            in a tuple (packed if the reply is; () if it is not known), and the error in words.
+        failed: samples that failed, and were left out or replaced: of which outcome, the index of
+            the sample in a tuple (packed if the reply is; () if it is not known), and the error in
+            words.
         slot: what has become of it; None if the worker did not open it.
         shard: how far it was read; None if the task was for none.
         figures: what is counted.

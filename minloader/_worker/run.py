@@ -70,7 +70,7 @@ class _Work:
         now: when it was done with the last batch.
         item: index of the item that it has come to.
         outcomes: a batch or a failure for each item before that.
-        failed: samples that were left out, as in :class:`Reply`.
+        failed: samples that failed, as in :class:`Reply`.
         fingerprints: of a stream, of the batches.
         overflowed: how many batches found no room in shared memory.
         packing: seconds that these took to be packed.
