@@ -542,6 +542,34 @@ def test_a_share_survives_a_resume():
         assert [n for n, _ in told(loader)] == [-1]  # 3 of 12
 
 
+def test_each_bad_sample_of_a_stream_counts():
+    """They have no index, by which to tell them apart."""
+    options: dict[str, Any] = {"batch_size": 5, "on_sample_error": "skip", "num_workers": 0}
+    with Loader(Numbers(20), transform=odd_fails, max_errors=4, **options) as loader:
+        assert told(loader)[0][0] == 1  # in which the fifth fails
+        assert loader.stats.errors.failed == 10
+
+
+def odd_fails(number: int) -> int:
+    if number % 2:
+        raise ValueError(f"{number} is odd")
+    return number
+
+
+def test_errors_after_a_state_count_once_more():
+    """Where it is loaded by the loader that has met them."""
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
+    with Loader(Troubled(FAULTY), num_workers=0, max_errors=3, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        for _ in range(2):
+            next(batches)
+        loader.load_state_dict(state)
+        with pytest.raises(BatchError, match="4 batches and samples of epoch 0"):
+            lists(loader)
+
+
 def test_what_is_taken_ahead_of_the_next_epoch_is_not_of_this_one():
     options: dict[str, Any] = {"num_workers": 2, "executor": "thread", "max_errors": 0.5}
     given = []

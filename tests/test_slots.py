@@ -28,6 +28,7 @@ from conftest import eventually, in_a_fork, printed_by, python, require, variant
 from helpers import (
     Forker,
     Keeper,
+    Numbers,
     Trouble,
     cook,
     fork_and_fill,
@@ -835,6 +836,21 @@ def test_trouble_after_a_part_was_born():
         array = other = None
         kept.clear()
         assert eventually(lambda: loader.stats.memory.slots <= 4 + 2), loader.stats
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_made_in_its_slot_is_not_copied(streamed):
+    """By collate: a batch that is kept takes its own bytes, and no others."""
+    size = 1_000_000
+    options: dict[str, Any] = {"num_workers": 2, "transform": partial(np.full, size)}
+    if streamed:
+        loader = Loader(Numbers(20), batch_size=1, **options)
+    else:
+        loader = Loader(int, [[n] for n in range(20)], collate_fn=collate, **options)
+    with loader:
+        kept = list(loader)
+        assert sorted(batch[0, 0] for batch in kept) == list(range(20))
+        assert loader.stats.memory.slot_bytes < 1.1 * sum(batch.nbytes for batch in kept)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

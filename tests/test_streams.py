@@ -461,6 +461,20 @@ def test_a_task_beyond_the_end_that_comes_first(known, error):
     assert all(error in each for each in found)
 
 
+class Unloadable(Numbers):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise OSError("the disk is not there")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_cannot_load_the_stream(num_workers):
+    """Each of them says so once, and then the epoch is over."""
+    with Loader(Unloadable(9), num_workers=num_workers, retries=0) as loader:
+        errors = outcomes(iter(loader))
+    assert len(errors) == num_workers
+    assert all("the disk is not there" in str(error) for error in errors)
+
+
 def test_a_state_that_cannot_be_told():
     stream = StatefulNumbers(9, broken_state=True)
     with Loader(stream, batch_size=3, num_workers=1) as loader:

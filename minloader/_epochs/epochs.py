@@ -307,8 +307,10 @@ class Epochs:
         goes_on = resume is not None and number == resume.epoch
         tally = resume.tally if resume is not None and goes_on else NOTHING_CAME
         losses = Losses(tally.failed)
-        if tally.failed:
-            losses.recall(each for each in shared.counters.last_errors if each[0] == number)
+        if tally.failed and resume is not None:
+            # A state has those that were before it; here there may be others since.
+            known = resume.errors or shared.counters.last_errors
+            losses.recall(each for each in known if each[0] == number)
         return Epoch(
             number=number,
             lanes=lanes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -142,9 +143,15 @@ class Losses:
     count: int = 0
     known: dict[str, None] = field(default_factory=dict)
 
-    def add(self, batch: int, sample: Any) -> None:
-        """Count an error, of a sample or else of a batch."""
-        key = self._key(batch, sample)
+    def add(self, batch: int, sample: Any, number: int) -> None:
+        """Count an error.
+
+        Args:
+            batch: number of the batch in the epoch.
+            sample: index of the sample; None if it is not known.
+            number: of the sample among those of the batch that failed; -1: the batch failed.
+        """
+        key = self._key(batch, sample, number)
         if key in self.known:
             return
         self.known[key] = None
@@ -154,10 +161,14 @@ class Losses:
 
     def recall(self, errors: Iterable[Failed]) -> None:
         """Know errors of the epoch that were counted before."""
-        self.known = {self._key(batch, sample): None for _, batch, sample, _ in errors}
+        self.known = {}
+        before: Counter[int] = Counter()
+        for _, batch, sample, _ in errors:
+            self.known[self._key(batch, sample, before[batch])] = None
+            before[batch] += 1
 
-    def _key(self, batch: int, sample: Any) -> str:
-        return f"batch {batch}" if sample is None else f"sample {plain(sample)!r}"
+    def _key(self, batch: int, sample: Any, number: int) -> str:
+        return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
 
 
 def most_allowed(

@@ -156,6 +156,7 @@ class Batches(Iterator[B], Generic[B]):
 
     def _check_process(self) -> None:
         if not self.epochs:  # it begins here
+            self.claims.get_lock()  # another one: a thread that is not here may hold the former
             return
         if self._stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
@@ -329,10 +330,10 @@ class Batches(Iterator[B], Generic[B]):
             has_failed = False
             reply = task.reply
             if reply is not None and reply.failed:
-                for at, sample, text in reply.failed:
-                    if at == n:
-                        has_failed = True
-                        claim.error = self._fail(shared, epoch, claim, sample, text)
+                those = [(sample, text) for at, sample, text in reply.failed if at == n]
+                has_failed = bool(those)
+                for number, (sample, text) in enumerate(those):
+                    claim.error = self._fail(shared, epoch, claim, sample, text, number)
             if type(claim.outcome) is Failure:
                 has_failed = True
                 self._handle(shared, epoch, claim)
@@ -395,9 +396,18 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = claim.outcome.error
 
     def _fail(
-        self, shared: Shared, epoch: Epoch, claim: Claim, sample: Any, text: str
+        self, shared: Shared, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int = -1
     ) -> BatchError | None:
-        """Count what has failed; return an error if that is too many."""
+        """Count what has failed; return an error if that is too many.
+
+        Args:
+            shared: what all epochs share.
+            epoch: that it is of.
+            claim: the batch.
+            sample: its index, in a tuple, maybe packed; or that is empty.
+            text: the error.
+            number: of the sample among those of the batch that failed; -1: the batch failed.
+        """
         lane = claim.lane
         task = claim.task
         assert lane is not None
@@ -405,7 +415,7 @@ class Batches(Iterator[B], Generic[B]):
         index = (failures.load(sample) or (None,))[0]
         ordinal = lane.feed.told_ordinal(claim.ordinal)
         shared.counters.fail(epoch.number, ordinal, index, text)
-        epoch.losses.add(ordinal, index)
+        epoch.losses.add(ordinal, index, number)
         come = epoch.come()
         if lane.counts_samples:
             come = come.plus(1, lane.samples_of(task, claim.ordinal))

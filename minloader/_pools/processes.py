@@ -403,7 +403,8 @@ class _Executor(Executor):
                 continue
             stack = self._stack(worker)
             now = self.heartbeats.last(n)
-            if now == heartbeat and self._is_late(worker, now, timeout):
+            is_same = now._replace(place=heartbeat.place) == heartbeat  # maybe another sample of it
+            if is_same and self._is_late(worker, now, timeout):
                 starts = heartbeat.task == 0
                 fault = f"its start took too long, here:\n{stack}" if starts else TOO_LONG
                 self._kill_for(worker, fault, stack)
@@ -443,15 +444,16 @@ class _Executor(Executor):
         # A worker that reads ahead has the next task, too, while it makes the batches of one.
         if overdue <= len(making) or any(worker.fault for worker in self.workers):
             return  # if one was killed, the others are about to be replaced
-        idle = [
-            worker
-            for worker, beat in zip(self.workers, beats, strict=True)
-            if beat.task and beat.task not in making and not worker.has_ended()
-        ]
-        stacks = {worker: self._stack(worker) for worker in idle}
+        stacks = {}
+        for n, worker in enumerate(self.workers):
+            beat = beats[n]
+            if beat.task and beat.task not in making and not worker.has_ended():
+                stack = self._stack(worker)
+                if self.heartbeats.last(n) == beat:  # else it was between two tasks just then
+                    stacks[worker] = stack
         # Of several, those are to blame that do not answer, if there are any.
-        silent = [worker for worker in idle if not stacks[worker]]
-        for worker in silent or idle:
+        silent = [worker for worker, stack in stacks.items() if not stack]
+        for worker in silent or stacks:
             stack = stacks[worker] or "(the worker did not answer)"
             self._kill_for(worker, f"{STOOD_STILL}\n{stack}", stacks[worker])
 

@@ -199,6 +199,10 @@ class ShardReply(NamedTuple):
     reread: int
 
 
+NOTHING_READ = ShardReply(ended=True, state=None, fingerprints=[], reread=0)
+"""Of a shard that cannot be read, and so ends with an error."""
+
+
 class Reply(NamedTuple):
     """The result of a task.
 

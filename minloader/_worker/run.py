@@ -34,6 +34,7 @@ from minloader._worker.environment import Environment
 from minloader._worker.generators import OwnGenerators
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
+    NOTHING_READ,
     Failure,
     Figures,
     Job,
@@ -247,13 +248,13 @@ class Worker:
                 if type(maker.begun) is not list:
                     raise maker.begun
                 key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
-                outcome = self._call(key, maker.fetch, item)
+                made = [self._call(key, maker.fetch, item)]
             except BaseException as error:
                 is_whole = type(item) is list and self._job.collate_fn is None
                 stage = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
                 outcome = self._failure(error, stage)
             else:
-                outcome = self._pack(outcome, work, writer)
+                outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
             del outcome
             if work.now - work.began > 2 * CHUNK_SECONDS and not begun:
@@ -269,8 +270,16 @@ class Worker:
             errors.clear()
         work.now = time.perf_counter()
 
-    def _pack(self, batch: Any, work: _Work, writer: NoSlot) -> Any:
-        """Return a batch as it leaves this process, if it does; or the failure of that."""
+    def _pack(self, made: list[Any], work: _Work, writer: NoSlot) -> Any:
+        """Return a batch as it leaves this process, if it does; or the failure of that.
+
+        Args:
+            made: the batch, which nobody else here may hold: an array that lies in the slot is
+                copied if somebody does, since that may change it.
+            work: gets the time.
+            writer: takes its large buffers.
+        """
+        batch = made.pop()
         if not self._environment.packs:
             return batch
         self._environment.exit_fork()  # before it writes to the slot, where the worker writes too
@@ -376,22 +385,22 @@ class Worker:
         except BaseException as error:
             stage = "when the stream was made ready, by worker_init_fn if there is one"
             work.outcomes.append(self._failure(error, stage, fatal=True))
-            return ShardReply(ended=True, state=None, fingerprints=[], reread=0)
+            return NOTHING_READ
         for n in range(len(task.items)):
             work.item = n
             self._environment.beat(task.id, n, work.now)
             writer.begin()
             try:
                 self._leave_out_lost(task, n)
-                outcome = self._read(task, n, reader)
+                made = [self._read(task, n, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
                 stage = READING if reader.reading else ""
                 outcome = self._failure(error, stage, fatal=reader.is_other)
             else:
-                if outcome is END:
+                if made[0] is END:
                     break
-                outcome = self._pack(outcome, work, writer)
+                outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
             del outcome
             work.fingerprints.append(reader.last)

@@ -34,6 +34,7 @@ from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_gr
 from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import (
+    NOTHING_READ,
     Failure,
     Job,
     Reply,
@@ -291,6 +292,8 @@ def run(task: TaskMessage) -> Reply:
     worker = current.process_worker
     if worker is None:
         assert failed_start is not None
+        if task.shard is not None:
+            return failed_start._replace(shard=NOTHING_READ)
         return failed_start._replace(outcomes=failed_start.outcomes * len(task.items))
     return worker.run(task)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from conftest import variants
 
@@ -45,4 +47,5 @@ def test_an_interrupt_at_each_place(name, way, kinds):
     pressed = PRESSES[name]
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
     most = max(press(kind, way, pressed, pressed.stride) for kind in those)
-    assert most > 0 or name == "the end"  # which threads have seen before
+    if sys.version_info < (3, 15):  # which tells of instructions from a later one on
+        assert most > 0 or name == "the end"  # which threads have seen before
