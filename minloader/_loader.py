@@ -533,6 +533,11 @@ class Loader(Generic[B]):
         epochs = self._epochs
         position, seed = epochs.read_state(state, None if self._any_seed else self.seed)
         if position.is_stream:
+            if allow:
+                raise ValueError(
+                    f"allow is for a sampler of minloader's, but this loader has a stream, got "
+                    f"{allow!r}; drop it"
+                )
             ((stream),) = state["stream"]
             theirs = stream["batch_size"]
             ours = self._shared.options.batch_size

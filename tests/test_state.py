@@ -562,6 +562,17 @@ def test_a_dataset_that_has_grown(kind, way):
         loader.load_state_dict(json.loads(within))
 
 
+def test_a_dataset_that_has_grown_after_workers_had_it():
+    """They would have the copy from before, if there are workers again."""
+    data = [0, 1, 2]
+    with Loader(data, num_workers=1) as loader:
+        assert list(loader) == [0, 1, 2]
+        data.append(3)
+        for count in (0, 1):
+            loader.num_workers = count
+            assert list(loader) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("way", ["inline", "threads"])  # forked workers are forked once
 def test_a_dataset_that_grows_while_epochs_are_under_way(way):
     """Each epoch keeps the length that it had when it began."""

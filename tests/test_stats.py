@@ -24,7 +24,7 @@ import pytest
 from minloader import SKIP, Loader, concurrent
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
-from minloader._insight.stats import MemoryStats, Stats, TimeStats, WorkerStats
+from minloader._insight.stats import ErrorStats, MemoryStats, Stats, TimeStats, WorkerStats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import WorkerCount
 from minloader._worker import lifetimes, processor_time
@@ -411,15 +411,18 @@ def test_the_verdict_names_the_bottleneck(name):
         (TimeStats(consumer=99.0), "the consumer is the limit: it waited 1 % of the time"),
         (TimeStats(dataset=0.4), "through the pipe, so more shared_memory would help"),
         (TimeStats(collate=1.9), "collate_fn is the limit, with 100 % of the work"),
+        (TimeStats(dataset=0.2, startup=0.0), "3 workers were replaced, which takes time"),
     ],
 )
 def test_the_verdict_on_figures(times, said):
-    overflowed = 50 if times.dataset else 0
+    overflowed = 50 if times.dataset == 0.4 else 0
+    replaced = 3 if times.dataset == 0.2 else 0
     stats = Stats(
         batches=100,
         time=replace(times, wait=1.0),
         workers=WorkerStats(count=2),
         memory=MemoryStats(overflowed=overflowed),
+        errors=ErrorStats(replaced=replaced),
     )
     assert said in stats.verdict
 

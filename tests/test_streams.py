@@ -475,6 +475,13 @@ def test_a_worker_that_cannot_load_the_stream(num_workers):
     assert all("the disk is not there" in str(error) for error in errors)
 
 
+def test_allow_is_refused():
+    """It is for a sampler."""
+    loader = Loader(Numbers(9), num_workers=0)
+    with loader, pytest.raises(ValueError, match=r"allow is for a sampler .* 'batch_size'"):
+        loader.load_state_dict(loader.state_dict(), allow="batch_size")
+
+
 def test_a_state_that_cannot_be_told():
     stream = StatefulNumbers(9, broken_state=True)
     with Loader(stream, batch_size=3, num_workers=1) as loader:

@@ -147,6 +147,11 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
         )
     if stats.workers.queued > QUEUED * stats.workers.measured:
         return _held_up(stats)
+    if stats.errors.replaced:
+        return (
+            f"{stats.errors.replaced} workers were replaced, which takes time, and so does waiting "
+            "for one that hangs: the log says why (timeout, worker_memory_limit, or they died)"
+        )
     if stats.slowest > max(3 * work, each):
         return (
             f"some batches are slow ({format_seconds(stats.slowest)}, against "

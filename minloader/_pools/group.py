@@ -143,7 +143,9 @@ class PoolGroup:
     def can_follow_dataset(self) -> bool:
         """Whether batches are made of the dataset itself, or of what it is when workers fork."""
         forks = self.kind == "process" and self.factory.context.get_start_method() == "fork"
-        return forks or self.kind in ("inline", "thread")
+        # Workers that were spawned, and may be again, have a copy from then.
+        is_copied = isinstance(self.factory.sent, JobFile)
+        return forks or (self.kind in ("inline", "thread") and not is_copied)
 
     def fork_again(self) -> None:
         """Have the next tasks go to workers that are forked from now on."""
