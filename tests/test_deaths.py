@@ -981,6 +981,19 @@ def test_batches_that_wait_for_a_slow_consumer_are_no_hang(shared_memory):
         assert loader.stats.errors.replaced == 0
 
 
+def creep(index: int) -> int:
+    time.sleep(0.01)
+    return index
+
+
+def test_a_batch_whose_samples_go_on_takes_too_long_all_the_same():
+    """Each is quick, but timeout is for the batch: it is at another one when it is looked at."""
+    options: dict[str, Any] = {"num_workers": 1, "timeout": 1.0, "retries": 0}
+    loader = Loader(creep, [[*range(3_000)]], collate_fn=sum, **options)
+    with loader, pytest.raises(BatchTimeout, match="took longer than timeout"):
+        list(loader)
+
+
 def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
     """The executor's own thread is held up, so that the worker waits with its reply."""
     options = {"num_workers": 1, "timeout": HANG, "retries": 0, "shared_memory": False}
