@@ -121,7 +121,7 @@ class Press(NamedTuple):
         before: the steps of the program before it.
         call: one of ``PRESSED``.
         within: folder of the code in which places are counted.
-        stride: how far apart they are; the slow tests try five times as many.
+        stride: how far apart they are.
     """
 
     before: str

@@ -10,12 +10,11 @@ from conftest import variants
 from .found import FOUND, FOUND_IN_PROCESSES, PRESSES, possible, press, run
 from .programs import KINDS
 
-QUICK = ["own shuffled", "rolling", "mixture", "batches of told", "told with state"]
-QUICK += ["counted iterator", "rolling parts", "rolling state", "failing"]
-QUICK += ["failing iterator", "opened counting", "counting", "own iterator"]
+QUICK = ["own shuffled", "rolling", "batches of told", "told with state", "counted iterator"]
+QUICK += ["failing", "opened counting", "own iterator"]
 """Kinds of samplers and streams with which programs are run in any case."""
 
-QUICKEST = ["own shuffled", "counted", "told with state", "failing", "counting"]
+QUICKEST = ["own shuffled", "told with state", "failing", "counting"]
 """Those that are interrupted in any case."""
 
 some_kinds = variants(
