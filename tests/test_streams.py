@@ -6,6 +6,9 @@ import itertools
 import logging
 import os
 import random
+from collections import deque
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,10 +38,21 @@ from minloader import (
     get_worker_info,
     pad_collate,
 )
+from minloader._epochs.position import NOTHING_KNOWN, LanePosition
+from minloader._epochs.shard_feed import ShardFeed
+from minloader._epochs.task import Shipment, Task
 from minloader._sampling.seeding import generator
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import Job, JobOptions, Shard, TaskMessage, WorkerInfo
+from minloader._worker.messages import (
+    NOTHING_READ,
+    Job,
+    JobOptions,
+    Reply,
+    Shard,
+    TaskMessage,
+    WorkerInfo,
+)
 from minloader._worker.run import Worker
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
@@ -473,6 +487,24 @@ def test_a_worker_that_cannot_load_the_stream(num_workers):
         errors = outcomes(iter(loader))
     assert len(errors) == num_workers
     assert all("the disk is not there" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_end_that_two_tasks_tell_of(order):
+    """Whichever worker was quicker: it is behind what there is, and so is the state."""
+    feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
+    tasks = [Task(first=n, items=[0], known=NOTHING_KNOWN) for n in range(2)]
+    feed.next = 2
+
+    def drop_behind(task: Task) -> None:
+        lane.tasks = deque(each for each in lane.tasks if each.first <= task.first)
+
+    lane = SimpleNamespace(tasks=deque(tasks), drop_behind=drop_behind)
+    for n in order:
+        if tasks[n] in lane.tasks:
+            tasks[n].shipment = Shipment(tasks[n], SimpleQueue(), None)
+            feed.receive(tasks[n], Reply(0, 0, False, [], shard=NOTHING_READ), lane)
+    assert (feed.is_over, feed.next, feed.at_end.at) == (True, 0, 0)
 
 
 def test_allow_is_refused():

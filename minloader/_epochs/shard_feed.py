@@ -188,7 +188,8 @@ class ShardFeed:
         task.memory = shipment.memory
         task.outcomes = reply.outcomes
         task.shipment = None
-        if is_end and not self.is_over:
+        # A task behind this one may have told of the end before, from a place that is not there.
+        if is_end and (not self.is_over or task.stop < self.next):
             self._end(task, Known(task.first + made, read.state), lane)
 
     def _end(self, task: Task, at_end: Known, lane: TaskQueue) -> None:
