@@ -53,8 +53,6 @@ def test_an_interrupt_at_each_place(name, way, kinds):
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
     most = max([press(kind, way, pressed, pressed.stride) for kind in those], default=1)
     # Of others not each has such a place.
-    if kinds is QUICKEST and sys.version_info < (
-        3,
-        15,
-    ):  # which tells of instructions from a later one on
+    # From 3.15 on, instructions are told of late.
+    if kinds is QUICKEST and sys.version_info < (3, 15):
         assert most > 0 or name == "the end"  # which threads have seen before
