@@ -1238,6 +1238,31 @@ def test_a_fork_while_a_thread_waits_for_a_batch_has_the_state():
         assert list(batches) == [3, 4, 5]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_an_iterator_that_was_not_begun_begins_in_a_fork():
+    """Though a thread that is not there had its lock."""
+    with Loader(Echo(), range(4), num_workers=0) as loader:
+        batches = loader.epochs(1)
+        released = threading.Event()
+
+        def hold() -> None:
+            with batches.claims.lock:
+                released.wait()
+
+        def take() -> Any:
+            signal.alarm(20)
+            return next(batches)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert eventually(lambda: is_held(batches.claims.lock))
+        try:
+            assert in_a_fork(take) == "(0, 0)"
+        finally:
+            released.set()
+            thread.join()
+
+
 @pytest.mark.parametrize("way", ["inline", "threads"])
 def test_nothing_is_waited_for_before_an_error_of_a_sampler(way, monkeypatch):
     monkeypatch.setattr("minloader._epochs.options.PATIENCE", 900)  # longer than a test may take

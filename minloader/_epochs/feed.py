@@ -29,13 +29,12 @@ from minloader._epochs import failures
 from minloader._epochs.position import NOTHING_KNOWN, Check, Known, LanePosition
 from minloader._epochs.task import Task
 from minloader._errors import without_frames
-from minloader._memory.files import SlotAddress
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import Source, numbers
-from minloader._worker.messages import TaskMessage
+from minloader._worker.messages import Shard
 
 logger = logging.getLogger("minloader")
 
@@ -343,26 +342,9 @@ class Feed:
 
     # --- of tasks
 
-    def message(
-        self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool
-    ) -> TaskMessage:
-        """Return what is sent for a task.
-
-        Args:
-            task: which.
-            number: of the task in its pool.
-            slot: where to put the batches; None for the reply itself.
-            alone: whether nothing of another task is to be read meanwhile.
-        """
-        return TaskMessage(
-            ordinal=task.first,
-            epoch=self.epoch,
-            items=task.items,
-            slot=slot,
-            id=number,
-            alone=alone,
-            lost=task.lost,
-        )
+    def shard_of(self, task: Task) -> Shard | None:
+        """Return which shard of a stream a task is for: none."""
+        return None
 
     def told_ordinal(self, ordinal: int) -> int:
         """Return what the user is told for the place of a batch in its epoch."""

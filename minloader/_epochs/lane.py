@@ -38,7 +38,7 @@ from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import HeldItem, Pool
-from minloader._worker.messages import Reply
+from minloader._worker.messages import Reply, TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -250,7 +250,17 @@ class Lane:
                 address = pool.slots.address(shipment.slot)
             is_retried = task.tries > 0 or task.lost is not None
             alone = is_retried or not self.shared.options.retries
-            packed = pool.pack(self.feed.message(task, shipment.id, address, alone=alone))
+            message = TaskMessage(
+                ordinal=task.first,
+                epoch=self.feed.epoch,
+                items=task.items,
+                slot=address,
+                id=shipment.id,
+                shard=self.feed.shard_of(task),
+                alone=alone,
+                lost=task.lost,
+            )
+            packed = pool.pack(message)
             is_packed = True
             # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
             with interrupts_held() if pool.num_workers else nullcontext():

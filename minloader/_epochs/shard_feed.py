@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from minloader._epochs.position import Check, Known, LanePosition
 from minloader._epochs.task import Task
-from minloader._memory.files import SlotAddress
-from minloader._worker.messages import Failure, Reply, Shard, TaskMessage
+from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
@@ -96,18 +95,9 @@ class ShardFeed:
         """Return a task for the next batches, so many at most."""
         return Task(first=self.next, items=[self.shard] * most, known=self.known, check=self.check)
 
-    def message(
-        self, task: Task, number: int, slot: SlotAddress | None, *, alone: bool
-    ) -> TaskMessage:
-        """Return what is sent for a task.
-
-        Args:
-            task: which.
-            number: of the task in its pool.
-            slot: where to put the batches; None for the reply itself.
-            alone: as of a sampler's feed; of a stream nothing is read ahead of its task.
-        """
-        shard = Shard(
+    def shard_of(self, task: Task) -> Shard:
+        """Return which batches of the shard a task is for, and how to get there."""
+        return Shard(
             id=self.shard,
             total=self.total,
             first=task.first,
@@ -116,15 +106,6 @@ class ShardFeed:
             check=task.check,
             number=self.number,
             follows=self._follows,
-        )
-        return TaskMessage(
-            ordinal=task.first,
-            epoch=self.epoch,
-            items=task.items,
-            slot=slot,
-            id=number,
-            shard=shard,
-            lost=task.lost,
         )
 
     def told_ordinal(self, ordinal: int) -> int:

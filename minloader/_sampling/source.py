@@ -115,8 +115,8 @@ class Source:
         """
         is_put = state is not None and not self._is_at(state)
         self._stands = (None, None)
-        if state is None and isinstance(self.items, Resettable):
-            self.items._forget()  # the epoch before was left, however far it was read
+        if state is None:
+            self.forget()  # the epoch before was left, however far it was read
         if at or not is_put:
             self.set_epoch(epoch)
         if is_put:
@@ -124,6 +124,11 @@ class Source:
             if not at:
                 self.set_epoch(epoch)
         return is_put
+
+    def forget(self) -> None:
+        """Have the next epoch begin with nothing that the one before has left, if it is ours."""
+        if isinstance(self.items, Resettable):
+            self.items._forget()
 
     def begin(self, number: int) -> Iterator[Any]:
         """Return an iterator over it, for the one of a number.
@@ -277,11 +282,6 @@ class ItemSource(Source):
         state = self.state()  # nobody can tell it the epoch again; and ours may read such a one
         self.stand(state)
         return BEGINNING if state is None else [0, state, True]
-
-    def forget(self) -> None:
-        """Have the next epoch begin with nothing that the one before has left."""
-        if isinstance(self.items, Resettable):
-            self.items._forget()
 
     def restore(self, place: Sequence[Any]) -> None:
         """Check a place that was loaded; put a sampler of ours there, which says what differs.
