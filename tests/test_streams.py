@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -29,6 +30,7 @@ from helpers import (
     whereabouts,
     wide,
 )
+from interrupts import interrupted
 
 from minloader import (
     SKIP,
@@ -38,6 +40,7 @@ from minloader import (
     get_worker_info,
     pad_collate,
 )
+from minloader._epochs.lane import Lane
 from minloader._epochs.position import NOTHING_KNOWN, LanePosition
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Shipment, Task
@@ -489,22 +492,33 @@ def test_a_worker_that_cannot_load_the_stream(num_workers):
     assert all("the disk is not there" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_an_end_that_two_tasks_tell_of(order):
-    """Whichever worker was quicker: it is behind what there is, and so is the state."""
+def tell_of_end(order: tuple[int, ...], place: int) -> bool:
+    """Two tasks behind the end of a shard come back; says whether Ctrl-C came at a place."""
     feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
     tasks = [Task(first=n, items=[0], known=NOTHING_KNOWN) for n in range(2)]
     feed.next = 2
+    lane = SimpleNamespace(tasks=deque(tasks))
+    lane.drop_behind = functools.partial(Lane.drop_behind, lane)
+    for task in tasks:
+        task.shipment = Shipment(task, SimpleQueue(), None)
 
-    def drop_behind(task: Task) -> None:
-        lane.tasks = deque(each for each in lane.tasks if each.first <= task.first)
+    def receive(task: Task) -> None:
+        if task.shipment is not None:  # it was not forgotten
+            feed.receive(task, Reply(0, 0, False, [], shard=NOTHING_READ), lane)
 
-    lane = SimpleNamespace(tasks=deque(tasks), drop_behind=drop_behind)
+    reached = False
     for n in order:
-        if tasks[n] in lane.tasks:
-            tasks[n].shipment = Shipment(tasks[n], SimpleQueue(), None)
-            feed.receive(tasks[n], Reply(0, 0, False, [], shard=NOTHING_READ), lane)
+        if not reached:
+            reached = interrupted(functools.partial(receive, tasks[n]), place).reached
+        receive(tasks[n])  # as after Ctrl-C
     assert (feed.is_over, feed.next, feed.at_end.at) == (True, 0, 0)
+    return reached
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_end_that_two_tasks_tell_of(order):
+    """Whichever worker was quicker: it is behind what there is, and so is the state."""
+    assert next(n for n in itertools.count() if not tell_of_end(order, n)) > 3
 
 
 def test_allow_is_refused():

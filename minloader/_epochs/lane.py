@@ -432,11 +432,10 @@ class Lane:
 
     def drop_behind(self, task: Task) -> None:
         """Forget the tasks behind one."""
-        former = self.tasks
-        self.tasks = deque(each for each in former if each.first <= task.first)
-        for each in former:
+        for each in self.tasks:
             if each.first > task.first:
                 each.forget()
+        self.tasks = deque(each for each in self.tasks if each.first <= task.first)
 
     # --- what was left undone
 

@@ -162,30 +162,32 @@ class ShardFeed:
         if not behind:
             self.known = known
             self.check = check
+        self.has_failed |= any(map(_failed_reading, reply.outcomes))
+        stop = task.first + made
+        # A task behind this one may have told of the end before, from a place that is not there.
+        if is_end and (not self.is_over or stop < self.next):
+            if made and _failed_reading(reply.outcomes[-1]):
+                logger.warning(
+                    "shard %d of the stream ended with the error in its batch %d: an iterator that "
+                    "raised, as a generator does, cannot continue",
+                    self.shard,
+                    stop - 1,
+                )
+            self._end(task, Known(stop, read.state), lane)
+        # Behind the end: interrupted there, the reply is received again, and tells of it again.
         if is_end:
             task.items = task.items[:made]
-        self.has_failed |= any(map(_failed_reading, reply.outcomes))
         task.reply = reply
         task.memory = shipment.memory
         task.outcomes = reply.outcomes
         task.shipment = None
-        # A task behind this one may have told of the end before, from a place that is not there.
-        if is_end and (not self.is_over or task.stop < self.next):
-            self._end(task, Known(task.first + made, read.state), lane)
 
     def _end(self, task: Task, at_end: Known, lane: TaskQueue) -> None:
-        """Note that a shard has no more batches after a task, and forget what was asked for."""
-        if task.outcomes and _failed_reading(task.outcomes[-1]):
-            logger.warning(
-                "shard %d of the stream ended with the error in its batch %d: an iterator that "
-                "raised, as a generator does, cannot continue",
-                self.shard,
-                task.stop - 1,
-            )
+        """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
-        self.next = task.stop
         self.at_end = at_end
         self.is_over = True
+        self.next = at_end.at
 
     def end_before(self, task: Task, lane: TaskQueue) -> None:
         """End the shard before a task: no worker gets there."""
@@ -194,10 +196,10 @@ class ShardFeed:
             self.shard,
             task.first - 1,
         )
+        self._end(task, Known(task.first, None), lane)
         task.items = []
         task.outcomes = []
         task.shipment = None
-        self._end(task, Known(task.first, None), lane)
 
 
 def _failed_reading(outcome: Any) -> bool:
