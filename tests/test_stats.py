@@ -484,7 +484,7 @@ def test_waiting_for_a_processor_is_not_waiting_for_files():
 def test_what_comes_before_the_first_batch_is_not_computed_for_it():
     init = lambda info: burn(1.0)  # noqa: E731
     with Loader(Sleepy(5), num_workers=1, worker_init_fn=init) as loader:
-        assert run(loader).computing < 1.0
+        assert run(loader).workers.computing < 1.0
 
 
 def test_threads_are_not_told_apart():

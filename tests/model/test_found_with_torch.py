@@ -23,7 +23,7 @@ def test_found(name, num_workers):
 @pytest.mark.parametrize("name", PRESSED)
 @variants(
     ("kinds", "num_workers", "stride"),
-    [(QUICK, 0, 61), (list(KINDS), 0, 7), (list(KINDS), 1, 29)],
+    [(QUICK, 0, 61), (list(KINDS), 0, 23), (QUICK, 1, 71)],
     ids=["some", "all", "with a worker"],
 )
 def test_an_interrupt_at_each_place_of_next(name, kinds, num_workers, stride):
