@@ -419,13 +419,13 @@ def test_the_length_of_a_mixture_is_known_where_every_item_comes():
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("batch", {"n_or_sampler": 21}, "n is 21, but the state is of n 20; make the sampler with"),
+        ("batch", {"n_or_sampler": 21}, "is 21, but the state is of n 20; give the dataset and"),
         ("batch", {"batch_size": 4}, "batch_size is 4, but the state is of batch_size 3"),
         ("batch", {"last_batch": "discard"}, "last_batch is 'discard', but the state is of last"),
         ("dynamic", {"lengths": LENGTHS[::-1]}, "lengths is '[0-9a-f]+', but the state is of leng"),
         ("dynamic", {"cost": lambda n: n + 1}, "lengths is '[0-9a-f]+', but the state is of leng"),
-        ("dynamic", {"lengths": Lazily(LENGTHS)}, "n is None, but the state is of n 20"),
-        ("dynamic", {"sampler": range(20)}, "n is None, but the state is of n 20"),
+        ("dynamic", {"lengths": Lazily(LENGTHS)}, "is None, but the state is of n 20"),
+        ("dynamic", {"sampler": range(20)}, "is None, but the state is of n 20"),
         (
             "dynamic",
             {"max_total": None, "max_padded": 7},

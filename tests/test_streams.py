@@ -457,18 +457,19 @@ def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("known", "error"),
+    ("stream", "known", "error"),
     [
-        (None, None),
-        (7, None),
-        (11, "the stream has ended after 10 batches when shard 0 was read again"),
+        (Numbers, None, None),
+        (Numbers, 7, None),
+        (Numbers, 11, "the stream has ended after 10 batches when shard 0 was read again"),
+        (StatefulNumbers, 11, "do not: shuffle it with minloader.shuffled"),
     ],
 )
-def test_a_task_beyond_the_end_that_comes_first(known, error):
+def test_a_task_beyond_the_end_that_comes_first(stream, known, error):
     """As after a death: what was asked for, but never there, is not missed. What was given is."""
     check = None if known is None else (known, fingerprint([known]))
     shard = Shard(id=0, total=1, first=12, at=0, state=None, check=check, number=1, follows=None)
-    job = Job(Numbers(10), options=JobOptions(is_stream=True))
+    job = Job(stream(10), options=JobOptions(is_stream=True))
     worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
     reply = worker.run(TaskMessage(12, 0, [0] * 4, shard=shard))
     assert reply.shard is not None

@@ -803,7 +803,7 @@ def test_arguments_are_refused_as_by_torch(options):
 def test_arguments_of_the_wrong_kind_are_refused_by_name():
     """Some of which torch would only stumble over later, or not name."""
     wrong = {"num_workers": "2", "timeout": "x", "collate_fn": 3, "worker_init_fn": 3, "sampler": 5}
-    wrong |= {"batch_sampler": 5, "generator": 5}
+    wrong |= {"batch_sampler": 5, "generator": 5, "in_order": 5}
     for name, value in wrong.items():
         with pytest.raises(TypeError, match=rf"{name} must be .*, got"):
             DataLoader(Numbers(), **{name: value})

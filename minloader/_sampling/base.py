@@ -354,9 +354,11 @@ class Sampler(Resettable):
         refused = [name for name in others if name not in ("world_size", *allowed)]
         # What else is another may follow from the first, as a digest of lengths from their number.
         for name in fixed[:1]:
+            told = "n, the number of samples," if name == "n" else name
             raise ValueError(
-                f"{name} is {identity[name]!r}, but the state is of {name} {state[name]!r}; make "
-                "the sampler with the arguments it had then, or start anew without the state"
+                f"{told} is {identity[name]!r}, but the state is of {name} {state[name]!r}; give "
+                "the dataset and the arguments of the sampler that there were then, or start anew "
+                "without the state"
             )
         if refused:
             found = [f"{name} is {identity[name]!r}" for name in refused]

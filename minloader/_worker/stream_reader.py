@@ -245,6 +245,11 @@ class ShardReader:
             "had given: it must give the same samples each time, for the same epoch, shard and "
             "seed, or have state_dict and load_state_dict"
         )
+        if is_stateful(self.info.dataset):
+            what += (
+                " that lead there (which those of a shuffled Hugging Face dataset do not: shuffle "
+                "it with minloader.shuffled instead)"
+            )
         if self.ended and self.position < given:
             self.is_other = True
             raise RuntimeError(f"the stream has ended after {self.position} batches {what}")

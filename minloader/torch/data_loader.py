@@ -213,7 +213,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.seed_generators: bool = checks.check_bool("seed_generators", seed_generators)
         self.trace: str | os.PathLike[str] | None = trace
         self._forget()
-        self.in_order: bool = in_order
+        self.in_order: bool = checks.check_bool("in_order", in_order)
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn),
             *(pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator),

@@ -21,10 +21,14 @@ def test_found(name, num_workers):
 
 
 @pytest.mark.parametrize("name", PRESSED)
-@variants(
-    ("kinds", "num_workers", "stride"),
-    [(QUICK, 0, 61), (list(KINDS), 0, 23), (QUICK, 1, 71)],
-    ids=["some", "all", "with a worker"],
-)
-def test_an_interrupt_at_each_place_of_next(name, kinds, num_workers, stride):
-    assert max(press(kind, num_workers, PRESSED[name], stride) for kind in kinds) > 0
+@variants("kinds", [QUICK, list(KINDS)], ids=["some", "all"])
+def test_an_interrupt_at_each_place_of_next(name, kinds):
+    stride = 61 if kinds is QUICK else 23
+    assert max(press(kind, 0, PRESSED[name], stride) for kind in kinds) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESSED)
+@pytest.mark.parametrize("kind", QUICK)
+def test_an_interrupt_at_each_place_of_next_beside_a_worker(name, kind):
+    press(kind, 1, PRESSED[name], stride=71)
