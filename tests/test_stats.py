@@ -420,7 +420,7 @@ def test_the_verdict_on_figures(times, said):
     stats = Stats(
         batches=100,
         time=replace(times, wait=1.0),
-        workers=WorkerStats(count=2),
+        workers=WorkerStats(count=2, computing=0.01, queued=0.05),
         memory=MemoryStats(overflowed=overflowed),
         errors=ErrorStats(replaced=replaced),
     )

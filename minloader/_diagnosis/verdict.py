@@ -145,7 +145,8 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
             f"unpickling a batch takes {format_seconds(stats.time.unpacking / stats.batches)} in "
             "this process; have the dataset return arrays rather than many objects"
         )
-    if stats.workers.queued > QUEUED * stats.workers.measured:
+    # Of what little the workers do it may be much, and yet nothing of what the consumer waits for.
+    if stats.workers.queued > max(QUEUED * stats.workers.measured, QUEUED * wait):
         return _held_up(stats)
     if stats.errors.replaced:
         return (
