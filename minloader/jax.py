@@ -17,7 +17,8 @@ from minloader._prefetch import Prefetch, prefetch
 from minloader._sampling.collate import labels, refuse_loss, what_numpy_drops
 
 UNFIT = "USTOMm"
-"""Kinds of numpy's types that no device has: strings, bytes, objects, dates and time spans."""
+"""Kinds of numpy's types that no device has: strings, bytes, objects, dates and time spans. Types
+with fields are none of JAX's either."""
 
 
 def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Prefetch[Any]:
@@ -34,8 +35,8 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
     A batch is a pytree. Its arrays, and its tensors on the CPU, become ``jax.Array`` of the same
     shape. As everywhere in JAX, 64-bit types become 32-bit types unless ``jax_enable_x64`` is set.
     All other leaves stay as they are: strings, single numbers (such as the epoch of
-    ``loader.epochs()``), arrays of strings, bytes, objects or dates. What would lose a mask, a
-    unit or the names of columns is refused, in its place.
+    ``loader.epochs()``), arrays of strings, bytes, objects, dates or records. What would lose a
+    mask, a unit or the names of columns is refused, in its place.
 
     What the calling thread has set now holds for the transfers, too: ``jax.default_device``,
     ``jax.enable_x64``, ``jax.set_mesh``.
@@ -136,7 +137,14 @@ class _Put:
         if put:
             platforms = {device.platform for array in put for device in array.devices()}
             self._copy = "cpu" in platforms
-        return jax.tree.unflatten(tree, leaves)
+        try:
+            return jax.tree.unflatten(tree, leaves)
+        except Exception as error:
+            error.add_note(
+                "minloader: an object in the batch does not take the jax.Array that an array of "
+                "its became; have it take both, or put it together behind to_device()"
+            )
+            raise
 
     def _devices_of(self, batch: Any) -> list[Any]:
         """Return the device or sharding of each leaf of a batch."""
@@ -166,7 +174,7 @@ def _as_array(leaf: Any) -> Any:
     if isinstance(leaf, np.generic) or not hasattr(leaf, "__array__"):
         return None
     array = np.asarray(leaf)
-    return None if array.dtype.kind in UNFIT else array
+    return None if array.dtype.kind in UNFIT or array.dtype.names else array
 
 
 def _loses(leaf: Any) -> bool:

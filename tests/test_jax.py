@@ -39,6 +39,7 @@ def test_what_goes_and_what_stays():
     day = np.array(["2026-11-21"], "M8[D]")
     words = np.array(["a", "b"])
     texts = np.array(["a", "b"], np.dtypes.StringDType())
+    records = np.zeros(2, [("x", "i4"), ("y", "f4")])
     scalar = np.float64(2.5)
     batch = {
         "tuple": (np.zeros(2, np.int8), None, "text", b"bytes"),
@@ -48,6 +49,7 @@ def test_what_goes_and_what_stays():
         "texts": texts,
         "day": day,
         "objects": np.array([None]),
+        "records": records,
         "zero": np.array(7, np.int32),
         "complex": np.zeros(2, np.complex64),
         "there": jax.numpy.ones(2),
@@ -72,6 +74,7 @@ def test_what_goes_and_what_stays():
     assert found["numbers"] == [1, 2.5, True, 1j, scalar]
     assert found["words"] is words
     assert found["texts"] is texts
+    assert found["records"] is records
     assert found["day"] is day
 
 
@@ -108,6 +111,19 @@ def test_a_container_that_checks_itself():
     (found,) = to_device([Checked(np.ones(2), "one")])
     assert isinstance(found.x, jax.Array)
     assert found.name == "one"
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Narrow:
+        x: Any
+
+        def __post_init__(self) -> None:
+            if not isinstance(self.x, np.ndarray):
+                raise TypeError("x must be an array of numpy")
+
+    with pytest.raises(TypeError, match="x must be an array of numpy") as raised:
+        next(to_device([Narrow(np.ones(2))]))
+    assert "put it together behind to_device()" in raised.value.__notes__[0]
 
 
 class Metres:
