@@ -106,7 +106,7 @@ def test_a_task_that_is_lost_once_is_made_again(caplog):
     with Forgetful(2) as executor, Loader(Echo(), range(9), executor=executor) as loader:
         assert list(loader) == list(range(9))
         assert loader.stats.errors.retries == 1
-    assert "the executor lost batch 2, again: too many values" in caplog.text
+    assert "the executor lost batch 2, which is made again: too many values" in caplog.text
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="there are none before 3.14")

@@ -710,7 +710,7 @@ def test_no_address_space_in_the_parent(monkeypatch, caplog):
             next(batches)
         assert caught.value.__notes__[0].endswith(", when it came from a worker")
         assert [set(batch) for batch in batches] == [{1}, {2}, {3}]
-    assert "this process lost batch 0, again: this process has no room" in caplog.text
+    assert "this process lost batch 0, which is made again: this process has no room" in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["init", "load", "attach"])

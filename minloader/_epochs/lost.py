@@ -144,7 +144,7 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
     who = "this process" if pool.replaces else "the executor"
     if len(task.items) > 1 or task.tries < lane.shared.options.retries:
         ordinal = lane.feed.told_ordinal(task.first)
-        logger.warning("%s lost batch %d, again: %s", who, ordinal, error)
+        logger.warning("%s lost batch %d, which is made again: %s", who, ordinal, error)
         counters.errors.retries += 1
         tries = task.tries + 1
         return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
