@@ -947,6 +947,28 @@ def test_a_worker_that_stands_still_between_batches(way, method, num_workers, tm
     assert all("it stood still between batches" in line for line in caplog.messages)
 
 
+def test_a_worker_that_goes_on_when_it_is_looked_at_is_not_killed(monkeypatch):
+    """It may just have been between two tasks."""
+    stack, stopped = spawned._Executor._stack, list[int]()
+
+    def look(executor: Any, worker: Any) -> str:
+        before = executor.heartbeats.last(0)
+        while stopped:
+            os.kill(stopped.pop(), signal.SIGCONT)
+            assert eventually(lambda: executor.heartbeats.last(0) != before)
+        return stack(executor, worker)
+
+    monkeypatch.setattr(spawned._Executor, "_stack", look)
+    with Loader(Squares(3), num_workers=1, timeout=HANG / 2, retries=0) as loader:
+        assert list(loader) == [0, 1, 4]
+        stopped.append(workers(loader)[0].pid)
+        os.kill(stopped[0], signal.SIGSTOP)
+        assert list(loader) == [0, 1, 4]
+        assert not stopped
+        assert list(loader) == [0, 1, 4]  # a killed one makes nothing of this
+        assert loader.stats.errors.replaced == 0
+
+
 @variants("share", [0, 0.5])
 def test_a_worker_that_stands_still_with_its_reply(share, tmp_path):
     """It has made its batch, and is stopped before it has sent all of it."""
