@@ -634,6 +634,35 @@ with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
 
 
 @pytest.mark.timeout(60)
+def test_12_a_fork_wakes_the_manager_thread_of_an_executor_that_it_lets_go_of():
+    """And takes a lock for it, in some versions, which another thread may have had."""
+    program = """
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import minloader._pools.cpython
+executor = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+executor.submit(int).result()
+wakeup = executor._executor_manager_thread_wakeup
+{before}
+wakeup.wakeup = lambda: print("woken", flush=True)
+with executor._shutdown_lock if {is_locked} else open(os.devnull):
+    if os.fork() == 0:
+        del executor
+        os._exit(0)
+    os.wait()
+del wakeup.wakeup
+executor.shutdown()
+"""
+    without = "kept = executor._executor_manager_thread.executor_reference"
+    said = [
+        printed_by(program.format(before=each, is_locked=not each), options=["-W", "ignore"])
+        for each in ("", without)
+    ]
+    assert said == ["", "woken\n"]
+
+
+@pytest.mark.timeout(60)
 def test_12_a_fork_looks_at_the_children_of_its_parent():
     """At ours it does not: another thread may have had the lock that takes."""
     program = """

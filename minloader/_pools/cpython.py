@@ -25,7 +25,7 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 15, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 7, 15, 9,
+The price of the pieces 1 to 15, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
 10.
 """
 
@@ -180,6 +180,12 @@ def _before_joins(function: Callable[[], None]) -> None:
 # Without this piece: a worker never ends if it was forked while another thread had such a lock,
 # and no more does a child that the user forked.
 #
+# CPython: an executor that is collected wakes its manager thread in the same way, also in a child
+# that has it from its parent: weakref_cb().
+# Versions: all; the lock until 3.13.0.
+# Without this piece: a child that lets go of a loader waits for ever if it was forked while another
+# thread had such a lock; and until 3.12 one that ends, with torch imported, prints a traceback.
+#
 # CPython: a child of os.fork() has its parent's list of children, and looks at each of them when it
 # starts a process, or asks for active_children().
 # Versions: all.
@@ -188,6 +194,8 @@ def _before_joins(function: Callable[[], None]) -> None:
 
 def _forget_parents() -> None:
     """Let go of what is the parent's, in a fork of it."""
+    for manager in _threads_wakeups:
+        cast(Any, manager).executor_reference = None  # the end of an executor calls nothing
     _threads_wakeups.clear()
     children = cast(Any, multiprocessing.process)._children
     children -= {each for each in children if hasattr(each._popen, "looking")}
