@@ -969,6 +969,32 @@ def test_a_worker_that_goes_on_when_it_is_looked_at_is_not_killed(monkeypatch):
         assert loader.stats.errors.replaced == 0
 
 
+def test_a_worker_whose_reply_comes_when_it_is_looked_at_is_not_killed(monkeypatch):
+    """The executor's thread has read it, and has not come to its future."""
+    stack, read = spawned._Executor._stack, cpython._ManagerThread.wait_result_broken_or_wakeup
+    is_looked_at = threading.Event()
+
+    def look(executor: Any, worker: Any) -> str:
+        is_looked_at.set()
+        assert eventually(lambda: not executor.unfinished)
+        return stack(executor, worker)
+
+    def read_late(thread: Any) -> Any:
+        found = read(thread)
+        if found[0] is not None:
+            is_looked_at.wait(60)
+        return found
+
+    monkeypatch.setattr(spawned._Executor, "_stack", look)
+    with Loader(Squares(1), num_workers=1, timeout=HANG / 2, retries=0) as loader:
+        assert list(loader) == [0]
+        monkeypatch.setattr(cpython._ManagerThread, "wait_result_broken_or_wakeup", read_late)
+        assert list(loader) == [0]
+        assert is_looked_at.is_set()
+        assert list(loader) == [0]  # a killed one makes nothing of this
+        assert loader.stats.errors.replaced == 0
+
+
 @variants("share", [0, 0.5])
 def test_a_worker_that_stands_still_with_its_reply(share, tmp_path):
     """It has made its batch, and is stopped before it has sent all of it."""

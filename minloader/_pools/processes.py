@@ -440,9 +440,10 @@ class _Executor(Executor):
         self._looked_at = tasks
         # When that was seen for the first time; those that a worker has taken since are gone.
         self._waiting = {task: self._waiting.get(task, now) for task in waiting}
-        overdue = sum(self._watch.since(seen) > timeout for seen in self._waiting.values())
+        since = self._watch.since
+        overdue = {task for task, seen in self._waiting.items() if since(seen) > timeout}
         # A worker that reads ahead has the next task, too, while it makes the batches of one.
-        if overdue <= len(making) or any(worker.fault for worker in self.workers):
+        if len(overdue) <= len(making) or any(worker.fault for worker in self.workers):
             return  # if one was killed, the others are about to be replaced
         stacks = {}
         for n, worker in enumerate(self.workers):
@@ -451,6 +452,8 @@ class _Executor(Executor):
                 stack = self._stack(worker)
                 if self.heartbeats.last(n) == beat:  # else it was between two tasks just then
                     stacks[worker] = stack
+        if len(overdue & self.unfinished.keys()) <= len(making):
+            return  # replies have come meanwhile, which the manager thread had already read
         # Of several, those are to blame that do not answer, if there are any.
         silent = [worker for worker, stack in stacks.items() if not stack]
         for worker in silent or stacks:
