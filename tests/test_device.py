@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
 from helpers import Faulty, Gate, Squares
 from interrupts import each_place
 
-from minloader import Loader, prefetch
+from minloader import Loader, get_worker_info, prefetch
 from minloader._diagnosis.inspect import inspect
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -228,6 +228,34 @@ def test_an_epoch_with_an_error_still_to_come_can_be_left(no_collector):
         del batches
         loader.set_epoch(5)
         assert loader.epoch == 5
+
+
+class OneWaits:
+    """A stream of two shards, one of which gives nothing for as long as the other is read."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info().id == 0:
+            self.may.wait()
+            return iter(())
+        return iter(range(10**6))
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+def test_a_shard_that_waits_does_not_keep_others_from_being_made_ready():
+    stream = OneWaits()
+    called: list[int] = []
+    loader = Loader(stream, executor="thread", num_workers=2, in_order=False)
+    with loader, prefetch(loader, called.append) as batches:
+        try:
+            given = (n for n, _ in enumerate(islice(batches, 1000), 1))
+            assert any(len(called) > n for n in given)
+        finally:
+            stream.may.set()
 
 
 # --- the end

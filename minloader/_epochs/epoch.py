@@ -111,6 +111,11 @@ class Epoch:
         return self.is_one_of_several and self.is_under_way and not self.claims.is_unsure
 
     @property
+    def is_taken(self) -> bool:
+        """Whether the iterator has taken all that there is."""
+        return all(lane.is_taken for lane in self.lanes)
+
+    @property
     def is_drawn(self) -> bool:
         """Whether all that there is was drawn."""
         return all(lane.feed.is_over and lane.feed.error is None for lane in self.lanes)

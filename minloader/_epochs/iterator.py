@@ -469,7 +469,7 @@ class Batches(Iterator[B], Generic[B]):
     def _taken_from(self) -> Epoch:
         """The epoch that is taken from now: with a stage it may be ahead of the consumer's."""
         for epoch in self.epochs:
-            if not all(lane.is_taken for lane in epoch.lanes):
+            if not epoch.is_taken:
                 return epoch
         return self.epochs[-1]
 
@@ -479,21 +479,21 @@ class Batches(Iterator[B], Generic[B]):
             self._check(shared)
             epoch = self._enter_epoch(shared)
             lanes = self._in_turn(epoch)
-            for lane in lanes[:1] if shared.options.in_order else lanes:
+            for lane in _may_be_next(shared, lanes):
                 task = lane.next_received()
                 if task is not None:
                     if not task.is_begun:
                         task.is_begun = True
                         self.fill()  # before the consumer gets to work
                     return epoch, lane, task
-                if lane.feed.error is not None and lane.head is None:
+                if lane.is_at_error:
                     return epoch, lane, None
             if self._receive() or self._send(lanes) or self._in_turn(epoch) != lanes:
                 continue
-            if lanes[0].feed.error is not None and lanes[0].head is None:
+            if lanes[0].is_at_error:
                 continue  # nothing is to be waited for
             if not has_grown:
-                for lane in lanes[:1] if shared.options.in_order else lanes:
+                for lane in _may_be_next(shared, lanes):
                     lane.grow()
                 has_grown = True
             self._receive(shared.options.patience)
@@ -548,9 +548,7 @@ class Batches(Iterator[B], Generic[B]):
         lane = lanes[0]
         head = lane.head
         is_sent = False
-        if lane.feed.error is None and (
-            head is None or (head.shipment is None and head.outcomes is None)
-        ):
+        if lane.feed.error is None and (head is None or head.is_unsent):
             is_sent = lane.send_more()
         return self.fill() or is_sent
 
@@ -597,7 +595,7 @@ class Batches(Iterator[B], Generic[B]):
         """
         while True:
             for epoch in self.epochs:
-                if not all(lane.is_taken for lane in epoch.lanes):
+                if not epoch.is_taken:
                     self._leave_former(epoch)
                     return epoch
                 if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
@@ -700,7 +698,8 @@ class Batches(Iterator[B], Generic[B]):
             return True
         self._receive()
         lanes = self._in_turn(self._taken_from)
-        return not lanes or lanes[0].next_received() is not None
+        may_be_next = _may_be_next(shared, lanes)
+        return not lanes or any(lane.next_received() is not None for lane in may_be_next)
 
     def _take_ahead(self, shared: Shared, stage: Stage) -> None:
         """Take another batch for the stage, or an error in its place."""
@@ -726,3 +725,8 @@ class Batches(Iterator[B], Generic[B]):
         for epoch in self.epochs:
             for lane in epoch.lanes:
                 lane.recover()
+
+
+def _may_be_next(shared: Shared, lanes: list[Lane]) -> list[Lane]:
+    """Return which lanes may give the next batch, of those that are in the order of their turn."""
+    return lanes[:1] if shared.options.in_order else lanes

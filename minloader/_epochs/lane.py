@@ -124,6 +124,11 @@ class Lane:
             return False
         return all(map(self._is_taken, self.tasks))
 
+    @property
+    def is_at_error(self) -> bool:
+        """Whether an error of the sampler comes next."""
+        return self.feed.error is not None and self.head is None
+
     def position(self, on_the_way: tuple[int, ...] = ()) -> LanePosition:
         """Return how far batches were handed over.
 
@@ -173,11 +178,11 @@ class Lane:
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
         for task in reversed(self.tasks):  # of hundreds most were sent
-            if task.shipment is None and task.outcomes is None:
+            if task.is_unsent:
                 break
         else:
             return None
-        return next(x for x in self.tasks if x.shipment is None and x.outcomes is None)
+        return next(each for each in self.tasks if each.is_unsent)
 
     def _draw(self) -> Task | None:
         """Draw a task; return None if there is none: at the end, or at an error."""

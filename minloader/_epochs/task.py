@@ -67,6 +67,11 @@ class Task:
         """Ordinal behind its last batch."""
         return self.first + len(self.items)
 
+    @property
+    def is_unsent(self) -> bool:
+        """Whether it waits for being sent."""
+        return self.shipment is None and self.outcomes is None
+
     def part(self, start: int, stop: int, *, tries: int | None = None) -> Task:
         """Return a task for some of the items, by their places in it, which is not sent."""
         return Task(
