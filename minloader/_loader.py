@@ -258,12 +258,10 @@ class Loader(Generic[B]):
             in_order=in_order,
             retries=retries,
             timeout=timeout,
-            memory_limit=worker_memory_limit,
             on_error=on_error,
             max_errors=max_errors,
             concurrency=checks.reads_at_once(dataset),
             chunks=chunks,
-            batch_size=batch_size if is_stream else None,
         )
         self._shared = Shared(options, group)
         follows_length = sampler is None and not is_stream
@@ -538,9 +536,9 @@ class Loader(Generic[B]):
                     f"allow is for a sampler of minloader's, but this loader has a stream, got "
                     f"{allow!r}; drop it"
                 )
-            ((stream),) = state["stream"]
+            (stream,) = state["stream"]
             theirs = stream["batch_size"]
-            ours = self._shared.options.batch_size
+            ours = self._shared.job.options.batch_size
             if theirs != ours:
                 raise ValueError(
                     f"batch_size is {ours}, but the state is of a stream with "

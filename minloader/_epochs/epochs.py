@@ -337,7 +337,7 @@ class Epochs:
             if self.under_way is under_way and self.resume is resume:
                 errors = tuple(checks.snapshot(self.shared.counters.last_errors))
                 position = replace(position, errors=errors)
-                return to_state(position, seed, self.shared.options.batch_size)
+                return to_state(position, seed, self.shared.job.options.batch_size)
             # Another thread has begun an epoch meanwhile.
 
     def read_state(self, state: Mapping[str, Any], seed: int | None) -> tuple[Position, int]:

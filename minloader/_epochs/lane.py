@@ -317,8 +317,8 @@ class Lane:
     def samples_of(self, task: Task, ordinal: int) -> int:
         """Return how many samples a batch is made of, as far as that is known."""
         if isinstance(self.feed, ShardFeed):
-            return self.shared.options.batch_size or 1
-        if self.shared.group.factory.job.collate_fn is None:
+            return self.shared.job.options.batch_size or 1
+        if self.shared.job.collate_fn is None:
             return 1
         return len(failures.indices_of(task.item(ordinal - task.first)))
 
@@ -417,7 +417,7 @@ class Lane:
                 slots.advice,
             )
         counters.memory.overflowed += figures.overflowed
-        limit = shared.options.memory_limit
+        limit = shared.job.options.memory_limit
         if limit is not None and figures.memory > limit:
             last = self.feed.told_ordinal(task.first + made - 1)
             where = f"batch {last} of epoch {self.feed.epoch}"

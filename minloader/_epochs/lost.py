@@ -100,7 +100,7 @@ def _sample_of(lane: LossyLane, task: Task, n: int, place: int) -> tuple[Any, ..
     if place < 0 or isinstance(lane.feed, ShardFeed):
         return ()
     item = lane.feed.told_item(task, n)
-    if lane.shared.group.factory.job.collate_fn is None:  # the item is the sample
+    if lane.shared.job.collate_fn is None:  # the item is the sample
         return (item,)
     return failures.sample_at(item, place)
 
@@ -113,7 +113,7 @@ def _lost_with(
     None: the batch has failed. Where samples are read together it is made once more before
     that, without any of them left out, so that it shows which one is to blame.
     """
-    job = lane.shared.group.factory.job
+    job = lane.shared.job
     if job.options.on_sample_error is None:
         return None
     lost = suspect.lost

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from minloader._epochs.failures import OnError
 from minloader._insight.counters import Counters
 from minloader._pools.group import PoolGroup
+from minloader._worker.messages import Job
 
 PATIENCE = 0.5
 """Seconds that the consumer waits before it looks whether a worker is stuck."""
@@ -16,31 +17,29 @@ CLOSED = "this Loader is closed; make a new one"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Arguments of a loader that decide how its batches are made and handed over.
+    """Arguments of a loader that decide how its batches are sent and handed over.
+
+    Those that workers go by are in the job.
 
     Attributes:
         in_order: whether batches come in the sampler's order.
         retries: how often a batch is tried again whose worker died.
         timeout: seconds that a batch may take; None for any.
-        memory_limit: bytes that a worker may have for itself; None for any.
         on_error: what to do with a batch that failed.
         max_errors: how many batches and samples of an epoch may fail; a float is a share of its
             samples; None for any.
         concurrency: most samples that a worker reads at the same time, by ``concurrent``: a task
             has as many, in as many batches as that takes. 0 without.
         chunks: whether a task may have several batches, whatever the sampler is.
-        batch_size: samples in a batch of a stream; None if its elements are the batches.
     """
 
     in_order: bool
     retries: int
     timeout: float | None
-    memory_limit: int | None
     on_error: OnError
     max_errors: float | None
     concurrency: int
     chunks: bool
-    batch_size: int | None
 
     @property
     def patience(self) -> float:
@@ -67,6 +66,11 @@ class Shared:
     chunk: int = 1
     is_closed: bool = False
     said: set[str] = field(default_factory=set)
+
+    @property
+    def job(self) -> Job:
+        """What batches are made of."""
+        return self.group.factory.job
 
     def check_open(self) -> None:
         """Raise an error if the loader is closed."""

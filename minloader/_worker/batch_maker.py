@@ -51,8 +51,8 @@ class BatchMaker:
     """
 
     job: Job
-    turn_to: Callable[..., None] = lambda index, stage=(): None
-    place: Any = field(default_factory=lambda: [-1])
+    turn_to: Callable[..., None]
+    place: Any
     lost: dict[int, BatchError] | None = None
     begin_sample: Callable[[], object] = lambda: None
     transform_seconds: float = 0.0
