@@ -224,11 +224,10 @@ class Epochs:
             self._follow_dataset()
         if former is not None:
             feeds = self._following(former, former.number + 1, is_left=False)
-            epoch = self._make(batches, feeds)
+            epoch = self._make(batches, feeds, None)
             batches.epochs.append(epoch)
             return epoch
-        epoch = self._make(batches, self._next_feeds())
-        epoch.has_given = self.resume is not None and self.resume.has_begun
+        epoch = self._make(batches, self._next_feeds(), self.resume)
         for lane in epoch.lanes:
             if isinstance(lane.feed, Feed):
                 lane.feed.open()
@@ -284,28 +283,30 @@ class Epochs:
         position = of_length(Position(epoch=number, lanes=[_beginning(feeds[0])]), self.source)
         return [Feed(self.source, number, position.lanes[0])]
 
-    def _make(self, batches: Batches[Any], feeds: list[Any]) -> Epoch:
+    def _make(self, batches: Batches[Any], feeds: list[Any], resume: Position | None) -> Epoch:
+        """Make an epoch.
+
+        Args:
+            batches: the iterator that it is for.
+            feeds: what it is drawn from.
+            resume: the position that it goes on from; None: it follows another epoch, or is the
+                first.
+        """
         shared = self.shared
         is_stream = self.shards is not None
-        resume = self.resume
-        lanes = []
-        for n, feed in enumerate(feeds):
-            position = _beginning(feed)
-            if resume is not None and feed.epoch == resume.epoch:
-                position = replace(position, ahead=resume.lanes[n].ahead)
-            lanes.append(
-                Lane(
-                    shared,
-                    feed,
-                    position,
-                    batches.arrivals,
-                    partial(shared.group.pool, n) if is_stream else shared.group.pool,
-                    share=len(feeds),
-                )
-            )
         number = feeds[0].epoch
-        goes_on = resume is not None and number == resume.epoch
-        tally = resume.tally if resume is not None and goes_on else NOTHING_CAME
+        lanes = [
+            Lane(
+                shared,
+                feed,
+                () if resume is None else resume.lanes[n].ahead,
+                batches.arrivals,
+                partial(shared.group.pool, n) if is_stream else shared.group.pool,
+                share=len(feeds),
+            )
+            for n, feed in enumerate(feeds)
+        ]
+        tally = NOTHING_CAME if resume is None else resume.tally
         losses = Losses(tally.failed)
         if tally.failed and resume is not None:
             # A state has those that were before it; here there may be others since.
@@ -315,7 +316,7 @@ class Epochs:
             number=number,
             lanes=lanes,
             is_stream=is_stream,
-            has_given=False,
+            has_given=resume is not None and resume.has_begun,
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,
             losses=losses,
@@ -467,9 +468,9 @@ def _beginning(feed: Any) -> LanePosition:
         given=feed.next,
         known=feed.known,
         check=feed.check,
-        beginning=getattr(feed, "beginning", None),
+        beginning=feed.beginning,
         is_ended=feed.is_over,
-        has_failed=getattr(feed, "has_failed", False),
+        has_failed=feed.has_failed,
     )
 
 

@@ -133,6 +133,9 @@ class Feed:
     """
 
     may_overtake = True
+    # What only shards have.
+    beginning = None
+    has_failed = False
 
     def __init__(
         self,

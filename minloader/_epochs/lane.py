@@ -59,8 +59,8 @@ class Lane:
 
     Args:
         shared: what all epochs of the loader share.
-        feed: what tasks are made of.
-        position: where the epoch begins.
+        feed: what tasks are made of, from the ordinal on where the epoch begins.
+        ahead: what was handed over before its turn.
         arrivals: where tasks are put that have come back.
         get_pool: gives the pool that makes the batches, which may become another one.
         share: of how many lanes the tasks under way are for.
@@ -79,15 +79,15 @@ class Lane:
         self,
         shared: Shared,
         feed: Feed | ShardFeed,
-        position: LanePosition,
+        ahead: tuple[Range, ...],
         arrivals: Arrivals,
         get_pool: Callable[[], Pool],
         share: int = 1,
     ) -> None:
         self.shared = shared
         self.feed = feed
-        self.taken = position.given
-        self.ahead = position.ahead
+        self.taken = feed.next
+        self.ahead = ahead
         self.come = NOTHING_CAME
         self.counts_samples = isinstance(shared.options.max_errors, float)
         self.tasks: deque[Task] = deque()
@@ -147,9 +147,9 @@ class Lane:
             ahead=here.ahead,
             known=feed.at_end if is_ended else known,
             check=check,
-            beginning=feed.beginning if isinstance(feed, ShardFeed) else None,
+            beginning=feed.beginning,
             is_ended=is_ended,
-            has_failed=isinstance(feed, ShardFeed) and feed.has_failed,
+            has_failed=feed.has_failed,
         )
 
     # --- down
