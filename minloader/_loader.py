@@ -58,7 +58,6 @@ from minloader import _checks as checks
 from minloader._checks import B, brief_repr, check_int
 from minloader._epochs.epochs import Course, Epochs
 from minloader._epochs.failures import OnError
-from minloader._epochs.feed import Feed
 from minloader._epochs.iterator import Batches
 from minloader._epochs.options import Options, Shared
 from minloader._insight.counters import Counters
@@ -378,17 +377,8 @@ class Loader(Generic[B]):
         """
         if self._epochs.shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
-        epochs = self._epochs
         try:
-            if epochs.resume is None and epochs.under_way and epochs.under_way[0].is_under_way:
-                feed = epochs.under_way[0].lanes[0].feed
-                length = epochs.under_way[0].length
-                if length is None and epochs.source.plans_late and isinstance(feed, Feed):
-                    length = int(feed.run.length())
-                if length is None:
-                    raise TypeError("it was not known when the epoch was begun")
-                return length
-            return epochs.length_ahead()
+            return self._epochs.length()
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {brief_repr(self.sampler)}, has "
@@ -535,14 +525,6 @@ class Loader(Generic[B]):
                 raise ValueError(
                     f"allow is for a sampler of minloader's, but this loader has a stream, got "
                     f"{allow!r}; drop it"
-                )
-            (stream,) = state["stream"]
-            theirs = stream["batch_size"]
-            ours = self._shared.job.options.batch_size
-            if theirs != ours:
-                raise ValueError(
-                    f"batch_size is {ours}, but the state is of a stream with "
-                    f"batch_size={theirs}; make the loader with that"
                 )
             checks.warn_idle_workers(self.num_workers, len(position.lanes))
         else:

@@ -192,12 +192,31 @@ class Epochs:
         lane = LanePosition(known=Known(0, state), beginning=state)
         return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
 
-    def length_ahead(self) -> int:
-        """Return the number of batches of the next epoch.
+    @property
+    def _current(self) -> Epoch | None:
+        """The epoch that the consumer is in, and may ask for more of; None between epochs."""
+        if self.resume is None and self.under_way and self.under_way[0].is_under_way:
+            return self.under_way[0]
+        return None
+
+    def length(self) -> int:
+        """Return the number of batches of the epoch under way, or else of the next.
 
         Raises:
             TypeError: it is not known.
         """
+        current = self._current
+        if current is None:
+            return self._length_ahead()
+        feed = current.lanes[0].feed
+        if current.length is not None:
+            return current.length
+        if self.source.plans_late and isinstance(feed, Feed):
+            return int(feed.run.length())
+        raise TypeError("it was not known when the epoch was begun")
+
+    def _length_ahead(self) -> int:
+        """Return the number of batches of the next epoch; raise TypeError if it is not known."""
         source = self._next_source()
         sampler = source.items
         if source.is_ours:
@@ -347,7 +366,8 @@ class Epochs:
         Raises:
             TypeError, ValueError: it is no state, or not of a loader like this one.
         """
-        return from_state(state, seed, is_stream=self.shards is not None)
+        batch_size = self.shared.job.options.batch_size
+        return from_state(state, seed, is_stream=self.shards is not None, batch_size=batch_size)
 
     def fitting(
         self, position: Position, seed: int, *, takes_seed: bool, allow: str | Iterable[str]
@@ -421,17 +441,16 @@ class Epochs:
 
     def skip(self, n: int) -> None:
         """Leave out the next batches, of the epoch under way or else of the next."""
-        under_way = self.under_way
-        if self.resume is None and under_way and under_way[0].is_under_way:
-            epoch = under_way[0]
-            with epoch.claims.get_lock():
-                if epoch.claims.has_stage:
+        current = self._current
+        if current is not None:
+            with current.claims.get_lock():
+                if current.claims.has_stage:
                     raise RuntimeError(
                         "skip is refused while prefetch takes batches ahead of you: call it before "
                         "prefetch begins, or after loader.load_state_dict(loader.state_dict()), "
                         "and then begin another prefetch"
                     )
-                epoch.skip(n)
+                current.skip(n)
                 return
         if self._begins_anew:
             self._follow_dataset()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from minloader._checks import brief_repr, check_int, part_meant
 from minloader._insight.counters import ERRORS_KEPT, plain
 from minloader._insight.stats import Failed
+from minloader._memory.pickling import pack, unpack
 
 VERSION = 1
 """Version of the states."""
@@ -244,24 +245,23 @@ def _shard_state(lane: LanePosition) -> State:
 
 
 def _unpacked(state: bytes | None) -> Any:
-    from minloader._memory import pickling
-
-    return None if state is None else pickling.unpack(state)
+    return None if state is None else unpack(state)
 
 
 def _packed(state: Any) -> bytes | None:
-    from minloader._memory import pickling
-
-    return None if state is None else pickling.pack(state, down=True)
+    return None if state is None else pack(state, down=True)
 
 
-def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Position, int]:
+def from_state(
+    state: Any, seed: int | None, *, is_stream: bool, batch_size: int | None
+) -> tuple[Position, int]:
     """Return the position that a state is of, and its seed.
 
     Args:
         state: what was given as one.
         seed: the loader's; None if it takes any.
         is_stream: whether the loader's dataset is a stream.
+        batch_size: of such a loader.
 
     Raises:
         TypeError, ValueError: it cannot be a state, or is not for such a loader.
@@ -302,8 +302,10 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
         tally = Tally(*[check_int(name, failed[name], 0) for name in Tally._fields])
         errors = tuple([_error(*each) for each in failed["last"]])
         length = None
+        theirs = None
         if is_stream:
             (stream,) = state["stream"]
+            theirs = stream["batch_size"]
             lanes = [_shard_position(each) for each in stream["shards"]]
             if not lanes:
                 raise ValueError("it has no shards")
@@ -318,11 +320,16 @@ def from_state(state: Any, seed: int | None, *, is_stream: bool) -> tuple[Positi
             tally=tally,
             errors=errors,
         )
-        return position, seed
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"the state is damaged: {error!r}, in {brief_repr(dict(state))}"
         ) from error
+    if is_stream and theirs != batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, but the state is of a stream with batch_size={theirs}; "
+            "make the loader with that"
+        )
+    return position, seed
 
 
 def check_version(state: Mapping[str, Any], newest: int) -> None:
