@@ -62,7 +62,7 @@ class Batches(Iterator[B], Generic[B]):
     :meth:`Loader.epochs`. It goes on after an error.
 
     Args:
-        shared: what the loader's epochs share.
+        shared: what the loader's epochs share; None: who begins the first epoch gives it.
         begin_next: begins its first epoch, and those after that.
         state_dict: returns the state of the loader.
         is_of_several: whether there are several epochs, so that the number of its epoch comes with
@@ -70,10 +70,13 @@ class Batches(Iterator[B], Generic[B]):
         is_endless: whether there may be endlessly many epochs.
 
     Attributes:
+        shared: what the loader's epochs share, at the latest from when the first was begun.
         arrivals: what has come back of the workers, and was not looked at.
         epochs: those that were begun, the consumer's first.
         claims: what is on its way to the consumer.
     """
+
+    shared: Shared
 
     def __init__(
         self,
@@ -84,7 +87,8 @@ class Batches(Iterator[B], Generic[B]):
         is_of_several: bool = False,
         is_endless: bool = False,
     ) -> None:
-        self.shared = shared
+        if shared is not None:
+            self.shared = shared
         self.arrivals: Arrivals = queue.SimpleQueue()
         self.epochs: deque[Epoch] = deque()
         self.claims = Claims()
@@ -160,7 +164,7 @@ class Batches(Iterator[B], Generic[B]):
             return
         if self._stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        if self.shared is not None and (self.shared.group.depth or self.in_flight):
+        if self.shared.group.depth or self.in_flight:
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
                 "this iterator was begun in the process of which this one is a fork, and its "
@@ -205,12 +209,9 @@ class Batches(Iterator[B], Generic[B]):
         Raises:
             StopIteration: there are no more batches.
         """
-        shared = self.shared
-        if shared is None or not (self.epochs or self._is_over):
+        if not (self.epochs or self._is_over):
             self.begin()  # with the first epoch, if that was not done when this was made
-            shared = self.shared
-            assert shared is not None
-        counters = shared.counters
+        counters = self.shared.counters
         begin = perf_counter()
         times = counters.time
         if counters.left_at:
@@ -220,9 +221,9 @@ class Batches(Iterator[B], Generic[B]):
                 self._recover()
             self.claims.is_unsure = True
             if self._stage is None:
-                self._claim(shared, thread)
+                self._claim(thread)
             else:
-                self._claim_made(shared, thread, self._stage)
+                self._claim_made(thread, self._stage)
             now = perf_counter()
             counters.left_at = now
             times.wait += now - begin
@@ -246,7 +247,6 @@ class Batches(Iterator[B], Generic[B]):
                 self._is_over = True
                 raise StopIteration
             shared = self.shared
-            assert shared is not None
             shared.counters.begin_epoch()
             if epoch.is_stream:
                 self._watch = ShardWatch(len(epoch.lanes), shared, compares=not epoch.has_given)
@@ -254,7 +254,7 @@ class Batches(Iterator[B], Generic[B]):
             shared.counters.began_epoch(begin)
             self.claims.is_unsure = False
 
-    def _check(self, shared: Shared) -> None:
+    def _check(self) -> None:
         if self._asks:
             raise RuntimeError(
                 "on_error asks the iterator that it is called by for another batch: take it after "
@@ -262,17 +262,17 @@ class Batches(Iterator[B], Generic[B]):
             )
         if self._is_over:
             raise StopIteration
-        shared.check_open()
+        self.shared.check_open()
         if self.is_superseded:
             raise RuntimeError(
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
                 "continue from that state"
             )
 
-    def _claim(self, shared: Shared, thread: int) -> None:
+    def _claim(self, thread: int) -> None:
         """Claim the next batch, or the error in its place."""
         claim = Claim()
-        self._find_next(shared, claim)
+        self._find_next(claim)
         self._count_taken(claim, thread)
 
     def _count_taken(self, claim: Claim, thread: int | None) -> None:
@@ -309,12 +309,13 @@ class Batches(Iterator[B], Generic[B]):
         if is_last:
             task.reply = task.memory = None
 
-    def _find_next(self, shared: Shared, claim: Claim) -> None:
+    def _find_next(self, claim: Claim) -> None:
         """Find what comes next: a batch, or an error in its place."""
+        shared = self.shared
         while True:
             if shared.is_closed or self._is_over or self.is_superseded or self._asks:
-                self._check(shared)
-            epoch, lane, task = self._find(shared)
+                self._check()
+            epoch, lane, task = self._find()
             claim.lane = lane
             claim.task = task
             if task is None:
@@ -333,10 +334,10 @@ class Batches(Iterator[B], Generic[B]):
                 those = [(sample, text) for at, sample, text in reply.failed if at == n]
                 has_failed = bool(those)
                 for number, (sample, text) in enumerate(those):
-                    claim.error = self._fail(shared, epoch, claim, sample, text, number)
+                    claim.error = self._fail(epoch, claim, sample, text, number)
             if type(claim.outcome) is Failure:
                 has_failed = True
-                self._handle(shared, epoch, claim)
+                self._handle(epoch, claim)
             if claim.error is not None:
                 claim.outcome = None
                 return
@@ -360,8 +361,9 @@ class Batches(Iterator[B], Generic[B]):
                 claim.outcome = (epoch.number, claim.outcome)
             return
 
-    def _handle(self, shared: Shared, epoch: Epoch, claim: Claim) -> None:
+    def _handle(self, epoch: Epoch, claim: Claim) -> None:
         """Do with a failed batch what ``on_error`` says: it says what takes its place."""
+        shared = self.shared
         failure = claim.outcome
         task = claim.task
         lane = claim.lane
@@ -374,7 +376,7 @@ class Batches(Iterator[B], Generic[B]):
         labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
         shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:
-            claim.error = self._fail(shared, epoch, claim, failure.sample, failure.summary)
+            claim.error = self._fail(epoch, claim, failure.sample, failure.summary)
             if claim.error is not None:
                 return
         self._asks = True
@@ -396,12 +398,11 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = claim.outcome.error
 
     def _fail(
-        self, shared: Shared, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int = -1
+        self, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int = -1
     ) -> BatchError | None:
         """Count what has failed; return an error if that is too many.
 
         Args:
-            shared: what all epochs share.
             epoch: that it is of.
             claim: the batch.
             sample: its index, in a tuple, maybe packed; or that is empty.
@@ -414,19 +415,19 @@ class Batches(Iterator[B], Generic[B]):
         assert task is not None
         index = (failures.load(sample) or (None,))[0]
         ordinal = lane.feed.told_ordinal(claim.ordinal)
-        shared.counters.fail(epoch.number, ordinal, index, text)
+        self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
         come = epoch.come()
         if lane.counts_samples:
             come = come.plus(1, lane.samples_of(task, claim.ordinal))
-        text = self._too_many(shared, epoch, come, is_over=False)
+        text = self._too_many(epoch, come, is_over=False)
         if not text:
             return None
         return BatchError(text, ordinal=ordinal, epoch=epoch.number, sample=index)
 
-    def _too_many(self, shared: Shared, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
+    def _too_many(self, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
         """Return what to say if more of an epoch has failed than may; else ""."""
-        max_errors = shared.options.max_errors
+        max_errors = self.shared.options.max_errors
         if max_errors is None:
             return ""
         losses = epoch.losses
@@ -440,11 +441,11 @@ class Batches(Iterator[B], Generic[B]):
         if losses.count <= most:
             return ""
         epoch.has_told = True
-        return failures.too_many(shared.counters, losses, epoch.number, max_errors, most)
+        return failures.too_many(self.shared.counters, losses, epoch.number, max_errors, most)
 
     # --- which is next
 
-    def _find(self, shared: Shared) -> tuple[Epoch, Lane, Task | None]:
+    def _find(self) -> tuple[Epoch, Lane, Task | None]:
         """Return the lane whose turn it is, and the task of which it gives a batch.
 
         Without a task it is an error of the sampler that comes next.
@@ -461,9 +462,9 @@ class Batches(Iterator[B], Generic[B]):
                 return epoch, lane, task
         begin = perf_counter()
         try:
-            return self._wait(shared)
+            return self._wait()
         finally:
-            shared.counters.opened(begin)
+            self.shared.counters.opened(begin)
 
     @property
     def _taken_from(self) -> Epoch:
@@ -473,13 +474,14 @@ class Batches(Iterator[B], Generic[B]):
                 return epoch
         return self.epochs[-1]
 
-    def _wait(self, shared: Shared) -> tuple[Epoch, Lane, Task | None]:
+    def _wait(self) -> tuple[Epoch, Lane, Task | None]:
+        patience = self.shared.options.patience
         has_grown = False
         while True:
-            self._check(shared)
-            epoch = self._enter_epoch(shared)
+            self._check()
+            epoch = self._enter_epoch()
             lanes = self._in_turn(epoch)
-            for lane in _may_be_next(shared, lanes):
+            for lane in self._may_be_next(lanes):
                 task = lane.next_received()
                 if task is not None:
                     if not task.is_begun:
@@ -493,14 +495,14 @@ class Batches(Iterator[B], Generic[B]):
             if lanes[0].is_at_error:
                 continue  # nothing is to be waited for
             if not has_grown:
-                for lane in _may_be_next(shared, lanes):
+                for lane in self._may_be_next(lanes):
                     lane.grow()
                 has_grown = True
-            self._receive(shared.options.patience)
+            self._receive(patience)
             if time.monotonic() > self._look:
                 for lane in epoch.lanes:
                     lane.pool.watch()
-                self._look = time.monotonic() + shared.options.patience
+                self._look = time.monotonic() + patience
 
     def _in_turn(self, epoch: Epoch) -> list[Lane]:
         """Return the lanes that have more of an epoch, the next one first."""
@@ -513,6 +515,10 @@ class Batches(Iterator[B], Generic[B]):
         if len(lanes) > 1:
             lanes.sort(key=attrgetter("taken"))  # stable: of equals the one with the lowest number
         return lanes
+
+    def _may_be_next(self, lanes: list[Lane]) -> list[Lane]:
+        """Return which may give the next batch, of lanes that are in the order of their turn."""
+        return lanes[:1] if self.shared.options.in_order else lanes
 
     def _receive(self, seconds: float = 0.0) -> bool:
         """Look at what has come back; wait for so many seconds. Return whether there was any."""
@@ -554,7 +560,6 @@ class Batches(Iterator[B], Generic[B]):
 
     def fill(self) -> bool:
         """Have as many tasks under way as may be. Return whether any was sent."""
-        assert self.shared is not None
         self._receive()
         room = self.shared.group.depth - self.in_flight
         is_sent = False
@@ -567,7 +572,6 @@ class Batches(Iterator[B], Generic[B]):
 
     def _send_one(self) -> bool:
         """Send a task: of the first epoch that has one. Return whether there was any."""
-        assert self.shared is not None
         for epoch in list(self.epochs):
             lanes = epoch.lanes
             if len(lanes) > 1:  # in the order in which they are taken from, if there is one
@@ -586,7 +590,7 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- epochs
 
-    def _enter_epoch(self, shared: Shared) -> Epoch:
+    def _enter_epoch(self) -> Epoch:
         """Return the epoch that is taken from; let the consumer go on to it if it may.
 
         Raises:
@@ -600,7 +604,7 @@ class Batches(Iterator[B], Generic[B]):
                     return epoch
                 if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
                     raise StopIteration
-                self._check_losses(shared, epoch)
+                self._check_losses(epoch)
                 self._check_fruit(epoch)
                 if self._watch is not None:
                     self._watch.count_empty(epoch.lanes)
@@ -623,14 +627,14 @@ class Batches(Iterator[B], Generic[B]):
         for lane in epoch.lanes:
             lane.pool.forgive_failed_starts()
 
-    def _check_losses(self, shared: Shared, epoch: Epoch) -> None:
+    def _check_losses(self, epoch: Epoch) -> None:
         """Raise an error if too large a share of an epoch that has ended failed.
 
         Before its end that was not known, or the other samples were yet to come.
         """
         if epoch.has_told or not epoch.losses.count or not epoch.lanes[0].counts_samples:
             return
-        text = self._too_many(shared, epoch, epoch.come(), is_over=True)
+        text = self._too_many(epoch, epoch.come(), is_over=True)
         if text:
             raise BatchError(text, epoch=epoch.number)
 
@@ -656,7 +660,7 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- with a stage
 
-    def _claim_made(self, shared: Shared, thread: int, stage: Stage) -> None:
+    def _claim_made(self, thread: int, stage: Stage) -> None:
         """Claim the next batch that the stage has made."""
         if not self._is_over:
             stage.check_open()
@@ -665,7 +669,7 @@ class Batches(Iterator[B], Generic[B]):
             if not self._may_take_ahead(stage):
                 break
             try:
-                self._take_ahead(shared, stage)
+                self._take_ahead(stage)
             except StopIteration:
                 break
         ahead = self.claims.ahead
@@ -689,22 +693,21 @@ class Batches(Iterator[B], Generic[B]):
             return False
         if not ahead:
             return True
-        return len(ahead) <= stage.depth and self.is_ready()
+        return len(ahead) <= stage.depth and self._is_ready()
 
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Return whether the next batch is here, so that it need not be waited for."""
-        shared = self.shared
-        if shared is None or shared.is_closed or not self.in_flight:
+        if self.shared.is_closed or not self.in_flight:
             return True
         self._receive()
         lanes = self._in_turn(self._taken_from)
-        may_be_next = _may_be_next(shared, lanes)
+        may_be_next = self._may_be_next(lanes)
         return not lanes or any(lane.next_received() is not None for lane in may_be_next)
 
-    def _take_ahead(self, shared: Shared, stage: Stage) -> None:
+    def _take_ahead(self, stage: Stage) -> None:
         """Take another batch for the stage, or an error in its place."""
         claim = StagedClaim()
-        self._find_next(shared, claim)
+        self._find_next(claim)
         if claim.error is None:
             claim.work = Work(stage.keep(claim.outcome))
             claim.outcome = None
@@ -725,8 +728,3 @@ class Batches(Iterator[B], Generic[B]):
         for epoch in self.epochs:
             for lane in epoch.lanes:
                 lane.recover()
-
-
-def _may_be_next(shared: Shared, lanes: list[Lane]) -> list[Lane]:
-    """Return which lanes may give the next batch, of those that are in the order of their turn."""
-    return lanes[:1] if shared.options.in_order else lanes

@@ -30,7 +30,6 @@ from minloader._checks import brief_repr, check_int, has_epochs, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches as LoaderBatches
-from minloader._epochs.options import Shared
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
@@ -597,8 +596,8 @@ class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
         if pins and owner.num_workers:
             self.add_stage(Stage(pin, 1))
 
-    def _find_next(self, shared: Shared, claim: Claim) -> None:
-        super()._find_next(shared, claim)
+    def _find_next(self, claim: Claim) -> None:
+        super()._find_next(claim)
         if claim.error is not None:
             return
         if self._pins:
