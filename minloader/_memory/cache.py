@@ -42,7 +42,7 @@ from minloader._checks import (
     reader_of,
 )
 from minloader._errors import SKIP
-from minloader._memory.files import ALIGN, SharedFile, open_shared, pid_in_proc
+from minloader._memory.files import ALIGN, SharedFile, open_shared, path_of
 from minloader._memory.limits import free_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack_batch
 from minloader._memory.slot_writer import NoSlot
@@ -120,7 +120,7 @@ class cached:  # noqa: N801  # used as a function
     @property
     def _path(self) -> str:
         """Path of the file, for any process to open as long as this one has it open."""
-        return self._name or f"/proc/{pid_in_proc()}/fd/{self._fd}"
+        return path_of(self._fd, self._name)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_fd": -1, "_places": None, "path": self._path}

@@ -57,7 +57,7 @@ class SharedFile:
     @property
     def path(self) -> str:
         """Path for any process to open, until :meth:`close`; in a fork, through the fork."""
-        return self.name or f"/proc/{pid_in_proc()}/fd/{self.fd}"
+        return path_of(self.fd, self.name)
 
     def text(self, begin: int = 0) -> str:
         """Return the text in the file, from a place on."""
@@ -73,6 +73,16 @@ class SharedFile:
         os.close(fd)
         if self.name is not None and os.getpid() == self._pid:  # in a fork it is the parent's
             unlink(self.name)
+
+
+def path_of(fd: int, name: str | None) -> str:
+    """Return a path for any process to open a file, for as long as this one has it open.
+
+    Args:
+        fd: descriptor of the file.
+        name: its path among temporary files; None if it has no name.
+    """
+    return name or f"/proc/{pid_in_proc()}/fd/{fd}"
 
 
 def pid_in_proc() -> str:

@@ -182,7 +182,11 @@ def check_identity(path: str, known: tuple[int, int] | None) -> None:
         FileNotFoundError: it leads to another one, or to none.
     """
     if known is not None and (not os.path.exists(path) or identity(path) != known):
-        raise FileNotFoundError(f"the file {path} was replaced or removed since it was mapped")
+        raise _replaced(path)
+
+
+def _replaced(path: str) -> FileNotFoundError:
+    return FileNotFoundError(f"the file {path} was replaced or removed since it was mapped")
 
 
 def check_mapped(array: Any, path: str, mappings: Mappings) -> None:
@@ -196,7 +200,7 @@ def check_mapped(array: Any, path: str, mappings: Mappings) -> None:
         return
     is_gone = mapping.path.endswith(_DELETED) and not os.path.exists(mapping.path)
     if is_gone or (mapping.has_file and not _is_same(mapping.path, path)):
-        raise FileNotFoundError(f"the file {path} was replaced or removed since it was mapped")
+        raise _replaced(path)
 
 
 def _is_same(path: str, other: str) -> bool:

@@ -88,11 +88,11 @@ class SlotWriter(NoSlot):
     def __init__(self, address: SlotAddress) -> None:
         # A dataset may decode in threads of its own, and anything may run in a finalizer.
         self._lock = threading.RLock()
-        self._place = address.path, address.mark
+        self._file = address.path, address.mark
         self.size: int = address.size
         self._limit = max(address.size, address.limit)
         _forget_closed(address.closed)
-        self._mapping = mappings.get(self._place)
+        self._mapping = mappings.get(self._file)
         self._leases: list[Any] = []  # one for each mapping that has arrays of the present batch
         self.begin()
 
@@ -133,9 +133,10 @@ class SlotWriter(NoSlot):
             return False
         if self._mapping is not None and size <= self._mapping.size:
             return True
+        path, mark = self._file
         # No descriptor is kept: a worker maps as many slots as tasks are under way.
         try:
-            fd = open_shared(*self._place, os.O_RDWR)
+            fd = open_shared(path, mark, os.O_RDWR)
         except OSError:  # the loader is closed, or is on another machine
             self._limit = 0
             return False
@@ -152,7 +153,7 @@ class SlotWriter(NoSlot):
             return False
         finally:
             os.close(fd)
-        mappings[self._place] = self._mapping
+        mappings[self._file] = self._mapping
         return True
 
     def put(self, data: memoryview) -> tuple[int, int] | None:
@@ -196,7 +197,7 @@ class SlotWriter(NoSlot):
             return list(buffers)
         # The parent will never lend this slot again; here it must not be found for the next task.
         self.retired = True
-        mappings.pop(self._place, None)  # the kept array holds the mapping
+        mappings.pop(self._file, None)  # the kept array holds the mapping
         return [self._copied(*span) for span in buffers]
 
     def _copied(self, start: int, stop: int) -> tuple[int, int] | bytearray:
@@ -228,9 +229,9 @@ def _forget_closed(closed: int) -> None:
 
 def unmap_closed() -> None:
     """Unmap slots that are closed, from any thread."""
-    for place in snapshot(mappings):
-        if not is_there(*place):
-            mappings.pop(place, None)
+    for path, mark in snapshot(mappings):
+        if not is_there(path, mark):
+            mappings.pop((path, mark), None)
 
 
 _current: SlotWriter | None = None

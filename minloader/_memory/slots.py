@@ -68,14 +68,14 @@ class Slots:
 
     Args:
         budget: most bytes to hold in slots; None for half of the memory that is free.
-        in_flight: most tasks that will be under way at once.
+        max_in_flight: most tasks that will be under way at once.
         share: of how many pools like this the memory and the descriptors are for.
     """
 
-    def __init__(self, budget: int | None, in_flight: int, share: int = 1) -> None:
+    def __init__(self, budget: int | None, max_in_flight: int, share: int = 1) -> None:
         # Reentrant: any line may collect garbage, and so end a lease, while the lock is held.
         self._lock = threading.RLock()
-        self.in_flight = in_flight
+        self.max_in_flight = max_in_flight
         self.budget = (free_memory() // 2 if budget is None else budget) // share
         self._share = share
         self._most_open = most_files() // 4 // share
@@ -102,7 +102,7 @@ class Slots:
     def advice(self) -> str:
         """What to do where a batch found no room."""
         # A loop still has its batch while it is given the next, and that one's successor is sent.
-        count = self.in_flight + 2
+        count = self.max_in_flight + 2
         each = self._largest + self._largest // SPARE
         enough = -(-count * each * self._share // 1_000_000) * 1_000_000
         limit = self.budget * self._share
@@ -112,7 +112,7 @@ class Slots:
                 f"{format_bytes(largest_file())}: raise the limit (ulimit -f)"
             )
         advice = (
-            f"{count} batches of {format_bytes(each)}, {self.in_flight} of them under way, take"
+            f"{count} batches of {format_bytes(each)}, {self.max_in_flight} of them under way, take"
         )
         if enough > limit:
             return (
@@ -158,7 +158,7 @@ class Slots:
             left = self._left
             wanted = self._largest + self._largest // SPARE
             lent = len(self._all) - len(self._free) - len(self._leased)  # this one among them
-            growth = max(wanted - slot.size, left // max(2, self.in_flight + 3 - lent))
+            growth = max(wanted - slot.size, left // max(2, self.max_in_flight + 3 - lent))
             slot.limit = slot.size + min(growth, left)
             self._committed += slot.limit - slot.size
             return slot
@@ -223,7 +223,7 @@ class Slots:
         with self._lock:
             if not (retire or self._ended or slot.fd < 0):
                 self._free.append(slot)
-                while len(self._free) > self.in_flight + 1:
+                while len(self._free) > self.max_in_flight + 1:
                     self._give_back(self._free.pop(0))
             elif slot in self._all:
                 self._retire(slot)

@@ -96,7 +96,7 @@ class PoolGroup:
             pool = self.pool()
             pool.infos = self._infos(0)
             if pool.slots is not None:
-                pool.slots.in_flight = self.depth
+                pool.slots.max_in_flight = self.depth
             pool.replace_workers()
             return
         try:
