@@ -271,7 +271,7 @@ class _Executor(Executor):
         context: _WorkerContext,
     ) -> None:
         self._context = context
-        super().__init__(heartbeats.workers, self._context)
+        super().__init__(heartbeats.count, self._context)
         self.setup = setup
         self._oom_kills = oom_kills()
         self._dead_since: float | None = None

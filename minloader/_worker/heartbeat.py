@@ -55,14 +55,14 @@ class Heartbeats:
     """The heartbeats of some workers, for the parent to read.
 
     Args:
-        workers: number of workers.
+        count: number of workers.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._file = SharedFile()
-        os.truncate(self._file.fd, workers * _FORMAT.size)
-        self._memory = mmap.mmap(self._file.fd, workers * _FORMAT.size)
+        os.truncate(self._file.fd, count * _FORMAT.size)
+        self._memory = mmap.mmap(self._file.fd, count * _FORMAT.size)
         self.path = self._file.path
 
     def last(self, index: int) -> Heartbeat:
@@ -93,7 +93,7 @@ class Heartbeats:
 
     def crash(self) -> str:
         """Return the Python stacks of the worker that crashed last; "" if there are none."""
-        written = self._file.text(self.workers * _FORMAT.size).strip()
+        written = self._file.text(self.count * _FORMAT.size).strip()
         return shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ logger = logging.getLogger("minloader")
 R = TypeVar("R")
 
 BatchKey = tuple[int, ...]
-"""Of a batch: the loader's seed, the epoch, the ordinal and the rank. What is none has more: then
-it never draws what a batch draws."""
+"""Of a batch: the loader's seed, the epoch, the ordinal and the rank. What is no batch has more
+numbers, or an epoch below 0: then it never draws what a batch draws."""
 
 
 def batch_seed(*place: int) -> int:

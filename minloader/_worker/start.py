@@ -123,7 +123,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         worker = Worker(job, info, environment)
         environment.begin_measuring()
         taken = environment.memory_at_start
-        current.process_worker = worker
+        current.serve(worker)
         beat(READY, 0, time.perf_counter())
         limit = job.options.memory_limit
         if limit is not None and taken > limit:

@@ -98,7 +98,7 @@ class ShardReader:
     @property
     def is_once(self) -> bool:
         """Whether the stream can only be read on, where an interrupt may come."""
-        return self.is_inline and is_read_once(self.info.dataset)
+        return self.is_inline and serves_one_pass(self.info.dataset)
 
     @property
     def was_interrupted(self) -> bool:
@@ -269,7 +269,7 @@ class ShardReader:
         parts = {"dataset": None if own else dataset, "iterator": self.iterator}
         if self.ended:
             whole = own or not (self._failed or self.reading)
-            parts = {"dataset": dataset if whole and not is_read_once(dataset) else None}
+            parts = {"dataset": dataset if whole and not serves_one_pass(dataset) else None}
         return {name: part for name, part in parts.items() if is_stateful(part)}
 
     def state(self) -> bytes:
@@ -333,7 +333,7 @@ class ShardReaders:
             and shard.follows == before.shard.number
             and not shard.first
             and before.is_whole
-            and not is_read_once(before.info.dataset)
+            and not serves_one_pass(before.info.dataset)
         )
         if goes_on:
             assert before is not None
@@ -344,7 +344,7 @@ class ShardReaders:
                 id=shard.id, num_workers=shard.total, pid=pid, seed=self.seed, dataset=dataset
             )
             info.rank = self.maker.job.options.rank
-            if is_read_once(dataset):
+            if serves_one_pass(dataset):
                 # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
                 # same for a copy that is made in a later epoch, to replace another.
                 info.epoch = epoch
@@ -368,7 +368,7 @@ class ShardReaders:
         Raises:
             RuntimeError: it can be read once, and was.
         """
-        if self._is_taken and is_read_once(self.maker.job.dataset):
+        if self._is_taken and serves_one_pass(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
         _users[id(_bare(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
@@ -397,7 +397,9 @@ class ShardReaders:
             if user is not None and not self._is_taken and user._has_left(thing):
                 self._beginning = user._beginning
                 self._original = user._original
-        elif is_own_iterator and user is not None and is_read_once(dataset) and user._is_within():
+        elif (
+            is_own_iterator and user is not None and serves_one_pass(dataset) and user._is_within()
+        ):
             raise _taken_by_two(thing)
         elif is_own_iterator and self._has_lost and self._is_within(shard):
             raise _taken_by_two(thing)  # it is of a class that may begin anew, and did
@@ -432,12 +434,12 @@ class ShardReaders:
             try:
                 return copy.deepcopy(dataset), False
             except Exception as error:
-                if not alone and not is_read_once(dataset):
+                if not alone and not serves_one_pass(dataset):
                     raise TypeError(
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if is_read_once(dataset) and (is_taken or not (alone or self.reload)):
+        if serves_one_pass(dataset) and (is_taken or not (alone or self.reload)):
             raise _read_once(dataset)
         self._is_taken = True
         return dataset, is_taken
@@ -478,8 +480,8 @@ def _read_once(dataset: Any) -> RuntimeError:
     )
 
 
-def is_read_once(dataset: Any) -> bool:
-    """Return whether each pass needs another copy."""
+def serves_one_pass(dataset: Any) -> bool:
+    """Return whether a copy of a stream serves one pass, so that each needs another."""
     # One with any state at all begins anew with iter, whatever must be known to ask for the state.
     is_iterator = hasattr(type(dataset), "__next__") and not hasattr(dataset, "state_dict")
     return is_iterator or getattr(dataset, "read_once", False)
