@@ -102,7 +102,7 @@ class Lane:
 
     def _find_chunk_most(self) -> int:
         if isinstance(self.feed, ShardFeed):
-            return min(SHARD_MOST, CHUNK_MOST)
+            return SHARD_MOST
         may_chunk = self.shared.options.chunks or self.feed.source.cannot_look
         return CHUNK_MOST if may_chunk else 1
 
