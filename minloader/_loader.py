@@ -1,44 +1,8 @@
 """The loader: items from the sampler go down to workers, batches come back in order.
 
-::
-
-    |================ parent ================|          |========= worker (1 of N) =========|
-     sampler -- items --> Task (first, items, known)
-                            | Shipment, with a slot       for each item:
-                            v                             seeds of its ordinal
-       tasks [ t7 ][ t8 ][ t9 ] ------> call queue ---->  dataset[item], transform,
-                | oldest first                            collate_fn, made in the slot
-                v                                           | pack, into the slot
-       Reply (batches or failures) <--- result queue <------+
-                | unpack: views of the slot
-                v
-       batch --> the consumer; when its last view dies the slot is free again
-
-What the consumer was given is a *position* (``_epochs/position.py``). All else is a cache, which
-may be thrown away at any instruction and made again from that.
-
-Who does what:
-
-* The *sampler* is read by a *feed* (``_epochs/feed.py``) in the consumer's thread, as batches are
-  taken, so that ``prefetch_factor x num_workers`` tasks are under way and no more. A task is one
-  item, or a chunk of several while batches are so quick that handing them over takes longer than
-  making them.
-* A *lane* (``_epochs/lane.py``) has the feed, and the deque of tasks of which something was not
-  handed over. It sends tasks, sends again what was lost, and receives replies. A sampler has one
-  lane, a stream one for each of its shards (``_epochs/shard_feed.py``,
-  ``_worker/stream_reader.py``), with a pool for each worker, so that a shard stays where it is
-  being read.
-* An *epoch* (``_epochs/epoch.py``) has the lanes, and knows the position. It outlives its iterator.
-* The *iterator* (``_epochs/iterator.py``, what ``iter(loader)`` returns) takes batches from the
-  lanes and hands them over. Several may be under way at once: they share nothing but the workers.
-* The *epochs* (``_epochs/epochs.py``) of a loader begin each of these from a position: the end of
-  the one before, or what a state says.
-* The *slots* (``_memory/slots.py``) are shared memory that travels with the tasks, so that the
-  parent never copies a batch.
-* The *pool* (``_pools/``) knows where tasks run, and replaces lost workers; the *pool group* knows
-  which pools there are now; the *worker* (``_worker/run.py``) makes the batches of a task.
-* The *job* (dataset, transform, collate_fn) is written once, when the first pool of processes is
-  made, to a file that workers map (``_memory/job_file.py``).
+docs/architecture.md draws that, and follows a batch and a state through the modules. Here are the
+arguments, which are checked and handed on, and what users call. What the consumer was given is a
+*position* (``_epochs/position.py``); all else is a cache.
 """
 
 from __future__ import annotations
