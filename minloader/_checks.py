@@ -456,10 +456,15 @@ def check_memory_limit(limit: Any, executor: Any) -> None:
     if limit is None:
         return
     check_int("worker_memory_limit", limit, 1)
+    check_process_alone("worker_memory_limit", limit, executor)
+
+
+def check_process_alone(name: str, value: Any, executor: Any) -> None:
+    """Refuse an argument of worker processes where the batches are made by others."""
     if executor != "process":
         raise ValueError(
-            "worker_memory_limit is for executor='process' alone, but executor is "
-            f"{brief_repr(executor)}; drop worker_memory_limit"
+            f"{name}={value!r} is for executor='process' alone, but executor is "
+            f"{brief_repr(executor)}; drop {name}"
         )
 
 
@@ -538,11 +543,8 @@ def check_executor(executor: Any, *, streams: bool) -> None:
 
 def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseContext:
     """Return the context that was asked for."""
-    if mp_context is not None and executor != "process":
-        raise ValueError(
-            f"mp_context={mp_context!r} is for executor='process' alone, but executor is "
-            f"{brief_repr(executor)}; drop mp_context"
-        )
+    if mp_context is not None:
+        check_process_alone("mp_context", mp_context, executor)
     if isinstance(mp_context, BaseContext):
         return mp_context
     if mp_context is not None and not isinstance(mp_context, str):

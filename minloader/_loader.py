@@ -28,7 +28,6 @@ from minloader._insight.counters import Counters
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventFile
 from minloader._pools.group import PoolFactory, PoolGroup
-from minloader._sampling.base import Sampler
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
 from minloader._worker.batch_maker import OnSampleError, asked_about_samples
@@ -183,7 +182,6 @@ class Loader(Generic[B]):
         else:
             checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, seed)
-        self._has_own_sampler = made is not sampler and isinstance(made, Sampler)
         collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
             from minloader._sampling.collate import collate  # which needs numpy
@@ -492,10 +490,9 @@ class Loader(Generic[B]):
                 )
             checks.warn_idle_workers(self.num_workers, len(position.lanes))
         else:
-            position = epochs.fitting(position, seed, takes_seed=self._has_own_sampler, allow=allow)
+            position = epochs.fitting(position, seed, allow)
         # Only now: the epoch under way goes on after a state that was refused.
-        own = self.sampler if self._has_own_sampler else None
-        epochs.load(position, seed, own)  # type: ignore[arg-type]
+        epochs.load(position, seed)
 
     # --- workers
 

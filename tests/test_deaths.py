@@ -1075,7 +1075,7 @@ def test_a_reply_that_nobody_takes_is_no_hang(tmp_path):
         ({"worker_memory_limit": "1G"}, TypeError, "worker_memory_limit must be an int"),
         (
             {"worker_memory_limit": 1 << 30, "executor": "thread"},
-            *(ValueError, "worker_memory_limit is for executor='process' alone"),
+            *(ValueError, "worker_memory_limit=1073741824 is for executor='process' alone"),
         ),
     ],
 )
@@ -1088,7 +1088,8 @@ def test_wrong_arguments_for_a_foreign_executor():
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(ValueError, match="timeout needs workers that can be watched"):
             Loader(Squares(), executor=pool, timeout=1)
-        with pytest.raises(ValueError, match="worker_memory_limit is for executor='process' alone"):
+        text = "worker_memory_limit=1 is for executor='process' alone"
+        with pytest.raises(ValueError, match=text):
             Loader(Squares(), executor=pool, worker_memory_limit=1)
 
 

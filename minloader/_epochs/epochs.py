@@ -87,6 +87,12 @@ class Epochs:
         if shards is None and isinstance(sampler, Sampler):
             self.resume = _position_of(sampler)
 
+    @property
+    def _own_sampler(self) -> Sampler | None:
+        """The sampler if the loader has made it, and so has its seed from the loader."""
+        sampler = self.source.items
+        return sampler if self._follows_length and isinstance(sampler, Sampler) else None
+
     # --- numbers
 
     @property
@@ -369,15 +375,12 @@ class Epochs:
         batch_size = self.shared.job.options.batch_size
         return from_state(state, seed, is_stream=self.shards is not None, batch_size=batch_size)
 
-    def fitting(
-        self, position: Position, seed: int, *, takes_seed: bool, allow: str | Iterable[str]
-    ) -> Position:
+    def fitting(self, position: Position, seed: int, allow: str | Iterable[str]) -> Position:
         """Return a position that was loaded, as one of the sampler here.
 
         Args:
             position: as the state says.
             seed: that of the state.
-            takes_seed: whether the sampler will have that seed, if it is of ours.
             allow: names of its arguments that may be others, if it is of ours.
 
         Raises:
@@ -407,7 +410,7 @@ class Epochs:
             return position
         former = sampler.seed
         try:
-            if takes_seed:
+            if self._own_sampler is not None:
                 sampler.seed = seed
             known = lane.known.state
             allowed = sampler._check_allowed(allow)
@@ -418,18 +421,17 @@ class Epochs:
             sampler.seed = former
         return position
 
-    def load(self, position: Position, seed: int, sampler_seed: Sampler | None) -> None:
+    def load(self, position: Position, seed: int) -> None:
         """Have the next epoch go on from a position.
 
         Args:
             position: checked.
             seed: of the state.
-            sampler_seed: the sampler that takes the seed; None: it has its own.
         """
         with interrupts_held():  # or one of these would have a seed of its own
             self.shared.group.reseed(seed)
-            if sampler_seed is not None:
-                sampler_seed.seed = seed
+            if self._own_sampler is not None:
+                self._own_sampler.seed = seed
             for user in checks.snapshot(self.shared.group.users):
                 user.is_superseded = True
             if position.is_stream:
