@@ -42,13 +42,13 @@ from minloader._epochs import failures
 from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
 from minloader._epochs.lane import Lane
-from minloader._epochs.lost import track
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.stage import Stage, StagedClaim, Work
 from minloader._epochs.task import Arrivals, Task
 from minloader._errors import SKIP, BatchError, without_frames
+from minloader._insight.timeline import track_of
 from minloader._pools.base import Pool
 from minloader._worker import lifetimes
 from minloader._worker.messages import Failure
@@ -372,7 +372,7 @@ class Batches(Iterator[B], Generic[B]):
         ordinal = lane.feed.told_ordinal(claim.ordinal)
         reply = task.reply
         worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
-        where = track(worker, pid) if pid >= 0 else "consumer"
+        where = track_of(worker, pid) if pid >= 0 else "consumer"
         labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
         shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:

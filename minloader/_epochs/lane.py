@@ -29,7 +29,6 @@ from typing import Any
 from minloader._checks import snapshot
 from minloader._epochs import failures, lost
 from minloader._epochs.feed import Feed
-from minloader._epochs.lost import track
 from minloader._epochs.options import Shared
 from minloader._epochs.position import NOTHING_CAME, LanePosition, Range, Tally
 from minloader._epochs.shard_feed import ShardFeed
@@ -95,9 +94,8 @@ class Lane:
         self._get_pool = get_pool
         # Items a task. Those sent at first share what one may hold, so that all workers get some.
         depth = -(-shared.group.depth // share)
-        self._chunk = max(1, shared.chunk // depth) if depth else 1
         self._chunk_most = self._find_chunk_most()
-        self._chunk = min(self._chunk, self._chunk_most)
+        self._chunk = min(max(1, shared.chunk // depth), self._chunk_most) if depth else 1
         self._adopt()
 
     def _find_chunk_most(self) -> int:
@@ -404,19 +402,16 @@ class Lane:
         fits = shared.chunk = int(min(quick, small, CHUNK_MOST))
         self._chunk = min(self._chunk, max(1, least, fits))
         counters.workers.chunk_size = self._chunk
-        if reply.pid >= 0:
-            self.pool.forgive_failed_starts()
-            ordinal = self.feed.told_ordinal(task.first)
-            place = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
-            item = self.feed.told_item(task, made - 1)
-            counters.made(track(reply.worker, reply.pid), reply, place, item)
+        self.pool.forgive_failed_starts()
         if figures.overflowed and not counters.memory.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
                 "%s; said once",
                 slots.advice,
             )
-        counters.memory.overflowed += figures.overflowed
+        ordinal = self.feed.told_ordinal(task.first)
+        labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
+        counters.made(reply, labels, self.feed.told_item(task, made - 1))
         limit = shared.job.options.memory_limit
         if limit is not None and figures.memory > limit:
             last = self.feed.told_ordinal(task.first + made - 1)

@@ -19,6 +19,7 @@ from minloader._epochs.options import Shared
 from minloader._epochs.shard_feed import ShardFeed, TaskQueue
 from minloader._epochs.task import Shipment, Task
 from minloader._errors import BatchError, WorkerDied
+from minloader._insight.timeline import track_of
 from minloader._pools.base import Death, Pool
 from minloader._worker.messages import JobMissing, Reply
 
@@ -46,12 +47,12 @@ def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     death = lane.pool.take_death(shipment.id)
     error = shipment.lost
     assert error is not None
-    place = {
+    labels = {
         "batch": lane.feed.told_ordinal(task.first),
         "epoch": lane.feed.epoch,
         "count": len(task.items),
     }
-    lane.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, place)
+    lane.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, labels)
     if death is not None:
         return _without_suspect(lane, task, death)
     return _again(lane, task, error)
@@ -161,13 +162,6 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
 def _tell_death(lane: LossyLane, death: Death, place: dict[str, Any]) -> None:
     """Say in the timeline, and in the log, which batch a worker has died with."""
     labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
-    where = track(death.worker, death.pid)
+    where = track_of(death.worker, death.pid)
     lane.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
     failures.tell_death(death, **place)
-
-
-def track(worker: int, pid: int) -> str:
-    """Return a worker's name in the timeline; those of an executor of the user's have no number."""
-    if worker >= 0:
-        return f"worker {worker}"
-    return f"process {pid}" if worker == -1 else f"process {pid}, thread {-worker}"

@@ -15,7 +15,7 @@ away at any instruction, and the task be sent again.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -140,7 +140,7 @@ class Shipment:
     slots: Slots | None
     slot: Slot | None = None
     id: int = 0
-    future: Future[Reply] | None = field(default=None)
+    future: Future[Reply] | None = None
     reply: Reply | None = None
     memory: Any = None
     lost: BaseException | None = None

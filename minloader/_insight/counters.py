@@ -11,7 +11,7 @@ from typing import Any
 
 from minloader._checks import brief_repr, snapshot
 from minloader._insight.stats import ErrorStats, Failed, MemoryStats, Stats, TimeStats, WorkerStats
-from minloader._insight.timeline import Event, EventLog
+from minloader._insight.timeline import Event, EventLog, track_of
 from minloader._insight.workers import WorkerLog
 from minloader._worker.messages import Reply
 
@@ -106,16 +106,16 @@ class Counters:
         self.time.sampler += seconds
         self.record("sampler", "draw", begin, seconds, {"count": count})
 
-    def made(self, worker: str, reply: Reply, args: dict[str, Any], item: Any) -> None:
+    def made(self, reply: Reply, args: dict[str, Any], item: Any) -> None:
         """Count the batches that a worker made.
 
         Args:
-            worker: track of the worker on the timeline.
             reply: what it sent.
             args: "batch", the number of the first; "count", how many there are; and "epoch".
             item: what the last of them was made of.
         """
         now = time.perf_counter()
+        worker = track_of(reply.worker, reply.pid)
         figures = reply.figures
         timings = figures.timings
         seconds = timings.seconds
@@ -131,6 +131,7 @@ class Counters:
             self.workers.queued += queued
             self.workers.asleep += asleep
         self.bytes += figures.size
+        self.memory.overflowed += figures.overflowed
         if reply.shard is not None:
             self.errors.reread += reply.shard.reread
         self.errors.skipped_samples += figures.skipped

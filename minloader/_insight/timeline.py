@@ -32,6 +32,13 @@ class Event(NamedTuple):
     args: dict[str, Any]
 
 
+def track_of(worker: int, pid: int) -> str:
+    """Return the track of a worker; those of an executor of the user's have no number."""
+    if worker >= 0:
+        return f"worker {worker}"
+    return f"process {pid}" if worker == -1 else f"process {pid}, thread {-worker}"
+
+
 class EventFile(Protocol):
     """A file that events are written to, see :class:`minloader._diagnosis.trace.Trace`."""
 
