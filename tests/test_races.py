@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from conftest import in_threads, printed_by
+from conftest import eventually, in_threads, printed_by
 from helpers import Numbers
 from interrupts import at_each_step
 
@@ -26,6 +26,7 @@ from minloader import BatchSampler, Loader, get_worker_info
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.trace import Trace
 from minloader._epochs.epochs import Epochs
+from minloader._epochs.iterator import Batches
 from minloader._insight.counters import Counters
 from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
@@ -100,6 +101,39 @@ def test_two_iterators_let_go_of_the_same_workers():
 
     assert at_each_step(PoolGroup, tidy, tidy, prepare) > 10
     loaders[0].close()
+
+
+def test_a_batch_that_comes_while_others_are_sent_is_not_waited_for(monkeypatch):
+    receive = Batches._receive
+    may = threading.Event()
+    kept: list[Any] = []
+
+    def come() -> None:
+        if not may.is_set():
+            may.set()
+            assert eventually(kept[1].arrivals.qsize)
+
+    def watched(self: Any, seconds: float = 0.0) -> bool:
+        if seconds:
+            come()
+            assert self.arrivals.qsize(), "it is here already"
+        return receive(self, seconds)
+
+    def prepare() -> None:
+        for loader in kept[:1]:
+            loader.close()
+        may.clear()
+        loader = Loader(lambda n: may.wait() and n, [7], num_workers=1, executor="thread")
+        kept[:] = [loader, iter(loader)]
+
+    def call() -> None:
+        assert next(kept[1]) == 7
+
+    monkeypatch.setattr(Batches, "_receive", watched)
+    try:
+        assert at_each_step(Batches, call, come, prepare, stride=5) > 50
+    finally:
+        kept[0].close()
 
 
 # --- threads that make batches -----------------------------------------------------------------

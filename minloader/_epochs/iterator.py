@@ -491,7 +491,7 @@ class Batches(Iterator[B], Generic[B]):
                 if lane.is_at_error:
                     return epoch, lane, None
             if self._receive() or self._send(lanes) or self._in_turn(epoch) != lanes:
-                continue
+                continue  # the last: the end of one was seen
             if lanes[0].is_at_error:
                 continue  # nothing is to be waited for
             if not has_grown:
@@ -546,7 +546,7 @@ class Batches(Iterator[B], Generic[B]):
     # --- down
 
     def _send(self, lanes: list[Lane]) -> bool:
-        """Have the next batch under way, and others. Return whether any was sent.
+        """Have the next batch under way, and others. Return whether any was sent, or has come back.
 
         The next one is sent even where :meth:`fill` has no room, since the consumer waits for it.
         With ``num_workers=0`` there never is room, and this is what makes a batch.
@@ -559,16 +559,13 @@ class Batches(Iterator[B], Generic[B]):
         return self.fill() or is_sent
 
     def fill(self) -> bool:
-        """Have as many tasks under way as may be. Return whether any was sent."""
-        self._receive()
+        """Have as many tasks under way as may be. Return whether any was sent, or has come back."""
+        has_moved = self._receive()
         room = self.shared.group.depth - self.in_flight
-        is_sent = False
-        while room > 0:
-            if not self._send_one():
-                break
-            is_sent = True
+        while room > 0 and self._send_one():
+            has_moved = True
             room -= 1
-        return is_sent
+        return has_moved
 
     def _send_one(self) -> bool:
         """Send a task: of the first epoch that has one. Return whether there was any."""
