@@ -218,7 +218,6 @@ class Loader(Generic[B]):
         options = Options(
             in_order=in_order,
             retries=retries,
-            timeout=timeout,
             on_error=on_error,
             max_errors=max_errors,
             concurrency=checks.reads_at_once(dataset),

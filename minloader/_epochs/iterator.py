@@ -475,7 +475,6 @@ class Batches(Iterator[B], Generic[B]):
         return self.epochs[-1]
 
     def _wait(self) -> tuple[Epoch, Lane, Task | None]:
-        patience = self.shared.options.patience
         has_grown = False
         while True:
             self._check()
@@ -498,6 +497,7 @@ class Batches(Iterator[B], Generic[B]):
                 for lane in self._may_be_next(lanes):
                     lane.grow()
                 has_grown = True
+            patience = self.shared.patience
             self._receive(patience)
             if time.monotonic() > self._look:
                 for lane in epoch.lanes:

@@ -24,7 +24,6 @@ class Options:
     Attributes:
         in_order: whether batches come in the sampler's order.
         retries: how often a batch is tried again whose worker died.
-        timeout: seconds that a batch may take; None for any.
         on_error: what to do with a batch that failed.
         max_errors: how many batches and samples of an epoch may fail; a float is a share of its
             samples; None for any.
@@ -35,16 +34,10 @@ class Options:
 
     in_order: bool
     retries: int
-    timeout: float | None
     on_error: OnError
     max_errors: float | None
     concurrency: int
     chunks: bool
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait before looking whether a worker is stuck."""
-        return PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 8)
 
 
 @dataclass(eq=False, repr=False)
@@ -71,6 +64,12 @@ class Shared:
     def job(self) -> Job:
         """What batches are made of."""
         return self.group.factory.job
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait before looking whether a worker is stuck."""
+        timeout = self.group.factory.timeout
+        return PATIENCE if timeout is None else min(PATIENCE, timeout / 8)
 
     def check_open(self) -> None:
         """Raise an error if the loader is closed."""
