@@ -13,17 +13,17 @@ QUICK = ["shuffle", "own generator", "told with state", "rolling", "stream with 
 """Kinds of samplers and streams that are interrupted in any case."""
 
 
-@variants("num_workers", [0, 1])
 @pytest.mark.parametrize("name", FOUND)
-def test_found(name, num_workers):
-    for kind in KINDS:
+@variants(("kinds", "num_workers"), [(list(KINDS), 0), (QUICK, 1)], ids=["all", "with a worker"])
+def test_found(name, kinds, num_workers):
+    for kind in kinds:
         run(kind, num_workers, FOUND[name]).close()
 
 
 @pytest.mark.parametrize("name", PRESSED)
 @variants("kinds", [QUICK, list(KINDS)], ids=["some", "all"])
 def test_an_interrupt_at_each_place_of_next(name, kinds):
-    stride = 61 if kinds is QUICK else 23
+    stride = 61 if kinds is QUICK else 47
     assert max(press(kind, 0, PRESSED[name], stride) for kind in kinds) > 0
 
 
