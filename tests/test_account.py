@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import SLOW, WAYS, eventually, in_a_fork, making, plain, require, variants
+from conftest import SLOW, WAYS, eventually, in_a_fork, making, outcomes, plain, require, variants
 from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, once_in
 from interrupts import OURS, at_each_step, each_place, interrupted, some_steps, taken_through
 from kinds import (
@@ -160,6 +160,19 @@ def test_an_order_that_nothing_repeats_is_refused(make, torchs, epochs, taken):
         assert rest == expected
         return
     assert "sampler" in refusal
+
+
+def test_nothing_of_another_order_comes_after_a_state(make):
+    """Neither the item by which it was recognized, nor what is behind that."""
+    with make(Echo(), OwnGenerator(300)) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        state = loader.state_dict()
+        del batches
+        loader.load_state_dict(state)
+        (error,) = outcomes(itertools.chain.from_iterable([loader]))
+    assert "the state does not fit: item" in str(error)
 
 
 OVER: dict[str, Callable[[Any], Any]] = {
@@ -911,7 +924,7 @@ def test_an_error_that_waits_for_its_turn_keeps_nothing(way, where, no_collector
         loader = Loader(dataset, sampler, prefetch_factor=4, **WAYS[way])
         batches = iter(loader)
         next(batches)
-        assert eventually(batches.is_ready)  # the second is here, so that the rest was drawn
+        assert eventually(batches._is_ready)  # the second is here, so that the rest was drawn
         seen = weakref.ref(batches)
         del batches
         assert seen() is None

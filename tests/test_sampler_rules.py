@@ -801,7 +801,9 @@ def test_what_is_no_limit_cannot_be_allowed(loader):
     with pytest.raises(ValueError, match=r"allow must be .*'max_total'.* or .*, got 'seed'"):
         whose.load_state_dict(whose.state_dict(), allow=["seed"])
     split = PackedBatchSampler(LENGTHS, 9, long="split")
-    with pytest.raises(ValueError, match="capacity is 9, but the state is of capacity 8; make the"):
+    with pytest.raises(
+        ValueError, match="capacity is 9, but the state is of capacity 8; give the dataset"
+    ):
         split.load_state_dict(PackedBatchSampler(LENGTHS, 8, long="split").state_dict())
     other = Loader(list, range(4), num_workers=0)
     with pytest.raises(ValueError, match="allow is for a sampler of minloader's"):

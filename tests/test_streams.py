@@ -8,6 +8,7 @@ import logging
 import os
 import random
 from collections import deque
+from collections.abc import Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from minloader import (
     get_worker_info,
     pad_collate,
 )
+from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import Lane
 from minloader._epochs.position import NOTHING_KNOWN, LanePosition
 from minloader._epochs.shard_feed import ShardFeed
@@ -520,6 +522,27 @@ def tell_of_end(order: tuple[int, ...], place: int) -> bool:
 def test_an_end_that_two_tasks_tell_of(order):
     """Whichever worker was quicker: it is behind what there is, and so is the state."""
     assert next(n for n in itertools.count() if not tell_of_end(order, n)) > 3
+
+
+@variants("mp_context", ["fork", "spawn", "forkserver"])
+def test_a_stream_that_was_left_is_closed_before_its_worker_ends(mp_context, tmp_path, capfd):
+    """As a file that it has open, or a connection; while all modules are still there."""
+
+    class Open:
+        def __iter__(self) -> Iterator[int]:
+            try:
+                yield from range(1000)
+            finally:
+                (tmp_path / str(os.getpid())).touch()
+
+    with Loader(Open(), num_workers=2, mp_context=mp_context) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)  # of the other shard
+        pids = {worker.pid for worker in inspect(loader).workers}
+        del batches
+    assert eventually(lambda: {int(path.name) for path in tmp_path.iterdir()} == pids)
+    assert capfd.readouterr().err == ""
 
 
 def test_allow_is_refused():

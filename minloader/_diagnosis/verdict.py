@@ -146,7 +146,7 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
             "this process; have the dataset return arrays rather than many objects"
         )
     # Of what little the workers do it may be much, and yet nothing of what the consumer waits for.
-    if stats.workers.queued > max(QUEUED * stats.workers.measured, QUEUED * wait):
+    if stats.workers.queued > max(QUEUED * stats.workers.measured, 0.1 * wait):
         return _held_up(stats)
     if stats.errors.replaced:
         return (

@@ -260,8 +260,8 @@ class Feed:
             if block:
                 item, failed, self._may_begin_again = block[-1], 0, False
             if len(block) == step:
-                if here - 1 == check.ordinal:
-                    self._compare(item)
+                if here - 1 == check.ordinal and self._is_other(item):
+                    raise self._misfit(item)
                 continue
             if self._may_begin_again:
                 self._may_begin_again = False
@@ -280,16 +280,15 @@ class Feed:
             self.last = (here - 1, item)
         return iterator
 
-    def _compare(self, item: Any) -> None:
-        """Refuse an item that is not the one that it was.
-
-        Raises:
-            ValueError: it is another one.
-        """
+    def _is_other(self, item: Any) -> bool:
+        """Return whether an item is not the one that was at its place before."""
         assert self.check is not None
-        if self.check.digest in (None, self.digest(item)):
-            return
-        raise ValueError(
+        return self.check.digest not in (None, self.digest(item))
+
+    def _misfit(self, item: Any) -> ValueError:
+        """Return the error for such an item."""
+        assert self.check is not None
+        return ValueError(
             f"the state does not fit: item {self.check.ordinal} of the sampler is "
             f"{brief_repr(item)}, but it was another one when the state was taken; the order must "
             "follow from the sampler's arguments and set_epoch alone, and these be as they "
@@ -383,8 +382,12 @@ class Feed:
                     continue
                 self._may_begin_again = False
                 items[-1] = hold(items[-1])
-                if self.check is not None and self.check.ordinal == task.first + len(items) - 1:
-                    self._compare(task.item(len(items) - 1))
+                item = task.item(len(items) - 1)
+                is_checked = self.check is not None and self.check.ordinal == task.stop - 1
+                if is_checked and self._is_other(item):
+                    self.is_over = True  # what is behind it is not to come either
+                    del items[-1]
+                    raise self._misfit(item)
                 if time.perf_counter() > until:
                     return
         except Exception as error:

@@ -134,6 +134,10 @@ class Worker:
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
 
+    def close(self) -> None:
+        """Close the streams that are being read, which may have a ``finally`` or ``with``."""
+        self._readers.close()
+
     def begin(self, task: TaskMessage) -> list[Any]:
         """Begin to read the samples of a task; return their futures, or an error, of each item."""
         begun: list[Any] = []

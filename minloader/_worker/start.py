@@ -124,6 +124,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         environment.begin_measuring()
         taken = environment.memory_at_start
         current.serve(worker)
+        # Before what it has started is killed: the stream may need that to end.
+        multiprocessing.util.Finalize(None, worker.close, exitpriority=150)
         beat(READY, 0, time.perf_counter())
         limit = job.options.memory_limit
         if limit is not None and taken > limit:

@@ -362,6 +362,10 @@ class ShardReaders:
         self._readers[shard.id] = reader
         return reader
 
+    def close(self) -> None:
+        """Let go of what is being read: a generator runs its ``finally`` then."""
+        self._readers.clear()
+
     def rewind(self) -> None:
         """Put the user's own object back to where it was before it was read, for other readers.
 
