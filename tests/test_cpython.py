@@ -17,6 +17,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,11 +30,11 @@ from typing import Any
 import psutil
 import pytest
 import trouble
-from conftest import dead_at_once, eventually, in_threads, printed_by, python
+from conftest import dead_at_once, eventually, in_threads, printed_by, python, variants
 from helpers import Squares
 
 import minloader
-from minloader import Loader
+from minloader import BatchTimeout, Loader
 from minloader._pools import cpython
 from minloader._pools import processes as spawned
 
@@ -42,7 +43,7 @@ MODULE = FOLDER / "_pools" / "cpython.py"
 
 # --- one module ----------------------------------------------------------------------------------
 
-PRIVATE_TO = ("concurrent", "multiprocessing", "threading")
+PRIVATE_TO = ("concurrent", "importlib", "multiprocessing", "threading")
 
 
 def is_private(name: str) -> bool:
@@ -790,3 +791,47 @@ else:
     done = python(script, *["ours"] * is_ours, cwd=tmp_path)
     assert done.stdout == ("[1, 2]\n" if is_ours else "1\n"), done.stderr
     assert ("not the real one" in done.stderr) != is_ours
+
+
+@variants("waits", [True, False])
+def test_16_a_fork_while_another_thread_imports(waits, monkeypatch, tmp_path):
+    """What the worker imports is locked there for ever, unless the fork waits for the thread."""
+    (tmp_path / "imported_late.py").write_text("import gates\ngates.begun.set()\ngates.go.wait(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gates", SimpleNamespace(begun=begun, go=go))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go.set())
+    monkeypatch.setattr(cpython, "time", clock)
+    if not waits:
+        monkeypatch.setattr(cpython, "_is_importing_elsewhere", bool)
+
+    def import_it(index: int) -> int:
+        return len(importlib.import_module("imported_late").__name__)
+
+    thread = threading.Thread(target=import_it, args=(0,), name="minloader-test")
+    thread.start()
+    try:
+        assert begun.wait(60)
+        options: dict[str, Any] = {"num_workers": 1, "mp_context": "fork", "retries": 0}
+        with Loader(import_it, [0], timeout=None if waits else 1.0, **options) as loader:
+            if waits:
+                assert list(loader) == [13]
+            else:
+                with pytest.raises(BatchTimeout):
+                    list(loader)
+    finally:
+        go.set()
+        thread.join()
+        sys.modules.pop("imported_late", None)
+
+
+def test_16_a_fork_waits_for_an_import_once(monkeypatch):
+    """It may never end: a program may run within an import."""
+    looks = iter(range(100))
+    monkeypatch.setattr(cpython, "_is_importing_elsewhere", lambda: next(looks) < 99)
+    monkeypatch.setattr(cpython, "_patience", 0.01)
+    for _ in range(2):
+        with Loader(abs, [-1], num_workers=1, mp_context="fork") as loader:
+            assert list(loader) == [1]
+    assert next(looks) < 99
+    assert cpython._patience == 0

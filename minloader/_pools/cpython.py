@@ -1,9 +1,10 @@
 """CPython's private parts, all in one module.
 
 No other module of the package names an underscored attribute of ``concurrent.futures``,
-``multiprocessing`` or ``threading``. Each piece here says what CPython does, since which issue or
-in which function, in which versions, and what happens without the piece. ``tests/test_cpython.py``
-shows for each that the running CPython needs it, and fails when it no longer does.
+``importlib``, ``multiprocessing`` or ``threading``. Each piece here says what CPython does, since
+which issue or in which function, in which versions, and what happens without the piece.
+``tests/test_cpython.py`` shows for each that the running CPython needs it, and fails when it no
+longer does.
 
 The states of an executor, and who moves it::
 
@@ -25,8 +26,8 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 15, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
-10.
+The price of the pieces 1 to 16, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
+10, 17.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -46,10 +48,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import _ExecutorManagerThread, _threads_wakeups
 from contextlib import contextmanager, suppress
+from importlib._bootstrap import _module_locks  # type: ignore[attr-defined]
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
 
+from minloader._checks import snapshot
 from minloader._memory.files import at_fork
 
 # --- 1. The main module ------------------------------------------------------------------------
@@ -342,6 +346,45 @@ def _no_warning_of_our_threads(process: Any) -> Iterator[None]:
     with warnings.catch_warnings():  # nobody else's thread is there to see it
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         yield
+
+
+# --- 16. An import at a fork ---------------------------------------------------------------------
+#
+# CPython: a child of "fork" has the lock of each module that another thread was just importing, and
+# half of that module. Nobody gives the lock back there.
+# Versions: all.
+# Without this piece: a worker that imports such a module waits for ever. Much is imported when it
+# is first needed, as numpy is here, and so in any thread.
+#
+# So a fork that starts a worker waits until no other thread imports. Not for long: that one may
+# itself be waiting for this, or be a program's main thread, which runs it within an import.
+
+PATIENCE = 5.0
+"""Seconds that forks wait for imports. When these have passed, none waits any more."""
+
+_patience = PATIENCE
+
+
+def _is_importing_elsewhere() -> bool:
+    held = [reference() for reference in snapshot(_module_locks.values())]
+    return any(
+        lock is not None and lock.owner not in (None, threading.get_ident()) for lock in held
+    )
+
+
+def _wait_for_imports() -> None:
+    global _patience
+    if getattr(_starting, "pid", None) != os.getpid():
+        return  # a fork that is not ours
+    deadline = time.monotonic() + _patience
+    while _is_importing_elsewhere():
+        if time.monotonic() > deadline:
+            _patience = 0.0
+            return
+        time.sleep(0.001)
+
+
+at_fork(before=_wait_for_imports)
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
