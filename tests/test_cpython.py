@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import trouble
@@ -835,3 +836,24 @@ def test_16_a_fork_waits_for_an_import_once(monkeypatch):
             assert list(loader) == [1]
     assert next(looks) < 99
     assert cpython._patience == 0
+
+
+def test_17_a_fork_while_another_thread_draws_from_numpy():
+    """That thread has the lock of numpy's global generator, which nobody gives back there."""
+    draws, done = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with np.random.get_bit_generator().lock:
+            draws.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=draw, name="minloader-test")
+    thread.start()
+    try:
+        assert draws.wait(60)
+        options: dict[str, Any] = {"num_workers": 1, "mp_context": "fork"}
+        with Loader(abs, [-1], timeout=2.0, retries=0, **options) as loader:
+            assert list(loader) == [1]
+    finally:
+        done.set()
+        thread.join()

@@ -26,8 +26,8 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 16, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
-10, 17.
+The price of the pieces 1 to 17, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
+10, 17, 5.
 """
 
 from __future__ import annotations
@@ -385,6 +385,24 @@ def _wait_for_imports() -> None:
 
 
 at_fork(before=_wait_for_imports)
+
+
+# --- 17. A draw at a fork ------------------------------------------------------------------------
+#
+# CPython: locks are not made free in a child of "fork", but for those of the standard library.
+# numpy's global generator has one, which whoever draws or seeds takes.
+# Versions: all.
+# Without this piece: a worker waits for ever, when it seeds that generator, if it was forked while
+# another thread was drawing. One that makes batches in this process does so all the time.
+
+
+def _free_lock_of_numpy() -> None:
+    get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if get_state is not None:  # else it is not there, or was just being imported
+        get_state.__self__._bit_generator.lock._at_fork_reinit()
+
+
+at_fork(after_in_child=_free_lock_of_numpy)
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
