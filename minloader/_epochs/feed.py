@@ -382,12 +382,12 @@ class Feed:
                     continue
                 self._may_begin_again = False
                 items[-1] = hold(items[-1])
-                item = task.item(len(items) - 1)
-                is_checked = self.check is not None and self.check.ordinal == task.stop - 1
-                if is_checked and self._is_other(item):
-                    self.is_over = True  # what is behind it is not to come either
-                    del items[-1]
-                    raise self._misfit(item)
+                if self.check is not None and self.check.ordinal == task.first + len(items) - 1:
+                    item = task.item(len(items) - 1)
+                    if self._is_other(item):
+                        self.is_over = True  # what is behind it is not to come either
+                        del items[-1]
+                        raise self._misfit(item)
                 if time.perf_counter() > until:
                     return
         except Exception as error:
