@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -31,7 +32,7 @@ from minloader import (
     prefetch,
 )
 from minloader._sampling.base import Sampler
-from tests.packages.__main__ import HEAD, PAGE, TABLE, rows, with_row
+from tests.packages.__main__ import HEAD, PAGE, TABLE, rows, tried, with_row
 from tests.packages.cases import CASES
 
 ROOT = Path(__file__).parents[1]
@@ -328,6 +329,19 @@ def test_the_figures_of_all_pages_are_those_of_the_benchmarks():
         written = pages.with_table(source, name, "| a   |\n| ----- |\n| 5.0 |")
         assert f"<!-- figures: {name} -->\n\n| a |\n| --- |\n| 5.0 |\n" in written
         assert len(written) < len(source)
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(CASES[package].distribution))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [each for each in CASES if is_installed(each)])
+def test_a_package_works_as_the_table_says(package):
+    assert tried(package)[2:] == rows(TABLE.search(PAGE.read_text()).group())[package][2:]
 
 
 def test_the_table_of_packages_has_a_row_for_each_that_is_tried():
