@@ -455,8 +455,9 @@ class Batches(Iterator[B], Generic[B]):
             RuntimeError: the loader is closed, or another state was loaded.
         """
         epoch = self.epochs[0]
-        lane = epoch.lanes[0]
-        if lane.tasks and len(epoch.lanes) == 1:
+        lanes = epoch.lanes
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=attrgetter("taken"))
+        if lane.tasks:
             task = lane.tasks[0]
             if task.is_begun and task.first <= lane.taken < task.stop:
                 return epoch, lane, task
