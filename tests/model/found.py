@@ -87,6 +87,8 @@ FOUND: dict[str, str] = {
     "look and take each; look; iter; look and take each; verify",
     "somebody looks before another epoch": "iter; take 1; note; finish; note; look; load 1; look; "
     "set epoch 5; iter; finish; load 0; look; set epoch 5; iter; finish; verify",
+    "skipped after one that was left, before it again": "iter; take 1; leave; skip 0; set epoch 0; "
+    "note; verify; skip 1; set epoch 1; note; verify",
     "skipped, before another epoch": "iter; finish; note; skip 2; set epoch 5; iter; finish; "
     "load 0; skip 2; note; load 1; set epoch 5; iter; finish",
     "skipped before": "skip 2; note; iter; take 1; skip 1; note; finish; iter; finish; verify",

@@ -127,4 +127,7 @@ class Model:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self.loaded = self.loaded if self.loaded and self.loaded.epoch == epoch else None
+        if self.loaded and self.loaded.epoch != epoch:
+            self.loaded = None
+            if self.latest and not self.latest.over:  # nor is it where an epoch was left
+                self.latest = None

@@ -825,6 +825,8 @@ class Program:
 
     def set_epoch(self, epoch: int, by: str) -> None:
         with self.step(f"epoch = {epoch}, by {by}"):
+            if self.reached:
+                gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
             if by == "attribute":
                 self.loader.epoch = epoch
             else:
