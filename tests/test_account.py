@@ -175,6 +175,48 @@ def test_nothing_of_another_order_comes_after_a_state(make):
     assert "the state does not fit: item" in str(error)
 
 
+def test_nothing_of_another_order_comes_after_ctrl_c():
+    """Wherever it comes while the item is drawn by which the state is recognized."""
+    for _, press in each_place(1, f"{OURS}/_epochs/feed.py"):
+        with Loader(Echo(), OwnGenerator(300), **THREADS) as loader:
+            batches = iter(loader)
+            next(batches)
+            loader.load_state_dict(loader.state_dict())
+            batches = loader.epochs(1)
+            before = press(lambda batches=batches: outcomes(batches)).value or []
+            found = [*before, *outcomes(batches)]
+        assert [type(each) for each in found] == [ValueError], found[:3]
+
+
+class Pressed:
+    """Ctrl-C comes in it, once, before its second item."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.is_pressed = False
+
+    def __iter__(self) -> Iterator[int]:
+        for item in reversed(range(self.n)):
+            if item == self.n - 2 and not self.is_pressed:
+                self.is_pressed = True
+                raise KeyboardInterrupt
+            yield item
+
+
+def test_a_state_is_compared_after_ctrl_c_in_the_sampler():
+    with Loader(Echo(), range(9), **THREADS) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with Loader(Echo(), Pressed(9), **THREADS) as loader:
+        loader.load_state_dict(state)
+        batches = loader.epochs(1)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        (error,) = outcomes(batches)
+    assert "the state does not fit: item 1 of the sampler is 7" in str(error)
+
+
 OVER: dict[str, Callable[[Any], Any]] = {
     "alone": lambda sampler: sampler,
     "batches": lambda sampler: BatchSampler(sampler, 2),

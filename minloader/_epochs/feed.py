@@ -280,6 +280,21 @@ class Feed:
             self.last = (here - 1, item)
         return iterator
 
+    def _compare(self, task: Task) -> None:
+        """End with an error if the item that a task was given last is another one than before."""
+        ordinal = task.stop - 1
+        if self.check is None or self.check.ordinal != ordinal:
+            return
+        item = task.item(ordinal - task.first)
+        if not self._is_other(item):
+            return
+        error = self._misfit(item)
+        # Without a call in between, and so without Ctrl-C.
+        self.error = error
+        self.is_over = True  # what is behind it is not to come either
+        del task.items[-1]
+        self.fail(error)
+
     def _is_other(self, item: Any) -> bool:
         """Return whether an item is not the one that was at its place before."""
         assert self.check is not None
@@ -382,12 +397,8 @@ class Feed:
                     continue
                 self._may_begin_again = False
                 items[-1] = hold(items[-1])
-                if self.check is not None and self.check.ordinal == task.first + len(items) - 1:
-                    item = task.item(len(items) - 1)
-                    if self._is_other(item):
-                        self.is_over = True  # what is behind it is not to come either
-                        del items[-1]
-                        raise self._misfit(item)
+                if self.check is not None:
+                    self._compare(task)
                 if time.perf_counter() > until:
                     return
         except Exception as error:
@@ -463,12 +474,15 @@ class Feed:
                 )
                 self.is_over = True
             task.items[-1:] = map(hold, task.items[-1:])
+            if task.items:
+                self._compare(task)
             self.next = task.stop
             if not task.items:
                 return before
             self.last = (task.stop - 1, task.items[-1])
             return [*before, task]
-        if self.last is not None:  # what was before it, others have seen
+        is_compared = self.check is None or self.check.ordinal < task.first
+        if self.last is not None and is_compared:  # what was before it, others have seen
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
         self.known, self.next = task.known, task.first

@@ -53,6 +53,9 @@ from minloader._pools.base import Pool
 from minloader._worker import lifetimes
 from minloader._worker.messages import Failure
 
+TURN = attrgetter("taken")
+"""By which lanes take turns: the least comes first, and of equals the lowest number."""
+
 BeginNext = Callable[["Batches[Any]", Epoch | None], Epoch | None]
 """Begins an epoch for an iterator: its first, or the one after another. None: there is none."""
 
@@ -456,7 +459,7 @@ class Batches(Iterator[B], Generic[B]):
         """
         epoch = self.epochs[0]
         lanes = epoch.lanes
-        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=attrgetter("taken"))
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
         if lane.tasks:
             task = lane.tasks[0]
             if task.is_begun and task.first <= lane.taken < task.stop:
@@ -514,7 +517,7 @@ class Batches(Iterator[B], Generic[B]):
             if not lane.is_taken:
                 lanes.append(lane)
         if len(lanes) > 1:
-            lanes.sort(key=attrgetter("taken"))  # stable: of equals the one with the lowest number
+            lanes.sort(key=TURN)
         return lanes
 
     def _may_be_next(self, lanes: list[Lane]) -> list[Lane]:
