@@ -91,6 +91,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         path = frame.f_code.co_filename
         if path.startswith(TESTS) or not path.startswith(within or "/"):
             return None
+        frame.f_trace = count  # CPython 3.12 and newer want it before the opcodes are asked for
         frame.f_trace_opcodes = True
         return count
 
