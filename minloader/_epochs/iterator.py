@@ -250,7 +250,7 @@ class Batches(Iterator[B], Generic[B]):
                 self._is_over = True
                 raise StopIteration
             shared = self.shared
-            shared.counters.begin_epoch()
+            shared.counters.begin_epoch(begin)
             if epoch.is_stream:
                 self._watch = ShardWatch(len(epoch.lanes), shared, compares=not epoch.has_given)
             self.fill()

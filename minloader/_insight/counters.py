@@ -81,10 +81,10 @@ class Counters:
         self.time.wait += now - begin
         self.left_at = now if working else 0.0
 
-    def begin_epoch(self) -> None:
-        """Note when the first epoch begins: replies may come before it has begun."""
+    def begin_epoch(self, begin: float) -> None:
+        """Note that an epoch began at ``begin``: replies may come before it has begun."""
         if not self.time.startup:
-            self.log.began = time.perf_counter()
+            self.log.began = begin
 
     def began_epoch(self, begin: float) -> None:
         """Count the start of an epoch, which took since ``begin``."""
