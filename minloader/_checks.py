@@ -66,6 +66,21 @@ def check_int(name: str, value: Any, least: int) -> int:
     return number
 
 
+MOST_WORKERS = 10_000
+"""Of one loader: more than the processes that a machine has room for."""
+
+
+def check_num_workers(value: Any) -> int:
+    """Return ``num_workers``, which must be an integer from 0 on that a machine can have."""
+    number = check_int("num_workers", value, 0)
+    if number > MOST_WORKERS:
+        raise ValueError(
+            f"num_workers must be at most {MOST_WORKERS}, got {number}; a worker is a process: "
+            "mostly give as many as there are processors"
+        )
+    return number
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Return whether an argument is true. What is neither True nor False is refused, as "no", 5."""
     with suppress(ValueError):  # an array is neither

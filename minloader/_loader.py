@@ -154,7 +154,7 @@ class Loader(Generic[B]):
         worker_memory_limit: int | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        num_workers = check_int("num_workers", num_workers, 0)
+        num_workers = checks.check_num_workers(num_workers)
         check_int("prefetch_factor", prefetch_factor, 1)
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
@@ -276,7 +276,7 @@ class Loader(Generic[B]):
     @num_workers.setter
     def num_workers(self, num_workers: int) -> None:
         self._check_open()
-        num_workers = check_int("num_workers", num_workers, 0)
+        num_workers = checks.check_num_workers(num_workers)
         group = self._shared.group
         if num_workers != group.num_workers:
             group.tidy()

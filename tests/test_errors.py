@@ -215,6 +215,7 @@ def test_foreign_executor_in_a_fork_is_refused():
     ("options", "error", "message"),
     [
         ({"num_workers": -1}, ValueError, "num_workers must be at least 0, got -1"),
+        ({"num_workers": 2**70}, ValueError, "num_workers must be at most 10000, got 1180591620"),
         ({"num_workers": 1.5}, TypeError, "num_workers must be an int, got 1.5"),
         ({"num_workers": True}, TypeError, "num_workers must be an int, got True"),
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),

@@ -181,7 +181,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 "class from torch.utils.data.IterableDataset, or use minloader.Loader, which takes "
                 "it"
             )
-        num_workers = check_int("num_workers", num_workers, 0)
+        num_workers = checks.check_num_workers(num_workers)
         if prefetch_factor is not None:
             prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
         if isinstance(timeout, bool) or not isinstance(timeout, Real):
