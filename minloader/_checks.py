@@ -36,6 +36,12 @@ brief_repr = reprlib.repr
 """How messages show a value: never long, never failing."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something, for a message: "1 batch", or "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a span of time in three digits: "20.3 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
@@ -578,11 +584,11 @@ def warn_rereading(again: list[int]) -> None:
     """
     if any(again):
         logger.warning(
-            "the stream is read again from its beginning, past %d batches in %d shards, before the "
+            "the stream is read again from its beginning, past %s in %s, before the "
             "first new batch, since it has no state; give it, or what its __iter__ returns, "
             "state_dict and load_state_dict to resume at once",
-            sum(again),
-            sum(map(bool, again)),
+            counted(sum(again), "batch"),
+            counted(sum(map(bool, again)), "shard"),
         )
 
 

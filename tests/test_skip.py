@@ -295,7 +295,7 @@ def test_too_many_errors_end_the_run(make, options, given):
     assert (error.ordinal, error.sample) == (5, 5)
     text = str(error)
     most = "0.2 allows (at most 2 of them)" if "max_errors" in options else "2 allows"
-    assert "3 batches and samples of epoch 0 have failed, more than max_errors=" in text
+    assert "3 of the batches and samples of epoch 0 failed, more than max_errors=" in text
     assert f"max_errors={most}; the first of these:" in text
     assert "  batch 3, sample 3: OSError: sample 3 is corrupt\n  batch 4, sample 4" in text
 

@@ -411,7 +411,7 @@ def test_the_verdict_names_the_bottleneck(name):
         (TimeStats(consumer=99.0), "the consumer is the limit: it waited 1 % of the time"),
         (TimeStats(dataset=0.4), "through the pipe, so more shared_memory would help"),
         (TimeStats(collate=1.9), "collate_fn is the limit, with 100 % of the work"),
-        (TimeStats(dataset=0.2, startup=0.0), "3 workers were replaced, which takes time"),
+        (TimeStats(dataset=0.2, startup=0.0), "3 workers had to be replaced, which takes time"),
     ],
 )
 def test_the_verdict_on_figures(times, said):

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from minloader._checks import format_seconds
+from minloader._checks import counted, format_seconds
 from minloader._insight.stats import Stats
 from minloader._memory.limits import processors
 
@@ -150,8 +150,9 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
         return _held_up(stats)
     if stats.errors.replaced:
         return (
-            f"{stats.errors.replaced} workers were replaced, which takes time, and so does waiting "
-            "for one that hangs: the log says why (timeout, worker_memory_limit, or they died)"
+            f"{counted(stats.errors.replaced, 'worker')} had to be replaced, which takes time, and "
+            "so does waiting for one that hangs: the log says why (timeout, "
+            "worker_memory_limit, or they died)"
         )
     if stats.slowest > max(3 * work, each):
         return (

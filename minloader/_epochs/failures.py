@@ -210,8 +210,8 @@ def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, 
     share = f" (at most {math.floor(most)} of them)" if isinstance(max_errors, float) else ""
     which = "these" if losses.count <= len(errors) else "those that are known"
     return (
-        f"{losses.count} batches and samples of epoch {epoch} have failed, more than max_errors="
-        f"{max_errors} allows{share}; the first of {which}:\n" + "\n".join(first[:5])
+        f"{losses.count} of the batches and samples of epoch {epoch} failed, more than "
+        f"max_errors={max_errors} allows{share}; the first of {which}:\n" + "\n".join(first[:5])
     )
 
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from minloader._checks import brief_repr, differences, is_stateful
+from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
 from minloader._epochs.position import NOTHING_KNOWN, Check, Known, LanePosition
 from minloader._epochs.task import Task
@@ -493,9 +493,9 @@ class Feed:
 
 def check_length(epoch: int, length: int | None, wanted: int | None) -> None:
     """Refuse a sampler if its epoch has another number of batches, as far as these are known."""
-    if None not in (length, wanted) and length != wanted:
+    if length is not None and wanted is not None and length != wanted:
         raise ValueError(
-            f"the sampler has {length} batches in epoch {epoch}, but the state is of one "
+            f"the sampler has {counted(length, 'batch')} in epoch {epoch}, but the state is of one "
             f"with {wanted}; give the loader the sampler that the state was taken with"
         )
 

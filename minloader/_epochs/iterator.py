@@ -37,7 +37,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Generic, Self
 
-from minloader._checks import B, refuse_copies
+from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
@@ -646,9 +646,9 @@ class Batches(Iterator[B], Generic[B]):
         if epoch.left_out:
             epoch.has_given = True
             raise BatchError(
-                f"nothing is left of epoch {epoch.number}, of which {epoch.left_out} batches "
-                "failed; look at the errors in the log, and at the storage that the dataset reads "
-                "from",
+                f"nothing is left of epoch {epoch.number}, of which "
+                f"{counted(epoch.left_out, 'batch')} failed; look at the errors in "
+                "the log, and at the storage that the dataset reads from",
                 epoch=epoch.number,
             )
         if self._is_endless:

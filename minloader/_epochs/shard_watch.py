@@ -62,7 +62,7 @@ class ShardWatch:
         if 0 < empty < self._total and "empty" not in self._shared.said:
             self._shared.said.add("empty")
             logger.warning(
-                "%d of the %d shards of the stream gave no batch, and their workers did nothing: "
+                "%d of the %d shards of the stream gave no batch, so not every worker had work: "
                 "share the data out evenly, by get_worker_info(), or set num_workers=%d",
                 empty,
                 self._total,

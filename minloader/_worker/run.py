@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from minloader._checks import WHOLE_ITEM, snapshot
+from minloader._checks import WHOLE_ITEM, counted, snapshot
 from minloader._errors import TransportError
 from minloader._memory import registered
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
@@ -445,7 +445,7 @@ class Worker:
                 reader.is_other = True
                 raise RuntimeError(
                     f"the stream has failed in batch {index} of shard {reader.info.id}, when that "
-                    f"was read again, past the {shard.first} batches that it had given"
+                    f"was read again, past the {counted(shard.first, 'batch')} that it had given"
                 ) from error
             reader.check(shard)
         self._environment.beat(task.id, 0, time.perf_counter())

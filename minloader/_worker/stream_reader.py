@@ -27,7 +27,7 @@ from types import GeneratorType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minloader._checks import brief_repr, differences, has_epochs, is_stateful
+from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
@@ -241,8 +241,8 @@ class ShardReader:
         # What was asked for beyond that may never have been there.
         given = 0 if shard.check is None else shard.check[0] + 1
         what = (
-            f"when shard {self.info.id} was read again, past the {given} batches that it "
-            "had given: it must give the same samples each time, for the same epoch, shard and "
+            f"when shard {self.info.id} was read again, past the {counted(given, 'batch')} that "
+            "it had given: it must give the same samples each time, for the same epoch, shard and "
             "seed, or have state_dict and load_state_dict"
         )
         if is_stateful(self.info.dataset):
@@ -252,7 +252,8 @@ class ShardReader:
             )
         if self.ended and self.position < given:
             self.is_other = True
-            raise RuntimeError(f"the stream has ended after {self.position} batches {what}")
+            ended = f"the stream has ended after {counted(self.position, 'batch')}"
+            raise RuntimeError(f"{ended} {what}")
         if shard.check is None or self.position - 1 != shard.check[0]:
             return
         if shard.check[1] not in (None, self.last):
