@@ -133,6 +133,14 @@ def test_a_sampler_that_goes_on_raising_is_not_asked_for_ever(make):
                 next(batches)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_all_that_there_is_is_left_out_at_once(name):
+    with Loader(echo, SAMPLERS[name](), num_workers=0) as loader:
+        loader.skip(10**15)
+        assert list(loader) == []
+        assert len(list(loader)) > 5  # the epoch after that
+
+
 def test_a_stream_refuses():
     with (
         Loader(Numbers(9), num_workers=0) as loader,

@@ -99,13 +99,16 @@ class LanePosition:
     def skipped(self, n: int, length: int | None) -> LanePosition:
         """Return the position after ``n`` more items were left out."""
         given = self.given
-        ahead = list(self.ahead)
+        ahead = self.ahead
         while n and (length is None or given < length):
-            given += 1
-            n -= 1
-            while ahead and ahead[0][0] <= given:
-                given = max(given, ahead.pop(0)[1])
-        return replace(self, given=given, ahead=tuple(ahead))
+            stop = ahead[0][0] if ahead else length
+            count = n if stop is None else min(n, stop - given)
+            given += count
+            n -= count
+            if ahead and ahead[0][0] == given:
+                given = ahead[0][1]
+                ahead = ahead[1:]
+        return replace(self, given=given, ahead=ahead)
 
 
 def _without(ranges: Iterable[Range], ordinal: int) -> Iterable[Range]:
