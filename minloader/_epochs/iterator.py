@@ -159,7 +159,7 @@ class Batches(Iterator[B], Generic[B]):
     @property
     def in_flight(self) -> int:
         """Tasks under way."""
-        return sum([lane.under_way for epoch in list(self.epochs) for lane in epoch.lanes])
+        return sum([lane.in_flight for epoch in list(self.epochs) for lane in epoch.lanes])
 
     def _check_process(self) -> None:
         if not self.epochs:  # it begins here
@@ -576,7 +576,7 @@ class Batches(Iterator[B], Generic[B]):
         for epoch in list(self.epochs):
             lanes = epoch.lanes
             if len(lanes) > 1:  # in the order in which they are taken from, if there is one
-                key = attrgetter("under_way", "taken")
+                key = attrgetter("in_flight", "taken")
                 if self.shared.options.in_order:
                     key = attrgetter("next_unsent")
                 lanes = sorted(lanes, key=key)

@@ -110,7 +110,7 @@ class Lane:
         self.pool.forgive_failed_starts()
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """How many tasks were drawn that the consumer has not come to, also those received."""
         return sum([not task.is_begun for task in snapshot(self.tasks)])
 

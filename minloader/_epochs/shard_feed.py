@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from minloader._epochs.position import Check, Known, LanePosition
 from minloader._epochs.task import Task
-from minloader._worker.messages import Failure, Reply, Shard
+from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
 from minloader._worker.run import READING
 
 logger = logging.getLogger("minloader")
@@ -109,8 +109,8 @@ class ShardFeed:
         )
 
     def told_ordinal(self, ordinal: int) -> int:
-        """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
-        return ordinal * self.total + self.shard
+        """Return what the user is told for the place of a batch in its epoch."""
+        return ordinal_in_epoch(ordinal, shard=self.shard, total=self.total)
 
     def told_item(self, task: Task, n: int) -> Any:
         """Return what the user is told that a batch was made from: shard, and place in it."""

@@ -89,9 +89,10 @@ class Shard(NamedTuple):
     number: int
     follows: int | None
 
-    def ordinal(self, index: int) -> int:
-        """Return the place of a batch in the epoch, as in rounds where no shard has ended."""
-        return index * self.total + self.id
+
+def ordinal_in_epoch(index: int, *, shard: int, total: int) -> int:
+    """Return the place in the epoch of a batch of a shard, as in rounds where none has ended."""
+    return index * total + shard
 
 
 NO_SAMPLE: Final = ...

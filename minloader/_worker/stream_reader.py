@@ -31,7 +31,7 @@ from minloader._checks import brief_repr, counted, differences, has_epochs, is_s
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import Shard, WorkerInfo, begin_batch
+from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
 from minloader._worker.torch_conventions import Stream
 
@@ -113,9 +113,12 @@ class ShardReader:
         if index is None:
             index = 0 if self.ended else self.position
         epoch = self.epoch + self.ended
-        ordinal = self.shard.ordinal(index)
+        ordinal = self._ordinal_in_epoch(index)
         begin_batch(self.info, epoch, ordinal)
         return self.info.seed, epoch, ordinal, self.info.rank
+
+    def _ordinal_in_epoch(self, index: int) -> int:
+        return ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
@@ -228,7 +231,7 @@ class ShardReader:
         if samples is END:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
-        ordinal = self.shard.ordinal(self.position - 1)
+        ordinal = self._ordinal_in_epoch(self.position - 1)
         begin_batch(self.info, self.epoch, ordinal, key=(1,))
         return self.maker.combine(samples)
 
