@@ -46,6 +46,7 @@ from minloader._epochs.lane import Lane
 from minloader._epochs.position import NOTHING_KNOWN, LanePosition
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Shipment, Task
+from minloader._memory.pickling import pack
 from minloader._sampling.seeding import generator
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
@@ -383,7 +384,7 @@ def test_a_stream_that_cannot_be_gone_on_with():
         state = loader.state_dict()
     with Loader(BrokenStream(), num_workers=0) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(RuntimeError, match="failed in batch 0 of shard 0") as caught:
+        with pytest.raises(RuntimeError, match="failed in batch 0 when shard 0 was read again") as caught:
             next(iter(loader))
         cause = caught.value.__cause__
         assert isinstance(cause, OSError) or "no such disk" in str(cause)
@@ -442,6 +443,40 @@ def test_passing_over_takes_its_time():
         process.kill()
         assert first + list(batches) == list(range(120))
         assert loader.stats.errors.retries <= 1
+
+
+class Misleading(StatefulNumbers):
+    """Its state leads nowhere, as those of a shuffled Hugging Face dataset."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.position:
+            self.forbidden = 100
+
+
+@pytest.mark.parametrize("at", [5, 4, 1])
+def test_a_state_of_a_stream_that_leads_nowhere_is_told(at):
+    """Also where all that was given before it is read again, and that fails in its last batch."""
+    shard = Shard(
+        id=0,
+        total=1,
+        first=5,
+        at=at,
+        state=pack({"dataset": {"position": at}}, down=True),
+        check=(4, fingerprint([4])),
+        number=1,
+        follows=None,
+    )
+    worker = Worker(
+        Job(Misleading(30), options=JobOptions(is_stream=True)),
+        WorkerInfo(0, 1, os.getpid(), 0),
+        Environment(),
+    )
+    reply = worker.run(TaskMessage(5, 0, [0] * 4, shard=shard))
+    assert reply.shard is not None
+    assert reply.shard.ended
+    (failure,) = reply.outcomes
+    assert "shuffle it with minloader.shuffled" in failure.summary + failure.stage
 
 
 def test_samples_that_differ_when_read_again_are_noticed(tmp_path):

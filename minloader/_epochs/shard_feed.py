@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from minloader._epochs.position import Check, Known, LanePosition
 from minloader._epochs.task import Task
 from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
-from minloader._worker.run import READING
+from minloader._worker.run import READING, READING_ON
 
 logger = logging.getLogger("minloader")
 
@@ -203,4 +203,4 @@ class ShardFeed:
 
 
 def _failed_reading(outcome: Any) -> bool:
-    return type(outcome) is Failure and outcome.stage == READING
+    return type(outcome) is Failure and outcome.stage in (READING, READING_ON)

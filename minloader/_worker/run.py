@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from minloader._checks import WHOLE_ITEM, counted, snapshot
+from minloader._checks import WHOLE_ITEM, snapshot
 from minloader._errors import TransportError
 from minloader._memory import registered
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
@@ -49,7 +49,7 @@ from minloader._worker.messages import (
     current_info,
 )
 from minloader._worker.seeds import BatchKey
-from minloader._worker.stream_reader import END, ShardReader, ShardReaders
+from minloader._worker.stream_reader import END, NOT_LEADING, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
 
@@ -59,6 +59,11 @@ which a chunk shares; and a batch waits so long for others in its chunk, twice t
 
 
 READING = "when the stream was read"
+
+READING_ON = (
+    "when the stream was read on from a state of its own: unless it fails there anyway, that "
+    f"state does not lead there ({NOT_LEADING})"
+)
 """Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 
@@ -399,7 +404,9 @@ class Worker:
                 made = [self._read(task, n, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
-                stage = READING if reader.reading else ""
+                stage = ""
+                if reader.reading:
+                    stage = READING_ON if reader.was_just_put_back else READING
                 outcome = self._failure(error, stage, fatal=reader.is_other)
             else:
                 if made[0] is END:
@@ -440,13 +447,11 @@ class Worker:
             try:
                 self._call(reader.begin(), reader.draw)
             except Exception as error:
-                if not reader.ended or reader.position >= shard.first:
+                check = shard.check
+                was_read = check is not None and check[0] == index and check[1] is not None
+                if not reader.ended or (reader.position >= shard.first and not was_read):
                     continue  # as it did before
-                reader.is_other = True
-                raise RuntimeError(
-                    f"the stream has failed in batch {index} of shard {reader.info.id}, when that "
-                    f"was read again, past the {counted(shard.first, 'batch')} that it had given"
-                ) from error
+                raise reader.misfit(shard, f"failed in batch {index}") from error
             reader.check(shard)
         self._environment.beat(task.id, 0, time.perf_counter())
 

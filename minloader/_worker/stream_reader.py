@@ -37,6 +37,11 @@ from minloader._worker.torch_conventions import Stream
 
 logger = logging.getLogger("minloader")
 
+NOT_LEADING = (
+    "those of a shuffled Hugging Face dataset do not: shuffle it with minloader.shuffled instead"
+)
+"""Whose states do not lead back to where they were taken, as far as is known."""
+
 END = object()
 """Stands for a batch where there are no more."""
 
@@ -89,6 +94,13 @@ class ShardReader:
         # Where a state was put back in mid-epoch, the stream may begin there each time.
         is_put = self.is_fresh and self.shard.at and not self._is_own_iterator
         return self.ended and not self._failed and not (is_put and is_stateful(self.info.dataset))
+
+    @property
+    def was_just_put_back(self) -> bool:
+        """Whether it has given nothing since it was put back to a state within the epoch."""
+        # A batch that could not be read counts.
+        at = self.shard.at
+        return self.is_fresh and at > 0 and self.shard.state is not None and self.position <= at + 1
 
     @property
     def _is_dead(self) -> bool:
@@ -243,25 +255,30 @@ class ShardReader:
         """
         # What was asked for beyond that may never have been there.
         given = 0 if shard.check is None else shard.check[0] + 1
-        what = (
-            f"when shard {self.info.id} was read again, past the {counted(given, 'batch')} that "
-            "it had given: it must give the same samples each time, for the same epoch, shard and "
-            "seed, or have state_dict and load_state_dict"
-        )
-        if is_stateful(self.info.dataset):
-            what += (
-                " that lead there (which those of a shuffled Hugging Face dataset do not: shuffle "
-                "it with minloader.shuffled instead)"
-            )
         if self.ended and self.position < given:
-            self.is_other = True
-            ended = f"the stream has ended after {counted(self.position, 'batch')}"
-            raise RuntimeError(f"{ended} {what}")
+            raise self.misfit(shard, f"ended after {counted(self.position, 'batch')}")
         if shard.check is None or self.position - 1 != shard.check[0]:
             return
         if shard.check[1] not in (None, self.last):
-            self.ended = self.is_other = True
-            raise RuntimeError(f"the stream has given other samples {what}")
+            raise self.misfit(shard, "given other samples")
+
+    def misfit(self, shard: Shard, what: str) -> RuntimeError:
+        """Return the error for a stream that is not what it was, and read no more of it.
+
+        Args:
+            shard: what of it is wanted.
+            what: it has done.
+        """
+        self.ended = True
+        self.is_other = True
+        given = shard.first if shard.check is None else shard.check[0] + 1
+        lead = f" that lead there ({NOT_LEADING})" if is_stateful(self.info.dataset) else ""
+        return RuntimeError(
+            f"the stream has {what} when shard {self.info.id} was read again, past the "
+            f"{counted(given, 'batch')} that it had given: it must give the same samples each "
+            "time, for the same epoch, shard and seed, or have state_dict and load_state_dict"
+            f"{lead}"
+        )
 
     @property
     def parts(self) -> dict[str, Any]:
