@@ -238,7 +238,9 @@ def tell_death(death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[
     logger.warning(
         "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
         "under way is made again",
-        *(death.worker, death.pid, death.cause),
+        death.worker,
+        death.pid,
+        death.cause,
         named(ordinal, epoch, item, sample),
     )
 

@@ -280,7 +280,7 @@ class Lane:
                 stage = "when it was sent to a worker"
                 stage += remedy(error) if is_packed else ""
                 errors = [error] * len(task.items)
-                task.failed(*errors, stage=stage, fatal=is_packed)
+                task.failed(errors, stage=stage, fatal=is_packed)
             else:
                 self._replace(task, pieces)  # one by one, then
 

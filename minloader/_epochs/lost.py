@@ -86,7 +86,7 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
             suspect.lost = lost
             suspect.tries = 0  # another sample has tries of its own
         else:
-            suspect.failed(error)
+            suspect.failed([error])
             assert suspect.outcomes is not None
             suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=place["sample"])
             suspect.reply = Reply(
@@ -138,8 +138,8 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
         if pool.replaces:
             return [task.part(0, len(task.items))]  # another's worker died
         text = f"a worker of the executor died, which is broken since: {error}"
-        dead = [WorkerDied(text) for _ in task.items]
-        return [task.part(0, len(task.items)).failed(*dead, fatal=True)]
+        dead: list[Exception] = [WorkerDied(text) for _ in task.items]
+        return [task.part(0, len(task.items)).failed(dead, fatal=True)]
     # An error of the user's executor, or no room here. Which batch is at fault shows one by
     # one: so each has been tried.
     who = "this process" if pool.replaces else "the executor"
@@ -153,10 +153,10 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
         item = brief_repr(task.item(0))
         what = f"batch {task.first} of epoch {lane.feed.epoch}, item {item}"
         died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
-        return [task.part(0, 1).failed(died)]
+        return [task.part(0, 1).failed([died])]
     assert isinstance(error, Exception)
     stage = "when it came from a worker" if pool.replaces else "in the executor"
-    return [task.part(0, 1).failed(error, stage=stage, fatal=True)]
+    return [task.part(0, 1).failed([error], stage=stage, fatal=True)]
 
 
 def _tell_death(lane: LossyLane, death: Death, place: dict[str, Any]) -> None:

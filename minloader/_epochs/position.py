@@ -302,8 +302,12 @@ def from_state(
         seed = check_int("seed", state["seed"], 0)
         epoch = check_int("epoch", state["epoch"], 0)
         (failed,) = state["errors"]
-        tally = Tally(*[check_int(name, failed[name], 0) for name in Tally._fields])
-        errors = tuple([_error(*each) for each in failed["last"]])
+        tally = Tally(
+            batches=check_int("batches", failed["batches"], 0),
+            samples=check_int("samples", failed["samples"], 0),
+            failed=check_int("failed", failed["failed"], 0),
+        )
+        errors = tuple([_error(each) for each in failed["last"]])
         length = None
         theirs = None
         if is_stream:
@@ -373,7 +377,8 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
     )
 
 
-def _error(epoch: Any, batch: Any, sample: Any, text: Any) -> Failed:
+def _error(error: Any) -> Failed:
+    epoch, batch, sample, text = error
     if not isinstance(text, str):
         raise TypeError(f"an error must be text, got {brief_repr(text)}")
     return check_int("epoch", epoch, 0), check_int("batch", batch, 0), _as_index(sample), text

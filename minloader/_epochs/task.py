@@ -83,7 +83,7 @@ class Task:
             lost=self.lost,
         )
 
-    def failed(self, *errors: Exception, stage: str = "", fatal: bool = False) -> Task:
+    def failed(self, errors: list[Exception], *, stage: str = "", fatal: bool = False) -> Task:
         """Have it come to errors, one for each item, which no worker has sent. Return it."""
         for each in errors:
             without_frames(each)

@@ -67,7 +67,7 @@ class Heartbeats:
 
     def last(self, index: int) -> Heartbeat:
         """Return the last heartbeat of a worker."""
-        return Heartbeat(*_FORMAT.unpack_from(self._memory, index * _FORMAT.size))
+        return Heartbeat._make(_FORMAT.unpack_from(self._memory, index * _FORMAT.size))
 
     def stack(self, send: Callable[[int], None], seconds: float) -> str:
         """Return the Python stacks of a worker's threads; "" if it does not answer in time.
