@@ -419,7 +419,7 @@ def test_a_share_of_a_stream(num_workers):
     options |= {"transform": Transform({3: fail, 4: fail}), "num_workers": num_workers}
     with Loader(Numbers(20), max_errors=0.08, **options) as loader:
         (error,) = told(loader)
-        assert "2 batches and samples of epoch 0 have failed" in error[1]
+        assert "2 of the batches and samples of epoch 0 failed" in error[1]
     with Loader(Numbers(20), max_errors=0.1, **options) as loader:
         assert not told(loader)
 
@@ -508,7 +508,7 @@ def test_bad_samples_survive_a_resume(k, there, make):
                 assert sorted(given + lists(loader)) == sorted(whole)
                 assert sorted(loader.stats.errors.last) == errors
             else:
-                with pytest.raises(BatchError, match="4 batches and samples of epoch 0"):
+                with pytest.raises(BatchError, match="4 of the batches and samples of epoch 0"):
                     lists(loader)
 
 
@@ -524,7 +524,7 @@ def test_bad_samples_survive_a_resume_with_torch():
     with DataLoader(Troubled(FAULTY), num_workers=1, **options) as loader:
         loader.load_state_dict(state)
         assert bad(loader) == BAD[:3]
-        with pytest.raises(BatchError, match="4 batches and samples of epoch 0"):
+        with pytest.raises(BatchError, match="4 of the batches and samples of epoch 0"):
             list(loader)
 
 
@@ -566,7 +566,7 @@ def test_errors_after_a_state_count_once_more():
         for _ in range(2):
             next(batches)
         loader.load_state_dict(state)
-        with pytest.raises(BatchError, match="4 batches and samples of epoch 0"):
+        with pytest.raises(BatchError, match="4 of the batches and samples of epoch 0"):
             lists(loader)
 
 
