@@ -16,7 +16,7 @@ from minloader.torch.data_loader import DataLoader
 class LoaderMixin:
     """Has ``transformers.Trainer`` train from minloader's loader, and resume exactly. ::
 
-    class Trainer(LoaderMixin, transformers.Trainer): ...
+        class Trainer(LoaderMixin, transformers.Trainer): ...
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
