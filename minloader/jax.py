@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from minloader._memory.files import is_leased
 from minloader._prefetch import Prefetch, prefetch
@@ -115,7 +116,8 @@ class _Put:
             if array is None:
                 continue
             device = devices[place]
-            if array.ndim == 0 and any(getattr(device, "spec", device) or ()):
+            spec = device if isinstance(device, PartitionSpec) else getattr(device, "spec", None)
+            if array.ndim == 0 and any(spec or ()):
                 raise ValueError(
                     f"{name} is a single number, which cannot be split by {device}; make it a "
                     "number of Python or numpy, which stays here, or give device as a tree with "

@@ -168,6 +168,15 @@ def test_a_device_that_does_not_fit_is_explained(batch, prefix, message):
         next(to_device([batch], split if prefix is None else {prefix: split}))
 
 
+@pytest.mark.parametrize("where", ["a device", "a sharding"])
+def test_a_single_number_goes_to_a_device(where):
+    (device,) = jax.devices()
+    place = device if where == "a device" else jax.sharding.SingleDeviceSharding(device)
+    (found,) = to_device([{"n": np.array(3), "x": np.zeros(2)}], place)
+    assert found["n"].item() == 3
+    assert found["n"].devices() == {device}
+
+
 def test_tensors_of_torch():
     torch = require("torch")
     (found,) = to_device([{"x": torch.arange(3, dtype=torch.int32)}])
