@@ -209,9 +209,12 @@ def test_samplers_as_parts_are_told_their_epoch():
 
 def test_parts_of_every_kind():
     parts = [2, Sized(2), range(5, 7), Lazily([8, 9]), BatchSampler([3, 1], None), iter("xy")]
-    drawn = list(Mixture(parts, [1] * 6, stop="last"))
-    own = [[index for part, index in drawn if part == number] for number in range(6)]
-    assert own == [[0, 1], [0, 1], [5, 6], [8, 9], [3, 1], ["x", "y"]]
+    parts += [np.int64(2), np.array(2)]
+    drawn = list(Mixture(parts, [1] * 8, stop="last"))
+    own = [[index for part, index in drawn if part == number] for number in range(8)]
+    assert own == [[0, 1], [0, 1], [5, 6], [8, 9], [3, 1], ["x", "y"], [0, 1], [0, 1]]
+    shuffled = [list(Mixture(sizes, [2, 1], shuffle=True)) for sizes in ([6, 3], np.array([6, 3]))]
+    assert shuffled[0] == shuffled[1]
 
 
 # --- parts that are unusual ----------------------------------------------------------------------
@@ -442,6 +445,9 @@ def test_samples_of_a_batch_are_fetched_at_once_where_that_can_be():
 def test_impossible_datasets():
     with pytest.raises(ValueError, match="datasets must hold at least one dataset, got none"):
         Concatenated([])
+    for named in ({"web": [1, 2], "code": [3]}, "web"):
+        with pytest.raises(TypeError, match=r"datasets must be a list of datasets, got "):
+            Concatenated(named)
     with pytest.raises(TypeError, match=r"datasets\[1\] must have __getitem__, got 3"):
         Concatenated(["ab", 3])
     with pytest.raises(TypeError, match=r"datasets\[0\] is concurrent; write concurrent\(Conc"):

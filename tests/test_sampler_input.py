@@ -62,6 +62,8 @@ def make(kind: str, **changed: Any) -> Any:
         ("batch", {"n_or_sampler": 2.5}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": None}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": True}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"n_or_sampler": np.array(2.5)}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"n_or_sampler": "a.txt"}, TypeError, "n_or_sampler must be .* string 'a.txt'"),
         ("batch", {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
         ("batch", {"batch_size": 2.0}, TypeError, "batch_size must be an int"),
         ("batch", {"last_batch": "drop"}, ValueError, "last_batch must be .*'drop'"),
@@ -93,12 +95,14 @@ def make(kind: str, **changed: Any) -> Any:
             for kind in PLANNED
             for row in (
                 (kind, {"lengths": 5}, TypeError, "lengths must be an iterable of numbers, got 5"),
+                (kind, {"lengths": np.array(5)}, TypeError, "lengths must be an iterable of num"),
                 (kind, {"lengths": {1: 120}}, TypeError, "lengths is a mapping"),
                 (kind, {"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
                 (kind, {"lengths": iter([1]), "sampler": [0]}, TypeError, "must have __getitem__"),
             )
         ),
         ("mixture", {"parts": 3}, TypeError, "parts must be a list of parts, got 3"),
+        ("mixture", {"parts": {0: 9, 1: 9}}, TypeError, "parts must be a list of parts, got {0: 9"),
         ("mixture", {"parts": []}, ValueError, "parts must be at least one, got none"),
         ("mixture", {"parts": [3, -1]}, ValueError, r"parts\[1\] must be at least 0, got -1"),
         ("mixture", {"parts": [3, 2.5]}, TypeError, r"parts\[1\] must be an int, got 2\.5"),
@@ -110,9 +114,10 @@ def make(kind: str, **changed: Any) -> Any:
         ("mixture", {"weights": [1, math.nan]}, ValueError, r"weights must be finite.* \[1, nan\]"),
         ("mixture", {"weights": [1, math.inf]}, ValueError, r"weights must be finite.* \[1, inf\]"),
         ("mixture", {"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
+        ("mixture", {"weights": [1, 10**400]}, ValueError, r"weights must be finite"),
         *(
             ("mixture", {"weights": wrong}, TypeError, "weights must be one number for each part")
-            for wrong in (["1", 2], 1, None)
+            for wrong in (["1", 2], 1, None, {0: 0.9, 1: 0.1})
         ),
         ("mixture", {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ("mixture", {"stop": "all"}, ValueError, "stop must be 'first', 'last' or 'never', got"),

@@ -117,6 +117,8 @@ def test_numpy_integers_are_integers():
     sampler = BatchSampler(np.int64(5), np.int32(2), seed=np.uint8(1))
     sampler.set_epoch(np.int64(1))
     assert list(sampler) == [[0, 1], [2, 3], [4]]
+    orders = [list(BatchSampler(n, 2, shuffle=True)) for n in (9, np.int64(9), np.array(9))]
+    assert orders[0] == orders[1] == orders[2]
 
 
 # --- DynamicBatchSampler -----------------------------------------------------------------------

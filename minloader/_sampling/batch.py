@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from minloader._checks import brief_repr, check_choice, check_int
 from minloader._sampling.base import Run, RunState, Sampler
-from minloader._sampling.source import ItemSource, from_json, to_json
+from minloader._sampling.source import ItemSource, as_count, from_json, to_json
 
 
 class StepRun(Run):
@@ -141,6 +141,12 @@ class BatchSampler(StepSampler):
         world_size: int = 1,
     ) -> None:
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        if isinstance(n_or_sampler, str):
+            raise TypeError(
+                "n_or_sampler must be a number of samples or an iterable of indices, got the "
+                f"string {brief_repr(n_or_sampler)}"
+            )
+        n_or_sampler = as_count("n_or_sampler", n_or_sampler)
         order = self._derive if self.shuffle else None
         self._source = ItemSource("n_or_sampler", n_or_sampler, order)
         self.sampler = n_or_sampler if isinstance(n_or_sampler, Iterable) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,8 @@ class Concatenated:
     """
 
     def __init__(self, datasets: Iterable[Any]) -> None:
+        if isinstance(datasets, Mapping | str):  # whose keys, or letters, would be datasets too
+            raise TypeError(f"datasets must be a list of datasets, got {brief_repr(datasets)}")
         self.datasets = list(datasets)
         if not self.datasets:
             raise ValueError("datasets must hold at least one dataset, got none")

@@ -8,7 +8,8 @@ while draws add up, and a state in JSON is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from numbers import Real
@@ -18,7 +19,7 @@ from minloader._checks import brief_repr, check_choice
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import ItemSource, LookUp, Reading, look_up
+from minloader._sampling.source import ItemSource, LookUp, Reading, as_count, look_up
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -40,14 +41,15 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
         TypeError: they are not numbers.
         ValueError: they are impossible, or not one for each part.
     """
-    values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    is_list = isinstance(given, Iterable) and not isinstance(given, Mapping)
+    values: list[Any] = list(given) if is_list else [None]
     if not all(isinstance(value, Real) for value in values):
         raise TypeError(f"{name} must be one number for each part, got {brief_repr(given)}")
     if len(values) != parts:
         raise ValueError(
             f"{name} must be {parts} numbers, one for each part, got {brief_repr(given)}"
         )
-    if not all(0 <= value < math.inf for value in values) or not any(values):
+    if not all(0 <= value <= sys.float_info.max for value in values) or not any(values):
         raise ValueError(
             f"{name} must be finite numbers of at least 0, not all of them 0, got "
             f"{brief_repr(given)}"
@@ -69,6 +71,7 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
         ValueError: the number is below 0.
     """
     name = f"parts[{number}]"
+    part = as_count(name, part)
     if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
         raise TypeError(
             f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
@@ -287,7 +290,7 @@ class MixtureSampler(StepSampler):
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        if not isinstance(parts, Iterable):
+        if not isinstance(parts, Iterable) or isinstance(parts, Mapping):
             raise TypeError(f"parts must be a list of parts, got {brief_repr(parts)}")
         self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
         if not self._parts:

@@ -249,6 +249,17 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
     return noted
 
 
+def as_count(name: str, items: Any) -> Any:
+    """Return a number of numpy's or torch's, which seems to be an array, as an int.
+
+    All else stays as it is.
+
+    Raises:
+        TypeError, ValueError: it is no number of items.
+    """
+    return check_int(name, items, 0) if getattr(items, "ndim", None) == 0 else items
+
+
 class ItemSource(Source):
     """A number of indices, a sequence or an iterable, which a sampler of ours reads.
 

@@ -234,7 +234,7 @@ class WindowSampler(Sampler):
                 f"lengths is a mapping, {brief_repr(lengths)}, whose keys are no lengths; give "
                 "sampler=list(lengths) too, for batches of its keys"
             )
-        elif isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        elif isinstance(lengths, str) or not _has_items(lengths):
             raise TypeError(f"lengths must be an iterable of numbers, got {brief_repr(lengths)}")
         elif isinstance(lengths, Sized):
             self.n = len(lengths)
@@ -427,6 +427,11 @@ class WindowSampler(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         # A plan that was begun is planned again.
         return super().__getstate__() | {"_last_planned": None}
+
+
+def _has_items(lengths: Any) -> bool:
+    """Return whether something is iterable, as an array of no dimension only seems to be."""
+    return isinstance(lengths, Iterable) and getattr(lengths, "ndim", 1) > 0
 
 
 def _for_numpy(number: Any) -> Any:
