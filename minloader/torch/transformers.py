@@ -14,7 +14,9 @@ from minloader.torch.data_loader import DataLoader
 
 
 class LoaderMixin:
-    """Has ``transformers.Trainer`` train from minloader's loader, and resume exactly. ::
+    """Has ``transformers.Trainer`` train from minloader's loader, and resume exactly.
+
+    It comes before the Trainer. ::
 
         class Trainer(LoaderMixin, transformers.Trainer): ...
     """
