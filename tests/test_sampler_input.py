@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import flat, outcomes
+from conftest import flat, outcomes, require
 from helpers import Lazily, SelfIterating, Stateful
 
 from minloader import (
@@ -260,6 +260,15 @@ def test_an_iterator_serves_one_epoch(name, sampler):
     assert len(flat(made)) >= 2
     with pytest.raises(RuntimeError, match=f"{name} is an iterator.* has served it"):
         list(made)
+
+
+@pytest.mark.parametrize("labels", [[2, 0, 1], [7, 8, 9], ["a", "b", "c"]])
+def test_a_series_of_pandas_is_read_in_its_order(labels):
+    """Its ``__getitem__`` takes labels."""
+    series = require("pandas").Series([30, 10, 20], index=labels)
+    assert flat(BatchSampler(series, 2)) == [30, 10, 20]
+    assert flat(BatchSampler(series, 2, shuffle=True)) == flat(BatchSampler([30, 10, 20], 2, True))
+    assert flat(DynamicBatchSampler(lambda item: 1, 2, sampler=series)) == [30, 10, 20]
 
 
 @planned

@@ -276,6 +276,8 @@ class ItemSource(Source):
         super().__init__(name, items)
         is_array = hasattr(items, "__array__") and hasattr(items, "__len__")
         self.values: Any = items if is_array or isinstance(items, Sequence) else None
+        if type(items).__name__ == "Series" and hasattr(items, "iloc"):
+            self.values = items.to_numpy()  # pandas' own would be read by their labels
         if not hasattr(items, "__iter__"):
             self.values = range(check_int(name, items, 0))
         self._order = order
