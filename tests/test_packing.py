@@ -193,6 +193,16 @@ def test_the_length_of_a_loader_is_there_all_the_same():
         assert [len(loader) for _ in loader] == [before] * before
 
 
+def test_the_length_of_a_loader_whose_sampler_changes_the_batches():
+    class Sorted(PackedBatchSampler):
+        def __iter__(self) -> Any:
+            return map(sorted, super().__iter__())
+
+    with Loader(len, Sorted([1, 2, 3] * 50, 6, window=10), num_workers=0) as loader:
+        before = len(loader)
+        assert [len(loader) for _ in loader] == [before] * before
+
+
 def test_an_interrupt_while_a_window_is_planned_loses_nothing(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 30, 300)
     sampler = PackedBatchSampler(lengths, 64, window=20, shuffle=True)

@@ -218,7 +218,8 @@ class Epochs:
         if current.length is not None:
             return current.length
         if self.source.plans_late and isinstance(feed, Feed):
-            return int(feed.run.length())
+            length = getattr(feed.run, "length", None)  # an iterator of the user's has none
+            return len(self.source.items) if length is None else int(length())
         raise TypeError("it was not known when the epoch was begun")
 
     def _length_ahead(self) -> int:
