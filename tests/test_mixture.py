@@ -294,6 +294,20 @@ def test_parts_with_states_are_not_read_again():
         assert part.drawn == 100
 
 
+def test_one_sampler_as_two_parts_goes_on_at_every_item():
+    """Each part stands where it is, though both are the same object."""
+
+    def make() -> Any:
+        both = BatchSampler(9, None, shuffle=True)
+        return Mixture([both, both], [2, 1], stop="last")
+
+    whole, lived = list(make()), make()
+    for k, _ in enumerate(lived, 1):
+        resumed = make()
+        resumed.load_state_dict(stored(lived.state_dict()))
+        assert list(resumed) == whole[k:]
+
+
 def by_epoch(epoch: int, step: int) -> list[float]:
     return [5, 3 + epoch, 1 + step % 2]
 
@@ -336,6 +350,29 @@ def test_lengths_of_any_type_are_shares(dtype):
     mixture = Mixture([100, 100], [1, 1], stop="never", lengths=Concatenated(lengths))
     parts = Counter(part for part, _ in first(200, iter(mixture)))
     assert parts == {0: 40, 1: 160}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ("a", TypeError, r"lengths must be one number for each item, got 'a' for \(0, 0\)"),
+        (None, TypeError, r"got None for \(0, 0\)"),
+        (np.ones(2), TypeError, r"got array\(\[1\., 1\.\]\) for \(0, 0\)"),
+        (-1, ValueError, r"lengths\[\(0, 0\)\] is -1, but must be finite and at least 0"),
+        (
+            float("inf"),
+            ValueError,
+            r"lengths\[\(0, 0\)\] is inf, but must be finite and at least 0",
+        ),
+    ],
+)
+def test_impossible_lengths(wrong, error, message):
+    """Of one item, which is left out."""
+    lengths = {(0, 0): wrong, (0, 1): np.array(2.5), (0, 2): 1}
+    iterator = iter(Mixture([3], [1], lengths=lengths))
+    with pytest.raises(error, match=message):
+        next(iterator)
+    assert list(iterator) == [(0, 1), (0, 2)]
 
 
 def test_lengths_may_be_tiny():

@@ -858,6 +858,12 @@ def test_a_copy_in_mid_epoch_begins_where_the_epoch_began(kind):
     assert list(cloudpickle.loads(cloudpickle.dumps(sampler))) == expected
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, ITEMS, lengths_of])
+def test_a_sampler_of_lengths_that_are_looked_up_can_be_pickled(lengths):
+    sampler = DynamicBatchSampler(lengths, **BUDGET, sampler=range(N))
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
 @pytest.mark.parametrize("kind", ROLLOVER)
 def test_a_copy_of_a_sampler_has_what_its_epoch_has_left(kind):
     sampler = KINDS[kind]()

@@ -16,8 +16,9 @@ class Concatenated:
     """Several datasets as one.
 
     Sample ``(part, index)`` is sample ``index`` of dataset ``part``: what :class:`MixtureSampler`
-    yields. If all datasets have a length, a number counts the samples of all of them. Samples are
-    fetched where batches are made.
+    yields. If all datasets have a length, a number counts the samples of all of them, by the
+    lengths that they have when these are first asked for. Samples are fetched where batches are
+    made.
 
     It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
 

@@ -19,7 +19,14 @@ from minloader._checks import brief_repr, check_choice
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import ItemSource, LookUp, Reading, as_count, look_up
+from minloader._sampling.source import (
+    ItemSource,
+    LookUp,
+    Reading,
+    as_count,
+    look_up,
+    to_json,
+)
 
 UNIT = 2**53
 """What the shares of all parts add up to. As fine as the random numbers of numpy are."""
@@ -183,8 +190,16 @@ class Draws:
         length = self._length_of(draw)
         if isinstance(length, Exception):
             raise length
+        length = to_json(length)  # of numpy's numbers, Python's
+        if not isinstance(length, Real):
+            raise TypeError(
+                f"lengths must be one number for each item, got {brief_repr(length)} for {draw!r}"
+            )
         if not 0 <= length < math.inf:
-            raise ValueError(f"lengths[{draw!r}] is {length}, but must be at least 0")
+            raise ValueError(
+                f"lengths[{draw!r}] is {length}, but must be finite and at least 0; leave that "
+                "item out"
+            )
         return max(1, round((float(length) or 1) * GRAIN))
 
     def _choose(self) -> int:

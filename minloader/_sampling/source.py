@@ -17,6 +17,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, Protocol
@@ -38,10 +39,12 @@ class Resettable:
     """A sampler of ours. Its state is true also before it was read. Others may be in another epoch.
 
     Attributes:
-        _run: the iterator made last.
+        _run: the iterator made last; None if a state was loaded since, or there is none.
+        _known: where that began, or the state that was loaded.
     """
 
     _run: Any = None
+    _known: Any = None
 
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
@@ -81,7 +84,7 @@ class Source:
         self.items: Any = items
         self.read_by = -1
         self.has_given = False
-        # The state that it is in while nobody reads it; and the iterator that had been made then.
+        # The state that it is in while nobody reads it; and who had been there last then.
         self._stands: tuple[Any, Any] = (None, None)
 
     @property
@@ -185,15 +188,18 @@ class Source:
 
     def stand(self, state: Any) -> None:
         """Note the state that it is in, so that it need not be put there."""
-        self._stands = (state, self._run)
+        self._stands = (state, self._last)
 
     def _is_at(self, state: Any) -> bool:
-        found, run = self._stands
-        return found is state and run is self._run
+        found, last = self._stands
+        return found is state and last is self._last
 
     @property
-    def _run(self) -> Any:
-        return self.items._run if isinstance(self.items, Resettable) else None
+    def _last(self) -> Any:
+        """Of a sampler of ours the iterator made last, or else what was loaded last."""
+        if not isinstance(self.items, Resettable):
+            return None
+        return self.items._known if self.items._run is None else self.items._run
 
 
 def to_json(item: Any) -> Any:
@@ -239,14 +245,15 @@ def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
             f"lengths must have __getitem__ or be a function of an item, got {brief_repr(lengths)}"
         )
 
-    def noted(item: Any) -> Any:
-        try:
-            return length_of(item)
-        except Exception as error:
-            error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
-            return error
+    return partial(_length_or_error, length_of)  # which can be pickled, as a sampler may be
 
-    return noted
+
+def _length_or_error(length_of: Callable[[Any], Any], item: Any) -> Any:
+    try:
+        return length_of(item)
+    except Exception as error:
+        error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
+        return error
 
 
 def as_count(name: str, items: Any) -> Any:
