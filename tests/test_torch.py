@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing import Lock
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1300,10 +1300,18 @@ class InPlace:
         self.x = self.x.to(device)
 
 
+class Edge(NamedTuple):
+    """Has a ``to`` that is no method."""
+
+    source: Any
+    to: Any
+
+
 def test_arrays_become_tensors_on_the_way_to_a_device():
     frozen = np.ones(2)
     frozen.flags.writeable = False
     numbers = [np.arange(3)[::-1], np.arange(2, dtype=">f4"), frozen, np.array(7)]
+    numbers += [np.array([(1, 2.5), (3, 4.5)], [("a", "u1"), ("x", "f4")])["x"]]
     others = [np.array(["a"]), np.ma.masked_equal([1, 2], 2), np.float32(1), 5, "text", None]
     batch = Pair(({"x": numbers},), Box(others))
     with warnings.catch_warnings():
@@ -1326,6 +1334,7 @@ def test_to_a_device():
         "array": np.ones(2),
         "own": zoo.Pinned([1]),
         "in place": InPlace(torch.ones(2)),
+        "fields": [Edge(1, torch.ones(1)), Edge(1, "text")],
     }
     with to_device([batch, batch], "meta", depth=2) as moved:
         for each in moved:
@@ -1336,6 +1345,8 @@ def test_to_a_device():
             assert each["array"] is batch["array"]
             assert each["own"].where == "meta"
             assert each["in place"].x.device.type == "meta"
+            assert each["fields"][0].to.device.type == "meta"
+            assert each["fields"][1] == (1, "text")
     assert batch["box"].inside.device.type == "cpu"
     assert batch["list"][0].device.type == "cpu"
 

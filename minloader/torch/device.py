@@ -73,13 +73,13 @@ def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
     Args:
         batch: not changed; walked through mappings, sequences and dataclasses.
         method: name of a method that all tensors have: "to". Any other object that has it is
-            replaced as well.
+            replaced as well; not one that has an attribute of that name which is no method.
         function: returns what is to be there in place of a tensor or of such an object.
     """
 
     def replaced(parts: Sequence[Any], path: str) -> Any:
         (value,) = parts
-        if hasattr(value, method) and not isinstance(value, type):
+        if callable(getattr(value, method, None)) and not isinstance(value, type):
             made = function(value)
             return value if made is None else made  # it has moved itself
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
@@ -172,14 +172,16 @@ class _Moved(NamedTuple):
 
 
 def _convert_and_move(move: Callable[[Any], _Moved], batch: Any) -> _Moved:
-    return move(_replace(batch, "__array_interface__", _tensor_of))
+    return move(_replace(batch, "__array__", _tensor_of))
 
 
 def _tensor_of(array: Any) -> Any:
     """Return the tensor of an array of numbers, over its memory if torch can; all else as it is."""
     if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in "biufc":
         return array
-    fit = array if all(step >= 0 for step in array.strides) else array.copy()
+    size = array.itemsize
+    is_fit = all(step >= 0 and step % size == 0 for step in array.strides)  # not so of a field
+    fit = array if is_fit else array.copy()
     return torch.from_numpy(np.require(fit, fit.dtype.newbyteorder("="), "W"))
 
 
