@@ -51,6 +51,28 @@ def test_scalars_become_a_vector(samples, dtype):
     assert_array(collate(samples), samples, dtype)
 
 
+HASHES = [2**63 + 1, 5]  # of 64 bits
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "samples", "expected"),
+    [
+        (collate, HASHES, HASHES),
+        (collate, [np.uint64(2**63 + 1), 5, True], [*HASHES, 1]),
+        (pad_collate(), [HASHES, [1]], [HASHES, [1, 0]]),
+        (pack_collate(), [np.array(HASHES[:1]), [5]], HASHES),
+    ],
+)
+def test_large_integers_are_not_rounded(collate_fn, samples, expected):
+    """Of types with a sign and without one numpy makes floats."""
+    batch = collate_fn(samples)
+    assert_array(getattr(batch, "values", batch), expected, np.uint64)
+    with pytest.raises(
+        (ValueError, OverflowError), match=r"sample has integers .* above|-1 out of"
+    ):
+        collate_fn([*samples, -1 if np.ndim(samples[0]) == 0 else [-1]])
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (0,), (2, 0, 1)])
 @pytest.mark.parametrize("dtype", ["f4", "u1", "?"])
 def test_arrays_are_stacked(shape, dtype):
@@ -148,6 +170,8 @@ def test_what_differs_cannot_be_stacked(samples, message):
         ([1, None], "sample is None in sample 1 of the 2"),
         ([{"y": 1.5}, {"y": object()}], r"sample\['y'\] is a number in some"),
         ([1, "a"], "a number in some samples and not in others"),
+        ([{"y": "a"}, {"y": 1}], r"sample\['y'\] is a text in some samples and not in others"),
+        (["a", np.zeros(2)], "sample is a text in some samples and not in others"),
     ],
 )
 def test_what_has_no_array_is_refused(collate_fn, samples, message):
@@ -378,8 +402,11 @@ def test_a_value_that_the_arrays_cannot_hold(value, dtype):
         pad_collate(value=value)([{"x": np.zeros(2, dtype)}, {"x": np.zeros(1, dtype)}])
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(np.nan, np.float32), (-100, np.int8), ("", "U3")])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(np.nan, np.float32), (-100, np.int8), ("", "U3"), (np.datetime64("NaT"), "M8[s]")],
+)
 def test_a_value_that_they_can(value, dtype):
     values, _ = pad_collate(value=value)([np.zeros(2, dtype), np.zeros(1, dtype)])
     assert values.dtype == dtype
-    assert np.array_equal(values[1, 1], np.array(value, dtype), equal_nan=dtype == np.float32)
+    assert_array_equal(values[1, 1], np.array(value, dtype))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -71,7 +71,8 @@ def collate(samples: Sequence[Any]) -> Any:
         The batch, which shares no memory with the samples.
 
     Raises:
-        ValueError: the samples differ in shape, length or keys, or there are none.
+        ValueError: the samples differ in shape, length or keys, or there are none; or no type of
+            integers holds theirs.
         TypeError: a sample is of a type that cannot be stacked, or is None; or stacking would lose
             a unit, or join tables whose columns are not the same.
     """
@@ -255,7 +256,7 @@ def _common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) 
             f"{name}: {path} has shapes {_shapes(arrays)}, which differ in more than their first "
             "axis, the only one that may differ; bring the others to one size in transform"
         )
-    dtype = np.result_type(*arrays)
+    dtype = _type_of_all(arrays, path)
     if not _fits(value, dtype):
         raise ValueError(
             f"{name}: value={value!r} cannot pad {path}, which has dtype {dtype}; give a value of "
@@ -270,15 +271,20 @@ def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
         kept = np.full((), value, dtype)
     except (OverflowError, TypeError, ValueError):
         return False
-    # NaN differs from itself.
-    return dtype.kind in "fcO" or bool(kept == value)
+    # NaN, and the date that is none, differ from themselves.
+    return dtype.kind in "fcO" or bool(kept == value) or bool(kept != kept and value != value)
 
 
 def numbers_as_array(sample: Any) -> Any:
     """Return the array of a list of numbers, which is a sequence to pad; all else as it is."""
-    if isinstance(sample, list) and all(isinstance(value, Number) for value in sample):
-        return np.asarray(sample) if sample else np.empty(0, dtype=np.int64)
-    return sample
+    if not isinstance(sample, list) or not all(isinstance(value, Number) for value in sample):
+        return sample
+    if not sample:
+        return np.empty(0, dtype=np.int64)
+    array = np.asarray(sample)
+    if array.dtype.kind == "f" and all(isinstance(value, Integral) for value in sample):
+        return np.array(sample, np.uint64)  # some need all bits: floats round them
+    return array
 
 
 def _join(
@@ -306,6 +312,8 @@ def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
         texts = all(sample is None or isinstance(sample, (str, bytes)) for sample in samples)
         if path == "sample" or not texts:
             refuse_none(samples, path)
+        if not texts:
+            raise TypeError(f"collate: {path} is a text in some samples and not in others")
         return list(samples)
     if isinstance(first, Mapping):
         if any(not isinstance(s, Mapping) or s.keys() != first.keys() for s in samples):
@@ -446,7 +454,25 @@ def _stack(arrays: list[NDArray[Any]], path: str) -> NDArray[Any]:
             f"collate: {path} has shapes {_shapes(arrays)}, which cannot be stacked; use "
             "collate_fn=pad_collate() to pad sequences to the longest"
         )
-    dtype = np.result_type(*{array.dtype for array in arrays})
-    batch = empty((len(arrays), *arrays[0].shape), dtype)
+    batch = empty((len(arrays), *arrays[0].shape), _type_of_all(arrays, path))
     # For small arrays the time is in the calls, of which stack makes fewest.
-    return np.stack(arrays, out=batch)
+    return np.stack(arrays, out=batch, casting="unsafe")
+
+
+def _type_of_all(arrays: list[NDArray[Any]], path: str) -> np.dtype[Any]:
+    """Return a type that holds some arrays.
+
+    Of integers with a sign and without one numpy would make floats, which round large ones.
+
+    Raises:
+        ValueError: no integers hold them.
+    """
+    dtype = np.result_type(*{array.dtype for array in arrays})
+    if dtype.kind != "f" or not all(array.dtype.kind in "bui" for array in arrays):
+        return dtype
+    if any((array < 0).any() for array in arrays):
+        raise ValueError(
+            f"collate: {path} has integers below 0 and of type uint64, perhaps above {2**63 - 1}, "
+            "which no type of integers holds together; convert them to one type in transform"
+        )
+    return np.dtype(np.uint64)
