@@ -187,20 +187,20 @@ class Draws:
         """Return the length of an item, in GRAIN."""
         if self._length_of is None:
             return 1
-        length = self._length_of(draw)
+        length = to_json(self._length_of(draw))  # of numpy's numbers, Python's
         if isinstance(length, Exception):
             raise length
-        length = to_json(length)  # of numpy's numbers, Python's
         if not isinstance(length, Real):
             raise TypeError(
                 f"lengths must be one number for each item, got {brief_repr(length)} for {draw!r}"
             )
-        if not 0 <= length < math.inf:
+        value = float(length)
+        if not 0 <= value < math.inf:
             raise ValueError(
-                f"lengths[{draw!r}] is {length}, but must be finite and at least 0; leave that "
+                f"lengths[{draw!r}] is {value:g}, but must be finite and at least 0; leave that "
                 "item out"
             )
-        return max(1, round((float(length) or 1) * GRAIN))
+        return max(1, round((value or 1) * GRAIN))
 
     def _choose(self) -> int:
         """Choose a part such that each has been given its share to within the longest item.
