@@ -103,7 +103,7 @@ def test_every_rank_has_its_shares(weights, size):
 
 def test_only_ratios_of_weights_count():
     expected = first(50, Mixture([99, 99], [0.75, 0.25]))
-    for weights in ([3, 1], (1.5, 0.5), np.array([6, 2]), [Fraction(3), Fraction(1)]):
+    for weights in ([3, 1], (1.5, 0.5), np.float32([6, 2]), [Fraction(3), Fraction(1)]):
         assert first(50, Mixture([99, 99], weights)) == expected
 
 
@@ -359,11 +359,8 @@ def test_lengths_of_any_type_are_shares(dtype):
         (None, TypeError, r"got None for \(0, 0\)"),
         (np.ones(2), TypeError, r"got array\(\[1\., 1\.\]\) for \(0, 0\)"),
         (-1, ValueError, r"lengths\[\(0, 0\)\] is -1, but must be finite and at least 0"),
-        (
-            float("inf"),
-            ValueError,
-            r"lengths\[\(0, 0\)\] is inf, but must be finite and at least 0",
-        ),
+        (float("inf"), ValueError, r"lengths\[\(0, 0\)\] is inf, but must be finite and at lea"),
+        (10**400, ValueError, "is inf, but must be finite"),
     ],
 )
 def test_impossible_lengths(wrong, error, message):

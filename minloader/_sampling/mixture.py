@@ -8,7 +8,6 @@ while draws add up, and a state in JSON is exact.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -56,12 +55,20 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
         raise ValueError(
             f"{name} must be {parts} numbers, one for each part, got {brief_repr(given)}"
         )
-    if not all(0 <= value <= sys.float_info.max for value in values) or not any(values):
+    weights = [_as_float(value) for value in values]
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         raise ValueError(
             f"{name} must be finite numbers of at least 0, not all of them 0, got "
             f"{brief_repr(given)}"
         )
-    return [float(value) for value in values]
+    return weights
+
+
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int of hundreds of digits
+        return math.inf
 
 
 def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
@@ -194,7 +201,7 @@ class Draws:
             raise TypeError(
                 f"lengths must be one number for each item, got {brief_repr(length)} for {draw!r}"
             )
-        value = float(length)
+        value = _as_float(length)
         if not 0 <= value < math.inf:
             raise ValueError(
                 f"lengths[{draw!r}] is {value:g}, but must be finite and at least 0; leave that "
