@@ -450,9 +450,9 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout must be a number of seconds or None, got {brief_repr(timeout)}")
-    if not timeout > 0:
+    if not float(timeout) > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
     if isinstance(executor, Executor):
         raise ValueError(

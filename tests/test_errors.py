@@ -257,8 +257,10 @@ def test_wrong_arguments(options, error, message):
         Loader(**({"dataset": Squares(), "sampler": [1]} | options))
 
 
-def test_numpy_integers_are_integers():
-    loader = Loader(Squares(5), batch_size=np.int64(2), num_workers=np.int32(0), seed=np.uint8(3))
+@pytest.mark.parametrize("timeout", [np.int64(60), np.float32(60)])
+def test_numpy_numbers_are_numbers(timeout):
+    options = {"batch_size": np.int64(2), "num_workers": np.int32(0), "seed": np.uint8(3)}
+    loader = Loader(Squares(5), timeout=timeout, **options)
     assert [batch.tolist() for batch in loader] == [[0, 1], [4, 9], [16]]
 
 
