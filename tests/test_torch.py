@@ -29,7 +29,13 @@ from interrupts import interrupted as press
 from kinds import IDIOMS
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
-from minloader import BatchError, Loader, TransportError, shuffled
+from minloader import (
+    BatchError,
+    DynamicBatchSampler,
+    Loader,
+    TransportError,
+    shuffled,
+)
 from minloader import BatchSampler as OurBatchSampler
 from minloader._memory.job_file import JobFile
 
@@ -939,6 +945,29 @@ def close(loader: Any) -> None:
 
 def text(batch: Any) -> str:
     return str(batch)
+
+
+OVER: dict[str, Any] = {
+    "batches": lambda inner: OurBatchSampler(inner, 4),
+    "budget": lambda inner: DynamicBatchSampler(
+        lambda index: 1 + index % 3, 7, sampler=inner, shuffle=True
+    ),
+    "twice": lambda inner: OurBatchSampler(OurBatchSampler(inner, None), 4),
+}
+
+
+@pytest.mark.parametrize("at", [-1, 0, 2])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("over", OVER)
+def test_samplers_of_ours_over_one_that_draws_from_torchs_generators(over, own, at):
+    """They have a state, which it has not: it is read again from where the generators were."""
+
+    def make() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4) if own else None
+        inner = RandomSampler(range(20), generator=generator)
+        return DataLoader(Numbers(), batch_sampler=OVER[over](inner), collate_fn=str)
+
+    interrupted(make, at)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -105,6 +105,7 @@ class Order:
         self.starts: dict[int, Start] = {}
         # Torch's reads just what a batch needs.
         self._stateful: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
+        self._has_state = is_stateful(self._stateful) and not _is_read_again(self._stateful)
         self._owner = owner
         self._number = 0
         self._last: Items | None = None
@@ -228,7 +229,7 @@ class Order:
     # --- its state, if it has one
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict") and is_stateful(self._stateful):
+        if name in ("state_dict", "load_state_dict") and self._has_state:
             return self._state if name == "state_dict" else self._load
         raise AttributeError(name)
 
@@ -241,6 +242,19 @@ class Order:
     def _load(self, state: Any) -> None:
         # Later: the sampler is set to an epoch before or after.
         self._loaded = state
+
+
+def _is_read_again(sampler: Any) -> bool:
+    """Return whether a sampler of ours reads one that draws from a generator, as torch's do.
+
+    Its state would not have that. (With "rollover" it has what an epoch has left, and is kept.)
+    """
+    if not isinstance(sampler, Sampler) or getattr(sampler, "last_batch", "") == "rollover":
+        return False
+    return any(
+        hasattr(each, "generator") and not has_epochs(each) and not is_stateful(each)
+        for each in with_inner(sampler)
+    )
 
 
 class Items(Iterator[Any]):
