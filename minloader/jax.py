@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from minloader._memory.files import is_leased
+from minloader._memory.tensors import numpy_like
 from minloader._prefetch import Prefetch, prefetch
 from minloader._sampling.collate import labels, refuse_loss, what_numpy_drops
 
@@ -175,8 +176,18 @@ def _as_array(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, np.generic) or not hasattr(leaf, "__array__"):
         return None
-    array = np.asarray(leaf)
+    is_tensor = type(leaf).__module__.partition(".")[0] == "torch"
+    array = _of_tensor(leaf) if is_tensor else np.asarray(leaf)
     return None if array.dtype.kind in UNFIT or array.dtype.names else array
+
+
+def _of_tensor(tensor: Any) -> Any:
+    """Return the array of a tensor, of whatever type; JAX has those that numpy alone lacks."""
+    tensor = tensor.detach()
+    like = numpy_like(tensor.dtype)
+    if like is tensor.dtype:
+        return tensor.numpy()
+    return tensor.view(like).numpy().view(jax.numpy.dtype(str(tensor.dtype).split(".")[1]))
 
 
 def _loses(leaf: Any) -> bool:

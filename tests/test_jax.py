@@ -182,6 +182,11 @@ def test_tensors_of_torch():
     (found,) = to_device([{"x": torch.arange(3, dtype=torch.int32)}])
     assert isinstance(found["x"], jax.Array)
     assert found["x"].tolist() == [0, 1, 2]
+    for name in ("bfloat16", "float8_e5m2"):  # which numpy alone has not
+        (found,) = to_device([torch.arange(3).to(getattr(torch, name))])
+        assert (found.dtype.name, found.tolist()) == (name, [0, 1, 2])
+    (found,) = to_device([torch.ones(2, requires_grad=True)])
+    assert found.tolist() == [1, 1]
 
 
 def test_strided_and_read_only_arrays():
