@@ -438,9 +438,8 @@ def test_a_stream_that_is_read_again_is_told(anywhere, caplog):
     assert not caplog.messages
     assert len(list(loader)) == 5 * shards
     (message,) = caplog.messages
-    assert message.startswith(
-        f"the stream is read again from its beginning, past {4 * shards} batches in {shards} shards"
-    )
+    passed = f"past {4 * shards} batches in {shards} shard{'s' * (shards > 1)}, before"
+    assert message.startswith(f"the stream is read again from its beginning, {passed}")
     assert "state_dict and load_state_dict" in message
     assert loader.stats.errors.reread == 4 * shards
     assert "read again" in str(loader.stats)
