@@ -72,6 +72,7 @@ class Concatenated:
 
         Raises:
             IndexError: there is no such sample.
+            TypeError: the item is neither.
         """
         part, index = self._place(item)
         return self.datasets[part][index]
@@ -103,6 +104,11 @@ class Concatenated:
     def _place(self, item: Any) -> tuple[int, Any]:
         """Return the number of a dataset, and an index in it."""
         if isinstance(item, (tuple, list)):
+            if len(item) != 2:
+                raise TypeError(
+                    "an item must be (part, index), or an index over all datasets, got "
+                    f"{brief_repr(item)}"
+                )
             part, index = item
             return part, index
         index = operator.index(item)
