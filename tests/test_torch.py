@@ -970,6 +970,20 @@ def test_samplers_of_ours_over_one_that_draws_from_torchs_generators(over, own, 
     interrupted(make, at)
 
 
+def test_an_epoch_of_ours_without_a_batch_is_begun_once_after_a_resume():
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(1), batch_sampler=OurBatchSampler(1, 2, last_batch="rollover"))
+
+    lived, resumed = make(), make()
+    resumed.load_state_dict(as_json(lived.state_dict()))
+    for loader in (lived, resumed):
+        epochs = []
+        for epoch in range(4):
+            loader.set_epoch(epoch)
+            epochs.append(values(loader))
+        assert epochs == [[], [[0, 0]]] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_state_of_one_rank_serves_all(rank):
     """With the epoch that the sampler was set to."""

@@ -61,6 +61,13 @@ class SamplerSource(Source):
         super().__init__("sampler", sampler)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether its state from between two epochs is of the beginning of one, as of ours."""
+        items = self.items
+        is_torchs = type(items).__module__ == "minloader.torch.order"  # which ours may be within
+        return self.is_ours or (is_torchs and isinstance(items.sampler, Sampler))
+
+    @property
     def cannot_look(self) -> bool:
         """Whether it gives the same items however far ahead of the loop it is read."""
         return all(_cannot_look(each) for each in with_inner(self.items))
@@ -200,7 +207,7 @@ class Feed:
         if is_put and known.at and iterator is source.items:
             _check_put_back(source.items, known)
         self.run = iterator
-        self._may_begin_again = is_put and not known.at and not source.is_ours
+        self._may_begin_again = is_put and not known.at and not source.is_exact
         iterator = self._pass_over(iterator, known.at)
         if not self.is_over:
             self._iterator = iterator
