@@ -447,11 +447,9 @@ def test_several_datasets_as_one():
     with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
         letters["a"]
     batches = [[(0, 1), (2, 0), (2, 1)]]
-    with Loader(letters, batches, num_workers=0) as loader:  # without a collate_fn
-        with pytest.raises(
-            TypeError, match=r"an item must be \(part, index\), or .*, got \[\(0, 1"
-        ):
-            list(loader)
+    message = r"an item must be \(part, index\), or .*, got \[\(0, 1"
+    with Loader(letters, batches, num_workers=0) as loader, pytest.raises(TypeError, match=message):
+        list(loader)  # without a collate_fn
     for n in range(5):
         part = 0 if n < 3 else 2
         assert letters[n] == letters[part, n - (0, 3)[part // 2]]
