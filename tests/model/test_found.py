@@ -49,7 +49,7 @@ def test_found_in_processes(name, kind):
 def test_an_interrupt_at_each_place(name, way, kinds):
     pressed = PRESSES[name]
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
-    stride = pressed.stride * (1 if kinds is QUICKEST else 6)
+    stride = pressed.stride * (1 if kinds is QUICKEST else 3)
     most = max([press(kind, way, pressed, stride) for kind in those], default=1)
     # Of others not each has such a place.
     if kinds is QUICKEST:
