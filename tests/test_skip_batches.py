@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from helpers import Numbers, SelfIterating, Stateful
 
-from minloader import BatchSampler, DynamicBatchSampler, Loader, prefetch
+from minloader import (
+    SKIP,
+    BatchError,
+    BatchSampler,
+    DynamicBatchSampler,
+    Loader,
+    prefetch,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -34,6 +41,12 @@ class Endless:
 
 
 def echo(item: Any) -> Any:
+    return item
+
+
+def fail_at_two_and_five(item: int) -> int:
+    if item in (2, 5):
+        raise ValueError(f"item {item} is bad")
     return item
 
 
@@ -90,6 +103,21 @@ def test_skip_is_refused_while_prefetch_takes_batches_ahead(make, n):
         assert list(prefetch(loader, echo, 4)) == [*range(5, n)]
         loader.skip(1)
         assert list(prefetch(loader, echo, 4)) == [*range(1, n)]
+
+
+def test_skip_is_refused_while_on_error_is_asked(make):
+    """The place of its batch is still open, so that nobody knows which ones are next."""
+
+    def refused(failure: BatchError) -> Any:
+        with pytest.raises(RuntimeError, match="skip is refused while on_error is asked"):
+            loader.skip(2)
+        return -1 if failure.ordinal == 2 else SKIP
+
+    with make(fail_at_two_and_five, range(8), on_error=refused) as loader:
+        batches = iter(loader)
+        assert [next(batches) for _ in range(3)] == [0, 1, -1]
+        loader.skip(1)
+        assert list(batches) == [4, 6, 7]
 
 
 def test_set_epoch_is_refused_while_prefetch_takes_epochs_ahead(make):

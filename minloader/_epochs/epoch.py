@@ -45,6 +45,7 @@ class Claims:
             thread is given it again.
         ahead: taken ahead of the consumer, for a stage; in order.
         has_stage: whether a stage takes batches ahead.
+        asks: whether ``on_error`` is being asked.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
             sure of.
     """
@@ -54,6 +55,7 @@ class Claims:
     by_thread: dict[int, Claim] = field(default_factory=dict)
     ahead: tuple[Any, ...] = ()
     has_stage: bool = False
+    asks: bool = False
     is_unsure: bool = False
 
     def get_lock(self) -> Any:

@@ -447,6 +447,11 @@ class Epochs:
         current = self._current
         if current is not None:
             with current.claims.get_lock():
+                if current.claims.asks:
+                    raise RuntimeError(
+                        "skip is refused while on_error is asked about a batch, whose place is "
+                        "still open: return minloader.SKIP for that, and skip others in the loop"
+                    )
                 if current.claims.has_stage:
                     raise RuntimeError(
                         "skip is refused while prefetch takes batches ahead of you: call it before "

@@ -103,7 +103,6 @@ class Batches(Iterator[B], Generic[B]):
         self._stage: Stage | None = None
         self._watch: ShardWatch | None = None
         self._is_over = False
-        self._asks = False  # whether ``on_error`` is being asked
         self._look = 0.0  # when to look after the workers next
 
     __reduce__ = refuse_copies
@@ -258,7 +257,7 @@ class Batches(Iterator[B], Generic[B]):
             self.claims.is_unsure = False
 
     def _check(self) -> None:
-        if self._asks:
+        if self.claims.asks:
             raise RuntimeError(
                 "on_error asks the iterator that it is called by for another batch: take it after "
                 "on_error has returned"
@@ -316,7 +315,7 @@ class Batches(Iterator[B], Generic[B]):
         """Find what comes next: a batch, or an error in its place."""
         shared = self.shared
         while True:
-            if shared.is_closed or self._is_over or self.is_superseded or self._asks:
+            if shared.is_closed or self._is_over or self.is_superseded or self.claims.asks:
                 self._check()
             epoch, lane, task = self._find()
             claim.lane = lane
@@ -382,7 +381,7 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = self._fail(epoch, claim, failure.sample, failure.summary)
             if claim.error is not None:
                 return
-        self._asks = True
+        self.claims.asks = True
         try:
             claim.outcome = failures.handle(
                 failure,
@@ -396,7 +395,7 @@ class Batches(Iterator[B], Generic[B]):
         except Exception as error:  # of the user's function: it takes the place of the batch
             claim.outcome = Raised(error)
         finally:
-            self._asks = False
+            self.claims.asks = False
         if type(claim.outcome) is Raised:
             claim.error = claim.outcome.error
 
