@@ -183,7 +183,7 @@ class Prefetched(Generic[B]):
             if not self._taken:
                 self._source = None
                 return
-            made = Work(self._stage.keep(self._taken[0]))
+            made = self._stage.work(self._taken[0])
         except Exception as error:
             without_frames(error)
             made = error

@@ -572,6 +572,29 @@ def test_one_prefetch_after_another():
     assert eventually(lambda: not threads())
 
 
+@pytest.mark.parametrize("source", ["loader", "any"])
+def test_a_prefetch_after_batches_of_another_were_taken(options, source):
+    """As after a look at the first batch: both functions are called on each of those behind it."""
+    with Loader(Squares(8), **options) as loader:
+        inner = prefetch(loader if source == "loader" else [k * k for k in range(8)], str, 3)
+        assert [next(inner), next(inner)] == ["0", "1"]
+        outer = prefetch(inner, lambda text: text + "!", 2)
+        assert list(outer) == [f"{k * k}!" for k in range(2, 8)]
+    assert eventually(lambda: not threads())
+
+
+def test_an_error_that_was_taken_ahead_has_its_place_in_another_prefetch():
+    with Loader(Squares(4), num_workers=0) as loader:
+        inner = prefetch(loader, lambda n: 6 // (n - 4), 3)
+        assert next(inner) == -2
+        outer = prefetch(inner, lambda n: n * 10)
+        given = outcomes(outer)
+        assert (given[0], type(given[1]), given[2]) == (-20, ZeroDivisionError, 10)
+        inner.close()
+        with pytest.raises(RuntimeError, match="this prefetch is closed"):
+            prefetch(inner, same)
+
+
 class Foreign:
     """Another library's loader, whose states show what goes on changing."""
 
@@ -624,6 +647,16 @@ def test_the_loader_may_be_asked_meanwhile():
             assert loader.state_dict()["batches"] == k + 1
             assert loader.stats.batches >= k + 1
             assert len(loader) == 3000
+
+
+@pytest.mark.parametrize("ask", [Loader.state_dict, lambda loader: loader.skip(1)])
+def test_the_function_may_not_ask_where_the_consumer_is(options, ask):
+    """Who waits for it: it would wait for the consumer, for ever."""
+    with Loader(Squares(3), **options) as loader:
+        for error in outcomes(prefetch(loader, lambda _: ask(loader), 2)):
+            assert isinstance(error, RuntimeError)
+            assert "call them in the loop" in str(error)
+        assert loader.state_dict()["epoch"] == 1
 
 
 def test_the_function_has_the_context_of_the_caller():

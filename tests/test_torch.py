@@ -29,13 +29,7 @@ from interrupts import interrupted as press
 from kinds import IDIOMS
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
-from minloader import (
-    BatchError,
-    DynamicBatchSampler,
-    Loader,
-    TransportError,
-    shuffled,
-)
+from minloader import BatchError, DynamicBatchSampler, Loader, TransportError, prefetch, shuffled
 from minloader import BatchSampler as OurBatchSampler
 from minloader._memory.job_file import JobFile
 
@@ -1392,6 +1386,16 @@ def test_to_a_device():
             assert each["fields"][1] == (1, "text")
     assert batch["box"].inside.device.type == "cpu"
     assert batch["list"][0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_function_behind_the_way_to_a_device(taken):
+    with DataLoader(torch.arange(6), batch_size=1) as loader:
+        moved = to_device(loader, "cpu", depth=2)
+        given = [next(moved) for _ in range(taken)]
+        given += prefetch(moved, lambda batch: batch.neg())
+    assert torch.cat(given).abs().tolist() == [*range(6)]
+    assert torch.cat(given[taken:]).tolist() == [-k for k in range(taken, 6)]
 
 
 # --- what the workers are sent

@@ -44,7 +44,7 @@ class Claims:
         by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
             thread is given it again.
         ahead: taken ahead of the consumer, for a stage; in order.
-        has_stage: whether a stage takes batches ahead.
+        stage_threads: threads of the stage that takes batches ahead; None: there is no stage.
         asks: whether ``on_error`` is being asked.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
             sure of.
@@ -54,12 +54,21 @@ class Claims:
     process: object = field(default_factory=lambda: lifetimes.process)
     by_thread: dict[int, Claim] = field(default_factory=dict)
     ahead: tuple[Any, ...] = ()
-    has_stage: bool = False
+    stage_threads: list[threading.Thread] | None = None
     asks: bool = False
     is_unsure: bool = False
 
     def get_lock(self) -> Any:
-        """Return the lock; in a fork another one."""
+        """Return the lock; in a fork another one.
+
+        Raises:
+            RuntimeError: this is the thread of the stage, and who waits for that may hold it.
+        """
+        if threading.current_thread() in (self.stage_threads or ()):
+            raise RuntimeError(
+                "the function that prefetch calls has called state_dict or skip of the loader: they "
+                "wait for the consumer, who waits for that function; call them in the loop"
+            )
         if self.process is not lifetimes.process:
             self.lock = threading.RLock()
             self.process = lifetimes.process

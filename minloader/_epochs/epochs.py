@@ -452,7 +452,7 @@ class Epochs:
                         "skip is refused while on_error is asked about a batch, whose place is "
                         "still open: return minloader.SKIP for that, and skip others in the loop"
                     )
-                if current.claims.has_stage:
+                if current.claims.stage_threads is not None:
                     raise RuntimeError(
                         "skip is refused while prefetch takes batches ahead of you: call it before "
                         "prefetch begins, or after loader.load_state_dict(loader.state_dict()), "

@@ -45,7 +45,7 @@ from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
-from minloader._epochs.stage import Stage, StagedClaim, Work
+from minloader._epochs.stage import Stage, StagedClaim
 from minloader._epochs.task import Arrivals, Task
 from minloader._errors import SKIP, BatchError, without_frames
 from minloader._insight.timeline import track_of
@@ -178,12 +178,22 @@ class Batches(Iterator[B], Generic[B]):
     # --- the last hop
 
     def add_stage(self, stage: Stage) -> None:
-        """Have a function be called on each batch, ahead of the consumer; see ``prefetch``."""
-        former = self._stage
-        if former is not None:
-            stage.follow(former)
-        self._stage = stage
-        self.claims.has_stage = True
+        """Have a function be called on each batch, ahead of the consumer; see ``prefetch``.
+
+        Raises:
+            RuntimeError: there is another stage, which is closed, or in another process.
+        """
+        claims = self.claims
+        if claims.process is not lifetimes.process:
+            self._check_process()
+        with claims.lock:
+            former = self._stage
+            ahead = claims.ahead if former is None else stage.take_over(former, claims.ahead)
+            threads = stage.running
+            # Without a call in between, and so without Ctrl-C.
+            self._stage = stage
+            claims.ahead = ahead
+            claims.stage_threads = threads
 
     def close(self) -> None:
         """End the thread of the stage, waiting for it for a moment, and drop what is ready.
@@ -709,7 +719,7 @@ class Batches(Iterator[B], Generic[B]):
         claim = StagedClaim()
         self._find_next(claim)
         if claim.error is None:
-            claim.work = Work(stage.keep(claim.outcome))
+            claim.work = stage.work(claim.outcome)
             claim.outcome = None
         else:
             without_frames(claim.error)

@@ -19,7 +19,7 @@ import contextvars
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +37,16 @@ class Work:
     """A batch on its way through the thread.
 
     Attributes:
-        batch: what the function is called on, in a list that the thread empties.
-        made: what the function raised, and what it returned. The first of them counts: from the
-            thread, or from :meth:`drop`.
+        batch: what the functions are called on, in a list that the thread empties.
+        functions: called one after the other, each on what the one before has returned.
+        made: what a function raised, and what the last one returned. The first of them counts: from
+            the thread, or from :meth:`drop`.
         is_sent: whether the thread has it.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, functions: Sequence[Callable[[Any], Any]]) -> None:
         self.batch: list[Any] = [batch]
+        self.functions = functions
         self.made: list[tuple[BaseException | None, Any]] = []
         self.is_sent = False
         # No future: Ctrl-C within one of its locks would leave that taken.
@@ -97,6 +99,9 @@ class Stage:
             has.
         receive: called in the consumer's thread with what ``fn`` has made, just before it is handed
             over; returns the batch. None: that is the batch.
+
+    Attributes:
+        running: the threads that were started; the first of them calls the functions.
     """
 
     def __init__(
@@ -108,18 +113,43 @@ class Stage:
         self._receive = receive
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # the one that was started last
-        self._running: list[threading.Thread] = []  # the first of them calls the functions
+        self.running: list[threading.Thread] = []
         self._end: Any = None
         self.is_closed = False
 
-    def follow(self, former: Stage) -> None:
-        """Call the functions of another stage first."""
-        self._functions = [*former._functions, *self._functions]
+    def take_over(self, former: Stage, ahead: Iterable[StagedClaim]) -> tuple[StagedClaim, ...]:
+        """Follow another stage: do first what that does, up to handing a batch over.
 
-    def keep(self, batch: Any) -> Any:
-        """Return a batch that nobody else changes meanwhile. In the consumer's thread."""
+        Args:
+            former: the other.
+            ahead: what it has taken ahead of the consumer.
+
+        Returns:
+            The same, for this one to go on with.
+
+        Raises:
+            RuntimeError: the other is closed.
+        """
+        former.check_open()
+        former.send([staged.work for staged in ahead])
+        claims = tuple([self._going_on(former, staged) for staged in ahead])
+        handing_over = [] if former._receive is None else [former._receive]
+        self._functions = [*former._functions, *handing_over, *self._functions]
+        return claims
+
+    def _going_on(self, former: Stage, staged: StagedClaim) -> StagedClaim:
+        """Return a batch that another stage has made, as one to call only these functions on."""
+        claim = StagedClaim(lane=staged.lane, task=staged.task, ordinal=staged.ordinal)
+        former.receive(staged, claim)
+        if claim.error is None:
+            claim.work = Work(claim.outcome, self._functions)
+            claim.outcome = None
+        return claim
+
+    def work(self, batch: Any) -> Work:
+        """Return the work on a batch, which nobody else changes then. In the consumer's thread."""
         keep = getattr(self._functions[0], "keep", None)
-        return batch if keep is None else keep(batch)
+        return Work(batch if keep is None else keep(batch), self._functions)
 
     def send(self, works: Iterable[Work | None]) -> None:
         """Have the thread make the batches that it does not have."""
@@ -137,13 +167,13 @@ class Stage:
         another one is started where none is seen; one of them calls the functions.
         """
         thread = self._thread
-        if self._running or (thread is not None and thread.is_alive()):
+        if self.running or (thread is not None and thread.is_alive()):
             return
         if self._end is None:  # at exit it runs before the loader's, which was made earlier
-            self._end = weakref.finalize(self, _end, self._tasks, self._running)
+            self._end = weakref.finalize(self, _end, self._tasks, self.running)
         self._thread = threading.Thread(
             target=self._context.copy().run,
-            args=(_run, self._functions, self._tasks, self._running),
+            args=(_run, self._tasks, self.running),
             name="minloader-prefetch",
             daemon=True,
         )
@@ -175,11 +205,7 @@ class Stage:
             self._end()
 
 
-def _run(
-    functions: list[Callable[[Any], Any]],
-    tasks: queue.SimpleQueue[Any],
-    running: list[threading.Thread],
-) -> None:
+def _run(tasks: queue.SimpleQueue[Any], running: list[threading.Thread]) -> None:
     """Call the functions on each batch. Runs in the thread, which has none while it waits."""
     running.append(threading.current_thread())
     if running[0] is not threading.current_thread():
@@ -187,14 +213,14 @@ def _run(
     while (work := tasks.get()) is not None:
         with suppress(IndexError):  # it was made already, or is not wanted any more
             batch = [work.batch.pop()]
-            error, value = _attempt(functions, batch)
+            error, value = _attempt(work.functions, batch)
             work.finish(error, value)
             del error, value
         del work
 
 
 def _attempt(
-    functions: list[Callable[[Any], Any]], batch: list[Any]
+    functions: Sequence[Callable[[Any], Any]], batch: list[Any]
 ) -> tuple[BaseException | None, Any]:
     try:
         for function in functions:
