@@ -655,7 +655,7 @@ def test_the_function_may_not_ask_where_the_consumer_is(options, ask):
     with Loader(Squares(3), **options) as loader:
         for error in outcomes(prefetch(loader, lambda _: ask(loader), 2)):
             assert isinstance(error, RuntimeError)
-            assert "call them in the loop" in str(error)
+            assert "call it in the loop" in str(error)
         assert loader.state_dict()["epoch"] == 1
 
 

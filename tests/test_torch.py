@@ -48,7 +48,7 @@ from torch.utils.data import (  # noqa: E402
     default_convert,
 )
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
-from torch_helpers import Eager, Placed, Sharded, Shuffled, Tensors  # noqa: E402
+from torch_helpers import DrawingStream, Eager, Placed, Sharded, Shuffled, Tensors  # noqa: E402
 
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
@@ -672,6 +672,29 @@ def test_streams_count_their_epochs_as_with_torch(idiom):
         other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
         assert values(other) == epochs[1][k:]
         assert values(other) == epochs[2]
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_fewer_workers_than_a_state_has_shards(num_workers, stateful):
+    """Each epoch has all samples, of the epoch that was set: also those after the state's."""
+
+    def epoch_of(loader: DataLoader[Any], epoch: int) -> list[int]:
+        loader.set_epoch(epoch)
+        return [number - 1000 * epoch for batch in loader for number, _ in batch]
+
+    options = {"batch_size": 2, "collate_fn": list, "multiprocessing_context": "fork"}
+    with DataLoader(DrawingStream(13, stateful), num_workers=2, **options) as loader:
+        assert sorted(epoch_of(loader, 0)) == [*range(13)]
+        loader.set_epoch(1)
+        given = [number - 1000 for number, _ in next(iter(loader))]
+        state = loader.state_dict()
+    options["multiprocessing_context"] = "fork" if num_workers else None
+    with DataLoader(DrawingStream(13, stateful), num_workers=num_workers, **options) as loader:
+        loader.load_state_dict(state)
+        assert sorted(given + epoch_of(loader, 1)) == [*range(13)]
+        for epoch in 2, 3:
+            assert sorted(epoch_of(loader, epoch)) == [*range(13)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -66,8 +66,8 @@ class Claims:
         """
         if threading.current_thread() in (self.stage_threads or ()):
             raise RuntimeError(
-                "the function that prefetch calls has called state_dict or skip of the loader: they "
-                "wait for the consumer, who waits for that function; call them in the loop"
+                "the function that prefetch calls has called state_dict or skip of the loader; "
+                "that waits for the consumer, who waits for the function: call it in the loop"
             )
         if self.process is not lifetimes.process:
             self.lock = threading.RLock()

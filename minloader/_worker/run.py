@@ -129,6 +129,7 @@ class Worker:
         self._readers = ShardReaders(
             maker=self._maker,
             seed=info.seed,
+            num_workers=info.num_workers,
             reload=environment.reload,
             is_inline=environment.is_inline,
         )

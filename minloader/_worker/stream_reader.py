@@ -306,12 +306,14 @@ class ShardReaders:
     Attributes:
         maker: makes batches of what is read.
         seed: the loader's.
+        num_workers: how many workers there were when this one was started.
         reload: gives another copy of the dataset. None: there is only this process's.
         is_inline: whether this is the calling process.
     """
 
     maker: BatchMaker
     seed: int
+    num_workers: int
     reload: Callable[[], Any] | None
     is_inline: bool
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
@@ -452,7 +454,8 @@ class ShardReaders:
             return copy.deepcopy(self._original), False
         if not is_taken:
             self._note_beginning(dataset)
-        if self.reload is not None and is_taken:
+        # A forked worker makes copies of this object, so that has to stay as it is.
+        if self.reload is not None and (is_taken or shard.total > self.num_workers):
             return self.reload(), False
         alone = shard.total == 1
         if self.reload is None and not (self.is_inline and alone):

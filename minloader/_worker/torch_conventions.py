@@ -103,6 +103,20 @@ class WorkerInit:
 _has_warned = False
 
 
+@dataclass(repr=False, eq=False)
+class Told:
+    """What all copies of a stream in this process are told: without workers, one for each shard.
+
+    Attributes:
+        epoch: that the user has set; None if it is not known.
+    """
+
+    epoch: int | None = None
+
+    def __deepcopy__(self, memo: Any) -> Told:
+        return self
+
+
 class Stream:
     """An ``IterableDataset``, whose epochs the user counts, as with torch: it hides ``set_epoch``.
 
@@ -113,27 +127,31 @@ class Stream:
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        told: the epoch that the user has set for this pass; None if that is not known. A state
-            that is put back before the pass begins may be of another epoch.
+        told: the epoch that the user has set for this pass. A state that is put back before the
+            pass begins may be of another epoch.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = dataset
         self.read_once = read_once
-        self.told: int | None = None
+        self.told = Told()
 
     def __iter__(self) -> Iterator[Any]:
         dataset = self.dataset
-        told = self.told
+        told = self.told.epoch
         wants = has_epochs(dataset)
         if told is not None and wants and getattr(dataset, "epoch", None) != told:
             dataset.set_epoch(told)
         return iter(dataset)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Of what was told before, workers would tell another copy the epoch of an earlier pass.
+        return vars(self) | ({"told": Told()} if self.read_once else {})
+
     def __getattr__(self, name: str) -> Any:
         if name == "load_state_dict" and self.read_once:
             # The copy is as the user's dataset was when it was made.
-            self.told = getattr(self.dataset, "epoch", None)
+            self.told.epoch = getattr(self.dataset, "epoch", None)
         if name in ("state_dict", "load_state_dict"):
             return getattr(self.dataset, name)
         raise AttributeError(name)

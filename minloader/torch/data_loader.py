@@ -303,7 +303,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             order.set_epoch(self._number)
             iter(order)
             if not self.num_workers:
-                loader.dataset.told = start.told
+                loader.dataset.told.epoch = start.told
         return loader._epochs.begin(batches, None)
 
     def _leave_behind(self) -> None:
