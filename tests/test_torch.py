@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import samples as zoo
-from conftest import in_a_fork, lacking, printed_by, python, require, variants
+from conftest import (
+    belongings,
+    eventually,
+    in_a_fork,
+    lacking,
+    printed_by,
+    python,
+    require,
+    variants,
+)
 from helpers import SHARED, Gate
 from interrupts import interrupted as press
 from kinds import IDIOMS
@@ -1079,6 +1088,43 @@ def test_an_iterator_does_not_go_on_after_a_state_was_loaded():
     with pytest.raises(RuntimeError, match="load_state_dict was called after"):
         next(begun)
     assert len(numbers(unbegun)) == 5  # Lightning has made one by then
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_iterators_at_the_same_time_end_together(persistent):
+    """Each has workers of its own, if these do not stay."""
+    options = {"num_workers": 1, "persistent_workers": persistent}
+    with DataLoader(range(20), 2, **options) as loader:
+        first, second = iter(loader), iter(loader)
+        for batches in first, second:
+            assert next(batches).tolist() == [0, 1]
+        loader.load_state_dict(loader.state_dict())
+        for batches in first, second:
+            with pytest.raises(RuntimeError, match="load_state_dict was called after"):
+                next(batches)
+        first, second = iter(loader), iter(loader)
+        assert next(first).tolist() == [2, 3]
+        assert next(second).tolist() == [0, 1]
+        assert belongings()["children"]
+    for batches in first, second:
+        with pytest.raises(RuntimeError, match="closed"):
+            next(batches)
+    assert eventually(lambda: not belongings()["children"])
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    """Not the seed either, which the first epoch draws."""
+    state = as_json(DataLoader(range(6), 2).state_dict())
+    state["state"][0]["loader"]["batches"] = -1
+    found = []
+    for is_refused in False, True:
+        torch.manual_seed(1)
+        with DataLoader(torch_helpers.Drawing(6), 2, collate_fn=list) as loader:
+            if is_refused:
+                with pytest.raises(ValueError, match="the state is damaged"):
+                    loader.load_state_dict(state)
+            found.append(list(loader))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -433,14 +433,18 @@ class Epochs:
             self.shared.group.reseed(seed)
             if self._own_sampler is not None:
                 self._own_sampler.seed = seed
-            for user in checks.snapshot(self.shared.group.users):
-                user.is_superseded = True
+            self.supersede()
             if position.is_stream:
                 self.shards = len(position.lanes)
             self.shared.counters.recall(position.errors)
             self.resume = position
             self._number = None
             self.under_way = deque()
+
+    def supersede(self) -> None:
+        """Have the iterators that were begun raise an error: a state was loaded."""
+        for user in checks.snapshot(self.shared.group.users):
+            user.is_superseded = True
 
     def skip(self, n: int) -> None:
         """Leave out the next batches, of the epoch under way or else of the next."""

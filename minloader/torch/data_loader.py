@@ -226,6 +226,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """Be as if no epoch had begun."""
         self._order: Order | None = None
         self._loader: Loader | None = None
+        self._former: list[Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
         self._init: conventions.WorkerInit | None = None  # what its workers begin with
         self._seed: int | None = None
@@ -395,6 +396,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if former is not None and self.trace is not None:
             former.close()  # it has the file open
         made = self._make()
+        known = [*self._former, *([] if former is None else [former])]
+        in_use = [each for each in known if each._shared.group.users]
         made._any_seed = True  # a state brings its own
         made._shared.counters.workers.started_early = True  # there is no start() to be advised
         if former is not None and self._is_resumed:
@@ -404,6 +407,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
         self._loader = made
+        self._former = in_use
         return made
 
     def _make(self) -> Loader:
@@ -526,12 +530,22 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         known = self._read_state(state)
         start, number = Start.decode(known["start"]), known["loader"]["epoch"]
-        loader = self._loader
-        if loader is None:
-            self._seed = known["loader"]["seed"]
-            loader = self._ready()
-        loader.load_state_dict(known["loader"])
+        former = self._loader
+        seed = self._seed
+        try:
+            if former is None:
+                self._seed = known["loader"]["seed"]
+            loader = former or self._ready()
+            loader.load_state_dict(known["loader"])
+        except BaseException:  # refused: nothing has changed
+            if former is None and self._loader is not None:
+                self._loader.close()
+            self._loader = former
+            self._seed = seed
+            raise
         self._seed = loader.seed
+        for each in self._former:
+            each._epochs.supersede()
         if start.told is not None:
             self.set_epoch(start.told)
         order = self._sync_order()
@@ -567,8 +581,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def close(self) -> None:
         """End the workers at once, as happens when the loader is garbage-collected."""
         self._closed = True
-        if self._loader is not None:
-            self._loader.close()
+        for each in (*self._former, self._loader):
+            if each is not None:
+                each.close()
 
     def __enter__(self) -> DataLoader[T]:
         return self
