@@ -110,12 +110,14 @@ def test_in_several_threads(source, begin, expected):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("begin", [iter, lambda loader: loader.epochs(2)])
-def test_next_in_a_fork_on_the_iterator_of_its_parent(begin):
+def test_next_in_a_fork_on_the_iterator_of_its_parent(begin, asks):
     with Loader(Echo(), range(40), num_workers=1, prefetch_factor=4) as loader:
         batches = begin(loader)
         first = next(batches)
-        answer = in_a_fork(lambda: next(batches))
+        # To ask where the parent's consumer is makes the iterator no one of the fork's.
+        answer = in_a_fork(lambda: (asks and loader.state_dict(), next(batches)))
         assert answer.startswith("RuntimeError: this iterator was begun in the process of which")
         assert "call iter(loader) in this process" in answer
         assert len([first, *batches]) == 40 * (2 if begin is not iter else 1)

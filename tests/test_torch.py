@@ -407,6 +407,27 @@ def test_several_threads_begin_one_epoch():
     assert sorted(chain(*taken)) == list(range(200))
 
 
+def test_several_threads_begin_epochs_of_their_own():
+    """At the same time, over and over: each is a whole one."""
+    loader = DataLoader(range(9), 3, shuffle=True)
+    rounds, together, taken = 30, threading.Barrier(4), []
+
+    def take() -> None:
+        for _ in range(rounds):
+            together.wait()
+            try:
+                taken.append(sorted(chain(*values(loader))))
+            except Exception as error:
+                taken.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [[*range(9)]] * 4 * rounds
+
+
 def test_out_of_order(tmp_path):
     data, gate = Gate(str(tmp_path / "open")), tmp_path / "open"
     with DataLoader(data, sampler=range(6), num_workers=2, in_order=False) as loader:

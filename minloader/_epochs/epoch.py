@@ -59,7 +59,7 @@ class Claims:
     is_unsure: bool = False
 
     def get_lock(self) -> Any:
-        """Return the lock; in a fork another one.
+        """Return the lock; in a fork one that nobody has.
 
         Raises:
             RuntimeError: this is the thread of the stage, and who waits for that may hold it.
@@ -69,10 +69,12 @@ class Claims:
                 "the function that prefetch calls has called state_dict or skip of the loader; "
                 "that waits for the consumer, who waits for the function: call it in the loop"
             )
-        if self.process is not lifetimes.process:
-            self.lock = threading.RLock()
-            self.process = lifetimes.process
-        return self.lock
+        return self.lock if self.process is lifetimes.process else threading.RLock()
+
+    def go_on_here(self) -> None:
+        """Have a lock for this process, a fork, in which batches are taken from now on."""
+        self.lock = threading.RLock()
+        self.process = lifetimes.process
 
     def all(self) -> list[Claim]:
         """Return all of them."""

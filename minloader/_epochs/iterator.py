@@ -162,7 +162,7 @@ class Batches(Iterator[B], Generic[B]):
 
     def _check_process(self) -> None:
         if not self.epochs:  # it begins here
-            self.claims.get_lock()  # another one: a thread that is not here may hold the former
+            self.claims.go_on_here()
             return
         if self._stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
@@ -173,7 +173,7 @@ class Batches(Iterator[B], Generic[B]):
                 "batches arrive there; call iter(loader) in this process, which starts workers "
                 "of its own, or fork before you iterate"
             )
-        self.claims.get_lock()  # another one
+        self.claims.go_on_here()
 
     # --- the last hop
 

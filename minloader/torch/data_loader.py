@@ -39,6 +39,7 @@ from minloader._sampling.source import is_read_once, used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
+from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import Shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, Order, Start, draw_seed, told_of
@@ -280,13 +281,17 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _begin(self, batches: Batches[T]) -> Epoch:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator.
 
-        An interrupt leaves all as it was, or what was drawn for the next try.
+        An interrupt leaves all as it was, or what was drawn for the next try. Several threads may
+        begin epochs, of any loaders: one after the other, since they draw from the same generators.
 
         Raises:
             RuntimeError: the loader is closed; or a sampler is an iterator, and used up.
             TypeError: what the workers need cannot be sent to them.
             ValueError: an attribute was set to a value that does not go with the others.
         """
+        return in_turn(self._begin_alone, batches)
+
+    def _begin_alone(self, batches: Batches[T]) -> Epoch:
         self._check_open()
         self._leave_behind()
         order = self._sync_order()
