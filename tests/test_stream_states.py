@@ -204,6 +204,49 @@ def test_a_stream_that_is_its_own_iterator_has_one_state():
     assert shard["beginning"] is None
 
 
+class GoesWithIter:
+    """Goes to the state that was put back when ``iter`` begins, as torchdata's loader has it."""
+
+    goes_to: int | None = None
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        self.at = self.goes_to or 0
+        self.goes_to = None
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.n:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.goes_to = state["at"]
+
+
+@pytest.mark.parametrize("make_stream", [same, lambda stream: shuffled(stream, 8)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_goes_to_its_state_when_it_is_begun(workers, make_stream):
+    stream = make_stream(GoesWithIter(30))
+    with Loader(stream, batch_size=2, num_workers=workers) as loader:
+        given, states = [], []
+        for epoch, batch in loader.epochs(2):
+            given.append((epoch, batch.tolist()))
+            states.append(loader.state_dict())
+    for k in (0, 4, 13, 20):
+        with Loader(make_stream(GoesWithIter(30)), batch_size=2, num_workers=workers) as loader:
+            loader.load_state_dict(states[k])
+            rest = [(epoch, batch.tolist()) for epoch, batch in loader.epochs(until=2)]
+            assert rest == given[k + 1 :]
+
+
 def test_the_state_is_first_taken_before_iter_and_not_put_back():
     stream = Logged()
     with Loader(stream, batch_size=2, num_workers=0) as loader:

@@ -21,6 +21,7 @@ from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
 from minloader._sampling.seeding import generator
+from minloader._sampling.source import begin_there
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
@@ -230,6 +231,8 @@ class StatefulShuffle(Shuffle):
             self._open(known.get("dataset"))
         if "iterator" in known:
             self._source.load_state_dict(known["iterator"])
+            if self._source is self._owner.stream:
+                begin_there(self._source, known["iterator"])
         if state["number"] >= 0:
             self._number = state["number"] - 1
             self._filled.before = state["stream"]

@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 
 from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful
 from minloader._memory.pickling import pack, unpack
+from minloader._sampling.source import begin_there
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
@@ -214,6 +215,8 @@ class ShardReader:
             is_own = iterator.state_dict == dataset.state_dict
         if "iterator" in known:
             iterator.load_state_dict(known["iterator"])
+            if is_own:
+                begin_there(dataset, known["iterator"])
         self.iterator = iterator
         self._is_own_iterator = is_own
         self._samples = []
