@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from minloader._insight.counters import Counters
 from minloader._memory import slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
-from minloader._pools import foreign
+from minloader._pools import foreign, threads
 from minloader._pools.base import close_pools
 from minloader._pools.foreign import JobReference
 from minloader._pools.group import PoolGroup
@@ -463,3 +464,15 @@ def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
     call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
     assert at_each_step(where, call, counted.log.end_file, begin) > 20
     counted.log.end_file()
+
+
+def test_num_workers_is_set_while_workers_start(monkeypatch):
+    with Loader(abs, range(9), num_workers=3, executor="thread") as loader:
+        pool = loader._shared.group.pool()
+
+        def resized(info: WorkerInfo) -> WorkerInfo:
+            pool.infos = pool.infos[:1]  # as another thread does
+            return replace(info)
+
+        monkeypatch.setattr(threads, "replace", resized)
+        assert list(loader) == list(range(9))

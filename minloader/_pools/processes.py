@@ -571,14 +571,15 @@ class ProcessPool(RemotePool):
 
     def _new_executor(self) -> _Executor:
         refuse_avalanche()
-        heartbeats = Heartbeats(self.num_workers)
+        infos = self.infos  # once: another thread may set num_workers
+        heartbeats = Heartbeats(len(infos))
         logs = LogReader()
         try:
             setup = WorkerSetup(
                 address=self.job.address,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
-                infos=self.infos,
+                infos=infos,
                 logs=logs.sender,
                 log_settings=LogSettings.of_this_process(),
                 libraries=LibrarySettings.of_this_thread(),

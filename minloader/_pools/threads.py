@@ -47,11 +47,10 @@ class ThreadPool(Pool):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            missing = range(len(self._threads), self.num_workers)
+            missing = self.infos[len(self._threads) :]
             with interrupts_held() if missing else nullcontext():  # one would be known to nobody
-                for index in missing:
-                    info = replace(self.infos[index])
-                    self._threads.append(_Thread(self.job, info, self._tasks))
+                for info in missing:
+                    self._threads.append(_Thread(self.job, replace(info), self._tasks))
 
     def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
