@@ -90,6 +90,7 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     ("package", "name"),
     [
         ("accelerate", "opt_in"),
+        ("transformers", "other_folder"),
         pytest.param("lightning", "parity", marks=pytest.mark.slow),
         pytest.param("lightning", "batch_samplers", marks=pytest.mark.slow),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ class LoaderMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(LoaderCheckpoints())  # type: ignore[attr-defined]
+        self._loader_checkpoints = LoaderCheckpoints()
+        self.add_callback(self._loader_checkpoints)  # type: ignore[attr-defined]
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, also from a checkpoint in another folder."""
+        is_path = isinstance(resume_from_checkpoint, str | os.PathLike)
+        self._loader_checkpoints.resumed = Path(resume_from_checkpoint) if is_path else None
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return the loader that the Trainer would make, but of minloader's class."""
@@ -38,28 +46,45 @@ class LoaderMixin:
 
 
 class LoaderCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Puts the loader's state into each checkpoint, and resumes from there."""
+    """Puts the loader's state into each checkpoint, and resumes from there.
 
+    Attributes:
+        resumed: the checkpoint to resume from. None: that of the step, in the folder which the
+            Trainer writes to.
+    """
+
+    resumed: Path | None = None
     _undo = ExitStack()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         known = kwargs["train_dataloader"].state_dict()
         if state.is_world_process_zero or "state" not in known:
-            torch.save(known, _file(args, state, known))
+            torch.save(known, self._folder(args, state) / _name(args, known))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
         if state.global_step:
-            loader.load_state_dict(torch.load(_file(args, state, loader.state_dict())))
+            folder = self.resumed or self._folder(args, state)
+            file = folder / _name(args, loader.state_dict())
+            if not file.exists():
+                raise FileNotFoundError(
+                    f"{folder} has no {file.name}, the state of minloader's loader: give "
+                    "Trainer.train a checkpoint that was saved with LoaderMixin or "
+                    "LoaderCheckpoints, or train without them"
+                )
+            loader.load_state_dict(torch.load(file))
             # The state has skipped them already.
             self._undo.callback(setattr, trainer, "skip_first_batches", trainer.skip_first_batches)
             trainer.skip_first_batches = lambda loader, count: loader
+
+    @staticmethod
+    def _folder(args: Any, state: Any) -> Path:
+        return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo.close()
 
 
-def _file(args: Any, state: Any, known: dict[str, Any]) -> Path:
-    """Return where a state is kept: one for all ranks, unless each has its own."""
-    name = "loader.pt" if "state" in known else f"loader-{args.process_index}.pt"
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", name)
+def _name(args: Any, known: dict[str, Any]) -> str:
+    """Return the name of a state's file: one for all ranks, unless each has its own."""
+    return "loader.pt" if "state" in known else f"loader-{args.process_index}.pt"
