@@ -1130,6 +1130,8 @@ def test_iterators_at_the_same_time_end_together(persistent):
     for batches in first, second:
         with pytest.raises(RuntimeError, match="closed"):
             next(batches)
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.load_state_dict(loader.state_dict())
     assert eventually(lambda: not belongings()["children"])
 
 

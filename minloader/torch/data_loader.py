@@ -532,7 +532,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         Raises:
             TypeError, ValueError: that is no state, or that of a loader unlike this one. (Some of
                 it is noticed only by the first ``next``.)
+            RuntimeError: the loader is closed.
         """
+        self._check_open()
         known = self._read_state(state)
         start, number = Start.decode(known["start"]), known["loader"]["epoch"]
         former = self._loader
@@ -540,7 +542,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         try:
             if former is None:
                 self._seed = known["loader"]["seed"]
-            loader = former or self._ready()
+            loader = self._ready() if former is None else former
             loader.load_state_dict(known["loader"])
         except BaseException:  # refused: nothing has changed
             if former is None and self._loader is not None:
