@@ -209,6 +209,13 @@ def test_what_cannot_be_sent_is_left_out_of_a_record(talk):
     assert not hasattr(record, "lock")
 
 
+def test_arguments_that_do_not_fit_are_no_error_of_the_batch(talk, capfd):
+    """As everywhere: logging says so, and the program goes on."""
+    records = talk(("info", "%d", "one", {}), ("info", "next", {}), mp_context=SPAWN)
+    assert [each.getMessage() for each in records] == ["loading", "next"]
+    assert "--- Logging error ---" in capfd.readouterr().err
+
+
 def test_filters_of_the_calling_process_hold(talk):
     def caught(*items: Any, **options: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as got:
@@ -352,6 +359,17 @@ def test_a_socket_whose_wait_is_cancelled(monkeypatch, capfd, caplog):
         assert list(loader) == [0, 1, 2, 3]
     assert sorted(caplog.messages) == ["item 0", "item 1", "item 2", "item 3"]
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_timeout_that_is_set_for_all_sockets(caplog):
+    former = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(1e-3)
+    try:
+        with Loader(say, range(4), num_workers=2) as loader:
+            assert list(loader) == [0, 1, 2, 3]
+    finally:
+        socket.setdefaulttimeout(former)
+    assert sorted(caplog.messages) == ["item 0", "item 1", "item 2", "item 3"]
 
 
 def test_a_root_logger_that_takes_everything(caplog):

@@ -37,6 +37,8 @@ class LogReader:
             self._reader, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except (OSError, AttributeError):  # no more of them; there are none (Windows)
             return
+        for each in (self._reader, sender):
+            each.settimeout(None)  # whatever socket.setdefaulttimeout says
         # It knows nothing but its socket, so that the executor can be collected.
         self._thread = threading.Thread(
             target=_hand_on, args=(self._reader,), name="minloader-logs", daemon=True

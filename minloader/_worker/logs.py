@@ -105,9 +105,13 @@ class _LogSender(logging.Handler):
         self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        values = record.__dict__ | {"msg": record.getMessage(), "args": None, "exc_info": None}
-        if record.exc_info:
-            values["exc_text"] = logging.Formatter().formatException(record.exc_info)
+        try:
+            values = record.__dict__ | {"msg": record.getMessage(), "args": None, "exc_info": None}
+            if record.exc_info:
+                values["exc_text"] = logging.Formatter().formatException(record.exc_info)
+        except Exception:  # arguments that do not fit the text: no error of the batch
+            self.handleError(record)
+            return
         try:
             data = pickle.dumps(values, 5)
         except Exception:  # something in ``extra``
