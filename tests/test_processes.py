@@ -767,21 +767,33 @@ def test_no_thread_for_the_manager_is_an_error_and_the_next_batch_comes(monkeypa
                 next(iter(loader))
 
 
-def test_an_executor_that_cannot_be_made_leaves_no_file(monkeypatch):
+def shared_files() -> int:
+    return len([file for file in belongings()["descriptors"] if "memfd:minloader" in file[1]])
+
+
+@pytest.mark.parametrize("refused", ["multiprocessing.synchronize.SemLock.__init__", "mmap.mmap"])
+def test_an_executor_that_cannot_be_made_leaves_no_file(refused, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    def shared():
-        return len([file for file in belongings()["descriptors"] if "memfd:minloader" in file[1]])
-
     with Loader(Squares(4), num_workers=1, prefetch_factor=1) as loader:
-        before = shared()
-        monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
+        before = shared_files()
+        monkeypatch.setattr(refused, refuse)
         batches = iter(loader)
         for _ in range(4):
             with pytest.raises(OSError, match="Read-only") as caught:
                 next(batches)
-        assert shared() == before, caught.value
+        assert shared_files() == before, caught.value
+
+
+def test_a_loader_that_cannot_be_made_leaves_no_file(monkeypatch):
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: None)
+    before = shared_files()
+    with pytest.raises(RuntimeError, match="is empty, so it is not known") as caught:
+        Loader(Squares(4), num_workers=1)
+    del caught  # whose traceback has the files
+    gc.collect()
+    assert shared_files() == before
 
 
 class Unaffordable:

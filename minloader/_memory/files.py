@@ -52,7 +52,9 @@ class SharedFile:
         self.fd = _create_nameless(self.mark)
         if self.fd < 0:
             self.fd, self.name = tempfile.mkstemp(prefix=self.mark)
-        self._pid = os.getpid()
+        # Also where it is let go of: an error may come before anybody can close it.
+        self._end = weakref.finalize(self, _end_file, self.fd, self.name, os.getpid())
+        self._end.atexit = False
 
     @property
     def path(self) -> str:
@@ -67,12 +69,15 @@ class SharedFile:
 
     def close(self) -> None:
         """Close the file and remove its name. Mappings of it stay. Harmless when repeated."""
-        fd, self.fd = self.fd, -1  # first: a finalizer may come here again from any line below
-        if fd < 0:
-            return
-        os.close(fd)
-        if self.name is not None and os.getpid() == self._pid:  # in a fork it is the parent's
-            unlink(self.name)
+        self.fd = -1
+        self._end()
+
+
+def _end_file(fd: int, name: str | None, pid: int) -> None:
+    """Close a file, and remove its name in the process that made it; a fork has it from there."""
+    os.close(fd)
+    if name is not None and os.getpid() == pid:
+        unlink(name)
 
 
 def path_of(fd: int, name: str | None) -> str:
