@@ -6,7 +6,9 @@ import asyncio
 import gc
 import os
 import pickle
+import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +288,55 @@ def test_in_a_fork():
     dataset = concurrent([1, 2, 3], limit=2)
     assert dataset[0] == 1
     assert in_a_fork(lambda: dataset[1]) == "2"
+
+
+class SlowSession(Session):
+    """Takes its time to be opened in the process that has made it."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.home = os.getpid()
+        self.begins, self.goes_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.begins.set()
+        if os.getpid() == self.home:
+            self.goes_on.wait(60)
+
+
+def test_a_fork_while_another_thread_opens_a_session(tmp_path):
+    session = SlowSession(str(tmp_path))
+    dataset = concurrent(session, limit=2)
+    thread = threading.Thread(target=dataset.__getitem__, args=(0,))
+    thread.start()
+    try:
+        assert session.begins.wait(60)
+        options: dict[str, Any] = {"mp_context": "fork", "timeout": 5.0, "retries": 0}
+        with Loader(dataset, [[1]], collate_fn=list, **options) as loader:
+            assert list(loader) == [[(1, False)]]
+    finally:
+        session.goes_on.set()
+        thread.join()
+
+
+class Program(Session):
+    """Has a program open, which must live until the session is closed."""
+
+    def __reduce__(self) -> Any:
+        return Program, (self.folder,)
+
+    def __enter__(self) -> None:
+        self.program = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __exit__(self, *args: object) -> None:
+        Path(self.folder, "said").write_bytes(self.program.communicate(b"good bye")[0])
+
+
+@variants("method", ["spawn", "fork", "forkserver"])
+def test_a_program_of_a_session_lives_until_that_is_closed(method, tmp_path):
+    with Loader(concurrent(Program(str(tmp_path))), batch_size=4, mp_context=method) as loader:
+        assert len(list(loader)) == 6
+    assert (tmp_path / "said").read_bytes() == b"good bye"
 
 
 def test_where_threads_are_few(monkeypatch):

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import Context
@@ -30,7 +30,8 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._checks import brief_repr, check_int
+from minloader._checks import brief_repr, check_int, snapshot
+from minloader._memory.files import at_fork
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
 
@@ -41,6 +42,10 @@ Reads = list[tuple[Any, WorkerInfo | None]]
 CLOSING = 0.3
 """Seconds that a worker may wait at its end until an event loop has closed what it had open; after
 0.5 it would be killed."""
+
+LEAVING = 120
+"""Priority at the exit of a process: before what a worker has started is killed (``start.py``),
+since the dataset may need that to close what it has open."""
 
 
 def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
@@ -92,8 +97,8 @@ class Concurrent:
         self.dataset = dataset
         self.limit = check_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
-        self._pid = -1  # where the threads are
         self._read: Callable[[Futures, Reads], object] | None = None
+        _datasets.add(self)
 
     def __reduce__(self) -> Any:
         return Concurrent, (self.dataset, self.limit)
@@ -115,13 +120,17 @@ class Concurrent:
             info: that of the batch.
         """
         with self._lock:
-            if self._read is None or self._pid != os.getpid():  # threads do not follow a fork
+            if self._read is None:
                 self._read = self._begin()
-                self._pid = os.getpid()
             read = self._read
         futures: Futures = [Future() for _ in indices]
         read(futures, [(each, info and info_of_sample(info, each)) for each in indices])
         return futures
+
+    def begin_fork(self) -> None:
+        """Begin anew in a fork: no thread has followed, but one may have had the lock."""
+        self._lock = threading.Lock()
+        self._read = None
 
     def _begin(self) -> Callable[[Futures, Reads], object]:
         """Begin the threads, or the event loop, of this process."""
@@ -136,7 +145,7 @@ class Concurrent:
             except BaseException:
                 loop.call_soon_threadsafe(loop.stop)
                 raise
-            Finalize(self, _end_loop, (loop, self.dataset), exitpriority=50)
+            Finalize(self, _end_loop, (loop, self.dataset), exitpriority=LEAVING)
             call: Any = loop.call_soon_threadsafe
             return partial(call, _begin_tasks, loop, limit, self.dataset)
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -153,8 +162,19 @@ class Concurrent:
         except BaseException:
             _end_threads(calls, self.limit, None)
             raise
-        Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=50)
+        Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=LEAVING)
         return partial(_call_in, calls, self.dataset)
+
+
+_datasets: weakref.WeakSet[Concurrent] = weakref.WeakSet()
+
+
+def _begin_fork() -> None:
+    for dataset in snapshot(_datasets):
+        dataset.begin_fork()
+
+
+at_fork(after_in_child=_begin_fork)
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:
