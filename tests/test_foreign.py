@@ -232,6 +232,24 @@ class OwnThreads:
         return info is not None and (info.id, info.num_workers, info.pid == os.getpid())
 
 
+def read_inside(item: int) -> list[int]:
+    """Read a loader whose executor is forked from a worker within a batch."""
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("fork")) as inner,
+        Loader(abs, range(item), num_workers=1, executor=inner) as loader,
+    ):
+        return list(loader)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_an_executor_in_a_worker_of_an_executor():
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("fork")) as outer,
+        Loader(read_inside, range(3), num_workers=1, executor=outer) as loader,
+    ):
+        assert list(loader) == [[], [0], [0, 1]]
+
+
 def test_threads_of_a_dataset_are_told_where_they_are():
     with (
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,

@@ -46,6 +46,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._checks import snapshot
+from minloader._memory.files import at_fork
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
 from minloader._memory.slot_writer import unmap_closed
@@ -340,6 +341,17 @@ loaded_jobs: dict[str, _Loaded] = {}
 
 _lock = threading.Lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
+
+
+def _begin_fork() -> None:
+    """Have a lock that is free: what was forked here may be within a batch of its parent's."""
+    global _lock
+    _lock = threading.Lock()
+    for job in loaded_jobs.values():
+        job.lock = _lock
+
+
+at_fork(after_in_child=_begin_fork)
 
 
 def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:
