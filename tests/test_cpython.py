@@ -838,12 +838,35 @@ def test_16_a_fork_waits_for_an_import_once(monkeypatch):
     assert cpython._patience == 0
 
 
-def test_17_a_fork_while_another_thread_draws_from_numpy():
-    """That thread has the lock of numpy's global generator, which nobody gives back there."""
+class Drawing:
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __getitem__(self, item: int) -> int:
+        self.generator.random()
+        return item
+
+
+OWN = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "lock"),
+    [
+        (abs, lambda: np.random.get_bit_generator().lock),
+        (Drawing(OWN), lambda: OWN.bit_generator.lock),
+        (lambda item: OWN.random() and item, lambda: OWN.bit_generator.lock),
+    ],
+    ids=["global", "of the dataset", "of a module"],
+)
+def test_17_a_fork_while_another_thread_draws_from_numpy(dataset, lock):
+    """That thread has the generator's lock, which nobody gives back there."""
     draws, done = threading.Event(), threading.Event()
 
     def draw() -> None:
-        with np.random.get_bit_generator().lock:
+        with lock():
             draws.set()
             done.wait(60)
 
@@ -852,7 +875,7 @@ def test_17_a_fork_while_another_thread_draws_from_numpy():
     try:
         assert draws.wait(60)
         options: dict[str, Any] = {"num_workers": 1, "mp_context": "fork"}
-        with Loader(abs, [-1], timeout=2.0, retries=0, **options) as loader:
+        with Loader(dataset, [1], timeout=2.0, retries=0, **options) as loader:
             assert list(loader) == [1]
     finally:
         done.set()

@@ -27,7 +27,7 @@ Guarantees of :class:`Executor` over its base class:
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
 The price of the pieces 1 to 17, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
-10, 17, 5.
+10, 17, 10.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import _ExecutorManagerThread, _threads_wakeups
 from contextlib import contextmanager, suppress
@@ -86,13 +86,18 @@ def _leave_main_out(name: str) -> dict[str, Any]:
 multiprocessing.spawn.get_preparation_data = _leave_main_out
 
 
-def start_worker(process: BaseProcess) -> None:
+def start_worker(process: BaseProcess, locks: Sequence[Any] = ()) -> None:
     """Start a process without the parent's main module; it may die at once.
+
+    Args:
+        process: which.
+        locks: those that are to be free in a fork: piece 17.
 
     Raises:
         BaseException: whatever the start raised; no child is left then.
     """
     _starting.pid = os.getpid()
+    _starting.locks = locks
     try:
         with _no_warning_of_our_threads(process), _allowed_children():
             process.start()
@@ -106,6 +111,7 @@ def start_worker(process: BaseProcess) -> None:
         error.__traceback__ = None  # its frames, whose variables were looked at, lead to it
     finally:
         _starting.pid = None
+        _starting.locks = ()
     if sys.platform != "win32":
         _hold(cast(Any, process)._popen)
 
@@ -390,19 +396,22 @@ at_fork(before=_wait_for_imports)
 # --- 17. A draw at a fork ------------------------------------------------------------------------
 #
 # CPython: locks are not made free in a child of "fork", but for those of the standard library.
-# numpy's global generator has one, which whoever draws or seeds takes.
+# Each generator of numpy has one, which whoever draws or seeds takes.
 # Versions: all.
-# Without this piece: a worker waits for ever, when it seeds that generator, if it was forked while
-# another thread was drawing. One that makes batches in this process does so all the time.
+# Without this piece: a worker waits for ever, when it seeds the global generator, or draws from one
+# that the dataset has, if it was forked while another thread was drawing. One that makes batches in
+# this process does so all the time.
 
 
-def _free_lock_of_numpy() -> None:
+def _free_locks_of_numpy() -> None:
+    for lock in getattr(_starting, "locks", ()):
+        lock._at_fork_reinit()
     get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
     if get_state is not None:  # else it is not there, or was just being imported
         get_state.__self__._bit_generator.lock._at_fork_reinit()
 
 
-at_fork(after_in_child=_free_lock_of_numpy)
+at_fork(after_in_child=_free_locks_of_numpy)
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------

@@ -43,7 +43,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -64,6 +64,7 @@ from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
+from minloader._worker.generators import locks
 from minloader._worker.heartbeat import READY, Heartbeat, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import (
@@ -122,6 +123,7 @@ class WorkerProcess:
         process: the process.
         seed: of the loader, from which that of hashes follows.
         forks: whether it is started by a fork of this one.
+        locks: those that are to be free then, whichever thread holds them here.
 
     Attributes:
         ended_by_us: whether it lived when another had died, or at the end: that ends it, too.
@@ -131,10 +133,13 @@ class WorkerProcess:
         began: when it was started, by ``time.perf_counter``; 0 if that failed.
     """
 
-    def __init__(self, process: BaseProcess, seed: int, *, forks: bool) -> None:
+    def __init__(
+        self, process: BaseProcess, seed: int, *, forks: bool, locks: Sequence[Any]
+    ) -> None:
         self._process = process
         self._seed = seed
         self._forks = forks
+        self._locks = locks
         self.began = 0.0
         self.ended_by_us = False
         self.fault = ""
@@ -155,7 +160,7 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, held) if masks else ()
         try:
             with hash_seed(self._seed):
-                start_worker(self._process)
+                start_worker(self._process, self._locks)
             self.began = time.perf_counter()
         finally:
             if masks:
@@ -196,12 +201,20 @@ class _WorkerContext:
         context: the user's, which may be of a class of theirs; all but ``Process`` is its own.
         setup: where the workers find what they need.
         inherited: what they must inherit of it.
+        locks: those that are to be free in forked ones.
     """
 
-    def __init__(self, context: BaseContext, setup: WorkerSetup, inherited: list[Any]) -> None:
+    def __init__(
+        self,
+        context: BaseContext,
+        setup: WorkerSetup,
+        inherited: list[Any],
+        locks: Sequence[Any],
+    ) -> None:
         self._context = context
         self._setup = setup
         self._inherited = inherited
+        self._locks = locks
         self._started: list[WorkerProcess] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -223,7 +236,8 @@ class _WorkerContext:
         # Not daemonic where this process is: it may start processes, and it follows this one.
         process = context.Process(target=worker_main, args=args, daemon=False)
         forks = context.get_start_method() == "fork"
-        self._started.append(WorkerProcess(process, self._setup.infos[index].seed, forks=forks))
+        seed = self._setup.infos[index].seed
+        self._started.append(WorkerProcess(process, seed, forks=forks, locks=self._locks))
         return self._started[-1]
 
 
@@ -584,7 +598,8 @@ class ProcessPool(RemotePool):
                 log_settings=LogSettings.of_this_process(),
                 libraries=LibrarySettings.of_this_thread(),
             )
-            context = _WorkerContext(self.context, setup, self.job.inherited)
+            free = locks(self.job.obj) if isinstance(self.job, ForkedJob) else []
+            context = _WorkerContext(self.context, setup, self.job.inherited, free)
             return _Executor(setup, heartbeats, logs, context)
         except BaseException as error:  # no descriptors, no semaphores
             heartbeats.close()

@@ -71,11 +71,13 @@ class Kind(NamedTuple):
         state: returns its state.
         put_back: gives it a state again.
         seed: seeds it with 128 bits.
+        lock: returns the lock that is held by who draws from it; None: it has none.
     """
 
     state: Callable[[Any], Any]
     put_back: Callable[[Any, Any], None]
     seed: Callable[[Any, int], None]
+    lock: Callable[[Any], Any] | None = None
 
 
 def _numpy_state(generator: Any) -> Any:
@@ -109,8 +111,18 @@ _PYTHON = Kind(
     lambda generator, state: generator.setstate(state),
     lambda generator, value: generator.seed(value),
 )
-_NUMPY = Kind(_numpy_state, _put_numpy_back, _seed_numpy)
-_LEGACY = Kind(_legacy_state, lambda generator, state: generator.set_state(state), _seed_legacy)
+_NUMPY = Kind(
+    _numpy_state,
+    _put_numpy_back,
+    _seed_numpy,
+    lambda generator: generator.bit_generator.lock,
+)
+_LEGACY = Kind(
+    _legacy_state,
+    lambda generator, state: generator.set_state(state),
+    _seed_legacy,
+    lambda generator: generator._bit_generator.lock,
+)
 _TORCH = Kind(
     lambda generator: generator.get_state(),
     lambda generator, state: generator.set_state(state),
@@ -150,13 +162,14 @@ class Own(NamedTuple):
 # --- where they are looked for
 
 
-def find(roots: dict[str, Any]) -> dict[str, Own]:
+def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, Own]:
     """Return the generators that are reached from some objects, by their paths.
 
     No code of the objects is run: they are looked at as they lie in memory.
 
     Args:
         roots: the objects, by names, which the paths begin with.
+        needs_state: whether those without a state are left out. To ask for it takes the lock.
     """
     kinds = _kinds()
     found: dict[str, Own] = {}
@@ -170,7 +183,8 @@ def find(roots: dict[str, Any]) -> dict[str, Own]:
         how = _kind_of(value, kinds)
         if how is not None:
             try:
-                how.state(value)
+                if needs_state:
+                    how.state(value)
             except Exception as error:  # random.SystemRandom has none
                 logger.debug("%s has no state: %r", path, error)
                 continue
@@ -185,6 +199,13 @@ def find(roots: dict[str, Any]) -> dict[str, Own]:
             continue
         waiting += [(to, part, steps + 1) for to, part in parts if not _is_leaf(part)]
     return found
+
+
+def locks(job: Job) -> list[Any]:
+    """Return the locks of the generators that a job has of its own."""
+    roots = {"dataset": job.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
+    found = find(roots, needs_state=False).values()
+    return [own.kind.lock(own.generator) for own in found if own.kind.lock is not None]
 
 
 def _kind_of(value: Any, kinds: list[tuple[type, Kind]]) -> Kind | None:
