@@ -716,6 +716,32 @@ release.set()
     assert result.stderr.startswith("beside one of the user's\n"), result.stderr
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_18_a_fork_asks_for_the_fork_server_of_its_parent(ours):
+    program = """
+import os
+from multiprocessing import get_context
+{ours}
+def use():
+    process = get_context("forkserver").Process(target=print, args=(1,))
+    process.start()
+    process.join()
+if __name__ == "__main__":
+    use()
+    if os.fork() == 0:
+        try:
+            use()
+        except ChildProcessError:
+            print("no child")
+        os._exit(0)
+    os.wait()
+    use()
+"""
+    imported = "import minloader._pools.cpython" if ours else ""
+    said = printed_by(program.format(ours=imported), options=["-u", "-W", "ignore"])
+    assert said == ("1\n1\n1\n" if ours else "1\nno child\n1\n")
+
+
 def test_no_public_name_tells_that_an_executor_is_broken():
     assert [each for each in dir(ProcessPoolExecutor) if "broken" in each] == []
     assert "broken" in dir(cpython.Executor)

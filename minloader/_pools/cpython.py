@@ -26,8 +26,8 @@ Guarantees of :class:`Executor` over its base class:
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
 
-The price of the pieces 1 to 17, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
-10, 17, 10.
+The price of the pieces 1 to 18, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
+10, 17, 10, 10.
 """
 
 from __future__ import annotations
@@ -412,6 +412,29 @@ def _free_locks_of_numpy() -> None:
 
 
 at_fork(after_in_child=_free_locks_of_numpy)
+
+
+# --- 18. A fork server of the parent's -----------------------------------------------------------
+#
+# CPython: ForkServer.ensure_running() looks by waitpid() whether the server runs, which in a child
+# of os.fork() is no child of this process.
+# Versions: all.
+# Without this piece: there no worker of "forkserver" starts, but with a ChildProcessError. So a
+# forked worker cannot have a loader whose workers are served.
+
+if sys.platform != "win32":
+
+    def _forget_fork_server() -> None:
+        """Have a fork start a fork server of its own, if it needs one."""
+        server = cast(Any, forkserver)._forkserver
+        server._lock._at_fork_reinit()  # another thread may have been starting it
+        if server._forkserver_pid is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_address = None
+            server._forkserver_alive_fd = None
+            server._forkserver_pid = None
+
+    at_fork(after_in_child=_forget_fork_server)
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
