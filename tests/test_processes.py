@@ -113,6 +113,24 @@ def test_what_was_set_in_libraries_holds_in_workers(way):
     assert printed_by(SETTINGS, way, library, options=["-W", "ignore"]) == "well\n"
 
 
+def test_a_function_that_numpy_calls_at_errors_stays_here():
+    import numpy as np
+
+    def divide(item: int) -> Any:
+        return np.ones(1) / np.zeros(1)
+
+    former = np.seterrcall(print)
+    try:
+        with (
+            np.errstate(divide="call"),
+            pytest.warns(RuntimeWarning, match="divide by zero"),
+            Loader(divide, [0]) as loader,
+        ):
+            assert list(loader) == [np.inf]
+    finally:
+        np.seterrcall(former)
+
+
 def test_nothing_is_imported_for_settings():
     program = """
 import sys

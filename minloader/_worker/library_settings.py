@@ -23,7 +23,8 @@ class LibrarySettings(NamedTuple):
     Attributes:
         recursion_limit: most frames on the interpreter's stack.
         decimal: all of the context but its flags, by name.
-        numpy: what numpy does on each error of floating point.
+        numpy: what numpy does on each error of floating point. It warns where the calling process
+            has it call a function (``numpy.seterrcall``), which stays there.
         torch_dtype: name of torch's default type.
     """
 
@@ -38,7 +39,7 @@ class LibrarySettings(NamedTuple):
         return cls(
             recursion_limit=sys.getrecursionlimit(),
             decimal=_ask("decimal", "getcontext", _decimal_settings),
-            numpy=_ask("numpy", "geterr"),
+            numpy=_ask("numpy", "geterr", _without_handler),
             torch_dtype=_ask("torch", "get_default_dtype", _name_of_dtype),
         )
 
@@ -65,10 +66,14 @@ class LibrarySettings(NamedTuple):
         torch.set_default_dtype(getattr(torch, self.torch_dtype))
 
 
-def _ask(module: str, function: str, form: Any = dict) -> Any:
+def _ask(module: str, function: str, form: Any) -> Any:
     """Ask a library, if it is imported; another thread may be just importing it."""
     asked = getattr(sys.modules.get(module), function, None)
     return None if asked is None else form(asked())
+
+
+def _without_handler(actions: dict[str, str]) -> dict[str, str]:
+    return {kind: "warn" if how in ("call", "log") else how for kind, how in actions.items()}
 
 
 def _decimal_settings(context: Any) -> dict[str, Any]:
