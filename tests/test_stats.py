@@ -954,6 +954,16 @@ def test_a_worker_that_takes_the_place_of_another_begins_anew():
     assert (count.memory, count.at_start, count.growth) == (memory, 8, 0)
 
 
+def test_a_worker_that_leaves_beside_the_next_one_does_not_grow_again():
+    count = WorkerCount()
+    jumps = []
+    for pid in (7, 8, 7, 8):
+        count.note_memory(reply(pid, memory=10**9 if pid == 7 else 1, at_start=1))
+        jumps.append(count.jump)
+    assert jumps == [10**9 - 1, 0, 0, 0]
+    assert count.memory == 1
+
+
 # --- the verdict knows where batches are made
 
 

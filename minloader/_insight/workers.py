@@ -80,6 +80,7 @@ class WorkerCount:
     grown_in: int = 0
     jump: int = 0
     _pid: int = 0
+    _pid_before: int = 0  # of the process whose place this one took
     _seen: int = 0  # observations, of this process
     _lows: list[tuple[int, int]] = field(default_factory=list)  # the least memory, and batches then
 
@@ -92,7 +93,11 @@ class WorkerCount:
         """
         memory = reply.figures.memory
         at_start = reply.figures.memory_at_start
+        if reply.pid == self._pid_before:  # it leaves: it did what it was given beside the next one
+            self.jump = 0
+            return False
         if self._pid != reply.pid:  # another process took its place
+            self._pid_before = self._pid
             self._pid = reply.pid
             self._seen = 0
             self._lows = []
