@@ -450,6 +450,37 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     assert all(seen)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_worker_is_stopped_before_it_is_looked_at_when_its_parent_has_vanished():
+    """Else its threads might start a program just then, in a session of its own, that stays."""
+    program = """
+import os, psutil, subprocess
+from types import SimpleNamespace
+from conftest import eventually
+from minloader._worker import lifetimes
+names = lifetimes.names
+worker = os.getpid()
+def look(folder):
+    if folder == "/proc":
+        is_other = os.getpid() != worker
+        print(is_other and eventually(lambda: psutil.Process(worker).status() == "stopped"))
+    return names(folder)
+lifetimes.names = look
+os.setpgid(0, 0)
+nowhere = subprocess.DEVNULL
+sleep = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=nowhere, stderr=nowhere)
+print(sleep.pid)
+gone, end = os.pipe()
+os.close(end)
+lifetimes._watch(SimpleNamespace(sentinel=gone, pid=worker), lambda: print("clean"))
+"""
+    done = python(program, options=["-u"])
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+    pid, *said = done.stdout.split()
+    assert said == ["clean", "True"]
+    assert eventually(lambda: not alive(int(pid)))
+
+
 def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
     def interrupt(folder: str) -> list[str]:
         raise KeyboardInterrupt

@@ -13,8 +13,10 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -85,10 +87,39 @@ def _watch(parent: Any, clean_up: Callable[[], object]) -> None:
             handles = [parent.sentinel]
     multiprocessing.connection.wait(handles)
     clean_up()
+    ending = threading.Thread(target=_end_from_outside, name="minloader-end", daemon=True)
+    with suppress(RuntimeError):  # no more threads
+        ending.start()
+        ending.join(LONGEST_END)
     # In one go: when a child that it waits for is gone, the worker would go on, to its next task.
     kill_descendants()
     kill_group(os.getpid())
     os._exit(1)  # where there are no groups
+
+
+LONGEST_END = 1.0
+"""Seconds that a worker may take to be forked, where its parent has vanished. A lock of the user's
+may hold up the fork."""
+
+
+def _end_from_outside() -> None:
+    """Kill this process, and all that it started, by a fork of it.
+
+    A fork can stop it first. Here its other threads might start something just while we look.
+    """
+    if not hasattr(os, "fork"):
+        return
+    worker = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the threads: the fork needs none of their locks
+        try:
+            if os.fork():
+                threading.Event().wait()
+        except OSError:  # no more processes, no memory
+            return
+    os.setsid()  # out of the group that is killed
+    kill_trees({worker: partial(os.kill, worker)})
+    os._exit(0)
 
 
 def kill_descendants() -> None:
@@ -113,7 +144,8 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> list[int]:
     try:
         for send in leaders.values():
             _send(send, "SIGSTOP")  # so that it starts nothing more while we look
-        descendants += [other for pid in leaders for other in _descendants(pid)]
+        found = (other for pid in leaders for other in _descendants(pid))
+        descendants += [each for each in found if each != os.getpid()]
     finally:  # if Ctrl-C comes meanwhile, too: nobody else would end those that were stopped
         for pid, send in leaders.items():
             kill_group(pid)
