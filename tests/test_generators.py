@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -498,7 +499,16 @@ QUIET: dict[str, Callable[[], Any]] = {
     ),
     "without a state": lambda: Holder(None, lambda self: random.SystemRandom()),
     "a stream's own": Stream,
+    "that of the names of semaphores": lambda: Locks(range(24)),
 }
+
+
+class Locks(Holder):
+    """Makes a lock for each sample, whose name is drawn."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.lock = multiprocessing.get_context("spawn").Lock()
+        return index
 
 
 class Once(Holder):

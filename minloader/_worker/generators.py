@@ -221,7 +221,9 @@ _LEAF_KINDS = (type, ModuleType, logging.Logger)
 
 def _is_leaf(value: Any) -> bool:
     """Whether nothing is to be looked for in an object: most are texts and numbers."""
-    return type(value) in _LEAVES or issubclass(type(value), _LEAF_KINDS)
+    kind = type(value)
+    # Names of temporary files, and of the semaphores of multiprocessing, are drawn in any case.
+    return kind in _LEAVES or issubclass(kind, _LEAF_KINDS) or kind.__module__ == "tempfile"
 
 
 def _parts(
