@@ -169,6 +169,14 @@ def test_all_that_there_is_is_left_out_at_once(name):
         assert len(list(loader)) > 5  # the epoch after that
 
 
+def test_a_list_that_grows_after_a_skip():
+    items = [0, 1, 2]
+    with Loader(echo, items, num_workers=0) as loader:
+        loader.skip(1)
+        items.append(3)
+        assert list(loader) == [1, 2, 3]
+
+
 def test_a_stream_refuses():
     with (
         Loader(Numbers(9), num_workers=0) as loader,

@@ -466,7 +466,10 @@ class Epochs:
                 return
         if self._begins_anew:
             self._follow_dataset()
-        self.resume = self.next_position().skipped(n)
+        position = self.next_position().skipped(n)
+        if self.resume is None:
+            position = replace(position, length=None)  # no state says it: it may be another yet
+        self.resume = position
 
 
 class Course:
