@@ -269,6 +269,24 @@ def test_processes_without_semaphores_are_told():
     assert "let it be there, writable, and not full, or use fewer (num_workers=0" in said
 
 
+@pytest.mark.parametrize("name", ["not there", 100 * "x"])
+def test_a_fork_server_without_a_place_for_its_socket(name, tmp_path):
+    """``tempfile`` itself looks for another folder where there is none."""
+    folder = tmp_path / name
+    if name != "not there":
+        folder.mkdir()
+    code = """
+import sys, tempfile
+from minloader import Loader
+tempfile.tempdir = sys.argv[1]
+try:
+    Loader(abs, range(4), num_workers=1, mp_context="forkserver")
+except OSError as error:
+    print(*error.__notes__)
+"""
+    assert "set TMPDIR to a folder that is there, with a shorter path" in printed_by(code, folder)
+
+
 @pytest.mark.parametrize(
     ("error", "need"),
     [

@@ -10,6 +10,7 @@ there. Nothing of the main module is, and no library gets threads.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
@@ -24,6 +25,8 @@ from minloader._worker.start import refuse_avalanche
 def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -> None:
     """Start the fork server, unless it runs. Does not wait until it has imported the modules.
 
+    What it raises is the system's: there is no room for its socket, say.
+
     Args:
         context: of the start method "forkserver".
         modules: names of those that workers will need.
@@ -36,7 +39,16 @@ def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -
     # Have libraries that are loaded there use one thread: a process with threads should not be
     # forked. A worker sets that for itself, but after these are loaded.
     with default_environment("OMP_NUM_THREADS", "1"), hash_seed(seed):
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError as error:
+            # The folder is not there, or the path of a socket in it too long (without a number).
+            if error.errno in (errno.ENOENT, None):
+                error.add_note(
+                    "minloader: the fork server has a socket among temporary files: set TMPDIR to "
+                    "a folder that is there, with a shorter path, or take mp_context='spawn'"
+                )
+            raise
 
 
 def imported_by(names: Iterable[str]) -> Iterator[str]:
