@@ -729,6 +729,7 @@ def test_fewer_workers_than_a_state_has_shards(num_workers, stateful):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_shuffled_stream(num_workers):
+    torch.manual_seed(1)  # one of 32 orders is that of the stream
     with DataLoader(shuffled(Sharded(11), 4), 2, num_workers=num_workers) as loader:
         batches = iter(loader)
         first = next(batches).tolist()
