@@ -1190,6 +1190,8 @@ def test_states_that_do_not_fit():
         pytest.raises(ValueError, match=r"of a minloader\.torch\.DataLoader, but this is"),
     ):
         core.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"this is the state of a BatchSampler, not of a Data"):
+        loader.load_state_dict(OurBatchSampler(10, 4).state_dict())
     longer = known | {"loader": known["loader"] | {"length": 9}}
     other = DataLoader(Numbers(), 4)
     other.load_state_dict(state | {"state": (longer,)})

@@ -566,6 +566,11 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
             raise TypeError(f"state must be what state_dict() gave, got {brief_repr(state)}{part}")
         check_version(state, VERSION)
+        if isinstance(state.get("sampler"), str):
+            raise ValueError(
+                f"this is the state of a {state['sampler']}, not of a DataLoader; give what the "
+                "loader's state_dict() returned, which has it inside"
+            )
         if "seed" in state:
             raise ValueError(
                 "the state is of a minloader.Loader, but this is a minloader.torch.DataLoader, "
