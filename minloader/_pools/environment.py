@@ -36,11 +36,11 @@ def default_environment(name: str, value: str) -> Iterator[None]:
         if name in os.environ:
             yield
             return
-        os.environ[name] = value
         try:
+            os.environ[name] = value
             yield
         finally:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 def hash_seed(seed: int) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from types import ModuleType
 
+from minloader._memory.files import interrupts_held
 from minloader._pools.cpython import modules_to_preload
 from minloader._pools.environment import default_environment, hash_seed
 from minloader._worker.start import refuse_avalanche
@@ -38,7 +39,12 @@ def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
     # Have libraries that are loaded there use one thread: a process with threads should not be
     # forked. A worker sets that for itself, but after these are loaded.
-    with default_environment("OMP_NUM_THREADS", "1"), hash_seed(seed):
+    # Ctrl-C within it would leave the variables set for all that this process starts later.
+    with (
+        interrupts_held(),
+        default_environment("OMP_NUM_THREADS", "1"),
+        hash_seed(seed),
+    ):
         try:
             forkserver.ensure_running()
         except OSError as error:
