@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,20 @@ lifetimes._watch(SimpleNamespace(sentinel=gone, pid=worker), lambda: print("clea
     pid, *said = done.stdout.split()
     assert said == ["clean", "True"]
     assert eventually(lambda: not alive(int(pid)))
+
+
+def test_ctrl_c_in_a_start_of_the_fork_server_finds_no_variable_set(monkeypatch):
+    """A handler that raises just as one is taken away would leave it set for good."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seen = []
+    press = partial(signal.raise_signal, signal.SIGINT)
+    monkeypatch.setattr(fork_server.forkserver, "ensure_running", press)
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append("PYTHONHASHSEED" in os.environ))
+    try:
+        fork_server.start_fork_server(multiprocessing.get_context("forkserver"), [], 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [False]
 
 
 def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
