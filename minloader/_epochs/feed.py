@@ -64,8 +64,7 @@ class SamplerSource(Source):
     def is_exact(self) -> bool:
         """Whether its state from between two epochs is of the beginning of one, as of ours."""
         items = self.items
-        is_torchs = type(items).__module__ == "minloader.torch.order"  # which ours may be within
-        return self.is_ours or (is_torchs and isinstance(items.sampler, Sampler))
+        return self.is_ours or (_is_of_drop_in(items) and isinstance(items.sampler, Sampler))
 
     @property
     def cannot_look(self) -> bool:
@@ -115,7 +114,12 @@ def _cannot_look(sampler: Any) -> bool:
     if kind in _BUILTIN or isinstance(sampler, Sampler):
         return True
     module = kind.__module__.partition(".")[0]
-    return module in ("numpy", "torch") or kind.__module__ == "minloader.torch.order"
+    return module in ("numpy", "torch") or _is_of_drop_in(sampler)
+
+
+def _is_of_drop_in(sampler: Any) -> bool:
+    """Return whether it is what the drop-in reads the user's sampler by, without importing that."""
+    return type(sampler).__module__ == "minloader.torch.order"
 
 
 class Feed:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,10 +22,8 @@ from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr, check_int, differences, has_epochs, is_stateful
+from minloader._checks import brief_repr, check_int, has_epochs, is_stateful
 from minloader._sampling.seeding import Piece
-
-logger = logging.getLogger("minloader")
 
 CHUNK = 16_384
 """Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
@@ -68,30 +65,6 @@ def is_read_once(items: Any) -> bool:
         return True
     is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
     return hasattr(type(items), "__next__") and not is_python
-
-
-def begin_there(stream: Any, state: Any) -> None:
-    """Begin a stream once more that was put back to a state, if it has not gone there.
-
-    Args:
-        stream: one that is its own iterator. As with torchdata's loader, it may go to its state
-            only when ``iter`` begins a pass.
-        state: that was put back.
-    """
-    if _is_at(stream, state):
-        return
-    iter(stream)
-    if not _is_at(stream, state):
-        stream.load_state_dict(state)  # what it says is another thing
-
-
-def _is_at(stream: Any, state: Any) -> bool:
-    """Whether a stream says that it is at a state, or does not say where it is."""
-    try:
-        return not differences(stream.state_dict(), state)
-    except Exception as error:  # many have no state before their first item
-        logger.debug("%s does not say where it is: %r", brief_repr(stream), error)
-        return True
 
 
 class Source:

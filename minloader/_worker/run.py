@@ -59,12 +59,13 @@ which a chunk shares; and a batch waits so long for others in its chunk, twice t
 
 
 READING = "when the stream was read"
+"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
 
 READING_ON = (
     "when the stream was read on from a state of its own: unless it fails there anyway, that "
     f"state does not lead there ({NOT_LEADING})"
 )
-"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
+"""The same, where nothing was read yet since the state was put back."""
 
 
 @dataclass(slots=True, eq=False)

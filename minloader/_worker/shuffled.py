@@ -21,10 +21,10 @@ from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful
 from minloader._sampling.seeding import generator
-from minloader._sampling.source import begin_there
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
+from minloader._worker.torch_conventions import begin_there
 
 logger = logging.getLogger("minloader")
 

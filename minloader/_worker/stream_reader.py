@@ -29,12 +29,11 @@ from weakref import WeakValueDictionary
 
 from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful
 from minloader._memory.pickling import pack, unpack
-from minloader._sampling.source import begin_there
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
-from minloader._worker.torch_conventions import Stream
+from minloader._worker.torch_conventions import Stream, begin_there
 
 logger = logging.getLogger("minloader")
 

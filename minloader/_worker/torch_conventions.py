@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from minloader._checks import has_epochs
+from minloader._checks import brief_repr, differences, has_epochs
 from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
@@ -101,6 +101,30 @@ class WorkerInit:
 
 
 _has_warned = False
+
+
+def begin_there(stream: Any, state: Any) -> None:
+    """Begin a stream once more that was put back to a state, if it has not gone there.
+
+    Args:
+        stream: one that is its own iterator. As with torchdata's loader, it may go to its state
+            only when ``iter`` begins a pass.
+        state: that was put back.
+    """
+    if _says_it_is_at(stream, state):
+        return
+    iter(stream)
+    if not _says_it_is_at(stream, state):
+        stream.load_state_dict(state)  # what it says is another thing
+
+
+def _says_it_is_at(stream: Any, state: Any) -> bool:
+    """Return whether a stream says that it is at a state, or does not say where it is."""
+    try:
+        return not differences(stream.state_dict(), state)
+    except Exception as error:  # many have no state before their first item
+        logger.debug("%s does not say where it is: %r", brief_repr(stream), error)
+        return True
 
 
 @dataclass(repr=False, eq=False)
