@@ -404,7 +404,7 @@ def test_a_value_that_the_arrays_cannot_hold(value, dtype):
 
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [(np.nan, np.float32), (-100, np.int8), ("", "U3"), (np.datetime64("NaT"), "M8[s]")],
+    [(np.nan, np.float32), (-100, np.int8), ("", "U3"), (np.datetime64("NaT", "s"), "M8[s]")],
 )
 def test_a_value_that_they_can(value, dtype):
     values, _ = pad_collate(value=value)([np.zeros(2, dtype), np.zeros(1, dtype)])

@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import printed_by, python, variants
@@ -272,19 +274,24 @@ def test_processes_without_semaphores_are_told():
 @pytest.mark.parametrize("name", ["not there", 100 * "x"])
 def test_a_fork_server_without_a_place_for_its_socket(name, tmp_path):
     """``tempfile`` itself looks for another folder where there is none."""
-    folder = tmp_path / name
+    folder = Path("/", name)
     if name != "not there":
+        folder = tmp_path / name
         folder.mkdir()
     code = """
 import sys, tempfile
 from minloader import Loader
 tempfile.tempdir = sys.argv[1]
 try:
-    Loader(abs, range(4), num_workers=1, mp_context="forkserver")
+    print(*Loader(abs, range(-2, 0), num_workers=1, mp_context="forkserver"))
 except OSError as error:
     print(*error.__notes__)
 """
-    assert "set TMPDIR to a folder that is there, with a shorter path" in printed_by(code, folder)
+    printed = printed_by(code, folder)
+    if sys.version_info >= (3, 15) and folder.is_dir():  # it takes a folder with a shorter path
+        assert printed == "2 1\n"
+    else:
+        assert "set TMPDIR to a folder that is there, with a shorter path" in printed
 
 
 @pytest.mark.parametrize(

@@ -616,9 +616,10 @@ def test_no_file_is_left_where_files_need_names(tmp_path, number):
     temporary.mkdir()
     before = f"del os.memfd_create; import tempfile; tempfile.tempdir = {str(temporary)!r}"
     program, pids = run_program(folder, "next(batches)", before=before)
-    assert {path.name[:10] for path in temporary.iterdir()} == {"minloader-"}
+    files = {path.name[:10] for path in temporary.iterdir()}
     program.send_signal(number)
-    assert_gone(program, pids)
+    _, errors = assert_gone(program, pids)
+    assert files == {"minloader-"}, errors
     assert list(temporary.iterdir()) == []
 
 
