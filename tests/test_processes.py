@@ -408,6 +408,21 @@ def test_the_parent_is_killed(tmp_path, number, hang):
     assert "leaked semaphore" in errors or not errors
 
 
+def test_the_parent_is_killed_while_its_workers_are_stopped(tmp_path):
+    """The kernel then sends them SIGHUP (POSIX: a stopped group that has become an orphan).
+
+    They would die of it, and what they started outside of their groups would live on.
+    """
+    program, pids = run_program(tmp_path, "next(batches)")
+    leaders = [json.loads(path.read_text())[0] for path in tmp_path.glob("*.json")]
+    for pid in leaders:
+        os.kill(pid, signal.SIGSTOP)
+    threads = [psutil.Process(each.id) for pid in leaders for each in psutil.Process(pid).threads()]
+    assert eventually(lambda: {each.status() for each in threads} == {psutil.STATUS_STOPPED})
+    program.send_signal(signal.SIGKILL)
+    assert_gone(program, pids)
+
+
 def test_the_parent_is_killed_while_a_fork_of_it_lives(tmp_path):
     """The fork holds every pipe of the parent open, so that no end of file tells of its death."""
     end = """

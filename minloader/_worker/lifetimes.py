@@ -48,6 +48,8 @@ def lead_group() -> None:
     signal.set_wakeup_fd(-1)
     # A handler rather than SIG_IGN, which programs started by the worker would inherit.
     signal.signal(signal.SIGINT, _ignore)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # no nohup
+        signal.signal(signal.SIGHUP, _ignore)
     # These are to be inherited. A group in the background that sets or reads the terminal is
     # stopped, for ever: nobody brings it to the foreground. Now it may set it, and reads nothing.
     for name in ("SIGTTOU", "SIGTTIN"):
@@ -63,7 +65,11 @@ def handled_signals() -> list[int]:
 
 
 def _ignore(signum: int, frame: Any) -> None:
-    """Do nothing: the parent decides what Ctrl-C means."""
+    """Do nothing: the parent decides what Ctrl-C means.
+
+    If a worker is stopped while the parent dies, the kernel sends it SIGHUP and has it go on. It
+    must not die of that, but end with all that it started.
+    """
 
 
 def follow_parent(clean_up: Callable[[], object]) -> None:
@@ -78,14 +84,14 @@ def follow_parent(clean_up: Callable[[], object]) -> None:
 
 def _watch(parent: Any, clean_up: Callable[[], object]) -> None:
     """Wait for the parent to end, in whatever way, and end with all that was started here."""
-    handles = [parent.sentinel]
+    parents = []
     if hasattr(os, "pidfd_open"):
         # The sentinel is a pipe that a fork of the parent would hold open; this is not.
-        try:
-            handles.append(os.pidfd_open(parent.pid))
-        except OSError:  # no such kernel; or no such process: then the sentinel is ready
-            handles = [parent.sentinel]
-    multiprocessing.connection.wait(handles)
+        with suppress(OSError):  # no such kernel; or no such process: then the sentinel is ready
+            parents.append(os.pidfd_open(parent.pid))
+    multiprocessing.connection.wait([parent.sentinel, *parents])
+    if parents:  # the pipe is closed first, then the kernel has stopped processes go on
+        multiprocessing.connection.wait(parents, LONGEST_END)
     clean_up()
     ending = threading.Thread(target=_end_from_outside, name="minloader-end", daemon=True)
     with suppress(RuntimeError):  # no more threads
@@ -98,8 +104,8 @@ def _watch(parent: Any, clean_up: Callable[[], object]) -> None:
 
 
 LONGEST_END = 1.0
-"""Seconds that a worker may take to be forked, where its parent has vanished. A lock of the user's
-may hold up the fork."""
+"""Seconds for the parent to be gone, and for the worker to be forked then. A lock of the user's may
+hold up the fork; another process may have got the parent's pid."""
 
 
 def _end_from_outside() -> None:
