@@ -45,7 +45,7 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
 
     When the consumer gets a batch, the shared memory that it came in is free again. Not so on the
     CPU, where JAX uses this memory without a copy until the last array over it dies. Arrays that
-    did not come from a worker process are copied on the CPU, since others may write to them.
+    did not come from a worker process are copied first, since others may write to them.
 
     Args:
         batches: a :class:`minloader.Loader`, ``loader.epochs(n)``, or any iterable.
@@ -82,15 +82,10 @@ class _Put:
         get_mesh = getattr(jax.sharding, "get_mesh", None)  # which the first versions lack
         mesh = None if get_mesh is None else get_mesh()
         self._mesh = None if mesh is None or mesh.empty else mesh
-        self._copy = True  # until it is known that batches go to no CPU
 
     def keep(self, batch: Any) -> Any:
         """Copy what others may write to meanwhile. Called in the consumer's thread."""
-        return jax.tree.map(self._kept, batch) if self._copy else batch
-
-    def _kept(self, leaf: Any) -> Any:
-        array = None if isinstance(leaf, jax.Array) or _loses(leaf) else _as_array(leaf)
-        return leaf if array is None or is_leased(array) else array.copy()
+        return jax.tree.map(_kept, batch)
 
     def __call__(self, batch: Any) -> Any:
         with ExitStack() as settings:
@@ -104,9 +99,8 @@ class _Put:
     def _put(self, batch: Any) -> Any:
         found, tree = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_none)
         leaves = [leaf for _, leaf in found]
-        here: dict[
-            int, Any
-        ] = {}  # by place among the leaves: what goes to one device or to several
+        # By place among the leaves: what goes to one device or to several.
+        here: dict[int, Any] = {}
         where: dict[int, Any] = {}
         devices = self._devices_of(batch)
         for place, (path, leaf) in enumerate(found):
@@ -134,12 +128,9 @@ class _Put:
         there: Any = jax.device_put(list(here.values()), list(where.values()))
         for place, array in zip(here, there, strict=True):
             leaves[place] = array
-        put = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        for array in put:
-            array.block_until_ready()
-        if put:
-            platforms = {device.platform for array in put for device in array.devices()}
-            self._copy = "cpu" in platforms
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.block_until_ready()
         try:
             return jax.tree.unflatten(tree, leaves)
         except Exception as error:
@@ -163,6 +154,11 @@ class _Put:
             for device, part in zip(self._devices, parts, strict=True)
             for _ in jax.tree.leaves(part, is_leaf=_is_none)
         ]
+
+
+def _kept(leaf: Any) -> Any:
+    array = None if isinstance(leaf, jax.Array) or _loses(leaf) else _as_array(leaf)
+    return leaf if array is None or is_leased(array) else array.copy()
 
 
 def _is_none(value: Any) -> bool:
