@@ -530,6 +530,34 @@ def test_the_idle_thread_keeps_no_batch(no_collector):
     assert eventually(lambda: [ref() for ref in made] == [None] * 3)
 
 
+@pytest.mark.parametrize(
+    "source", [lambda: Loader(same, range(9), num_workers=0), lambda: range(9)]
+)
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_what_was_made_ahead_is_let_go(no_collector, source, end):
+    """It may fill a device, while the loader lives on."""
+
+    class Made:
+        pass
+
+    made: list[weakref.ref[Made]] = []
+
+    def make(_: int) -> Made:
+        value = Made()
+        made.append(weakref.ref(value))
+        return value
+
+    loader = source()
+    batches = prefetch(loader, make, 3)
+    next(batches)
+    assert eventually(lambda: len(made) == 4)
+    if end == "close":
+        batches.close()
+    else:
+        del batches
+    assert eventually(lambda: [ref() for ref in made] == [None] * 4)
+
+
 def test_slots_are_free_again():
     """When the consumer has let go of the arrays, whatever the thread did with them."""
     with Loader(np.zeros, [(1 << 18,)] * 12, num_workers=2) as loader:

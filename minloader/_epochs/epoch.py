@@ -32,6 +32,11 @@ class Claim:
     outcome: Any = None
     error: BaseException | None = None
 
+    def drop(self) -> None:
+        """Let go of the batch: nobody will take it. Its place remains, for the position."""
+        self.outcome = None
+        self.error = None
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class Claims:
@@ -193,5 +198,4 @@ class Epoch:
         for lane in self.lanes:
             lane.leave()
         for claim in self.claims.all():
-            claim.outcome = None
-            claim.error = None
+            claim.drop()

@@ -39,8 +39,7 @@ class Work:
     Attributes:
         batch: what the functions are called on, in a list that the thread empties.
         functions: called one after the other, each on what the one before has returned.
-        made: what a function raised, and what the last one returned. The first of them counts: from
-            the thread, or from :meth:`drop`.
+        made: what a function raised, and what the last one returned; empty until then.
         is_sent: whether the thread has it.
     """
 
@@ -54,8 +53,9 @@ class Work:
         self._done.acquire()
 
     def finish(self, error: BaseException | None, value: Any = None) -> None:
-        """Say what has come of the batch. From any thread."""
-        self.made.append((error, value))
+        """Say what has come of the batch, if nobody has said so before."""
+        if not self.made:
+            self.made.append((error, value))
         with suppress(RuntimeError):  # somebody has said so before
             self._done.release()
 
@@ -68,9 +68,10 @@ class Work:
         return self.made[0]
 
     def drop(self) -> None:
-        """Have it come to an error, unless it was made."""
+        """Let go of the batch and of what was made of it: nobody will take it."""
         self.batch.clear()
-        self.finish(RuntimeError(CLOSED))
+        self.made[:] = [(RuntimeError(CLOSED), None)]
+        self.finish(None)
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -84,7 +85,9 @@ class StagedClaim(Claim):
     work: Work | None = None
 
     def drop(self) -> None:
-        """Have the thread not make it, if it has not begun."""
+        """Let go of the batch, which the thread does not make if it has not begun."""
+        self.outcome = None
+        self.error = None
         if self.work is not None:
             self.work.drop()
 
