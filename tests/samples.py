@@ -108,7 +108,7 @@ KINDS: dict[str, Any] = {
     "text array": lambda n: np.array(["a"]),
     "object array": lambda n: np.array([None]),
     "dates": lambda n: np.zeros(2, "M8[s]"),
-    "durations": lambda n: np.timedelta64(n),
+    "durations": lambda n: np.timedelta64(n, "s"),
     "long double": lambda n: np.zeros(2, "g"),
     "record": lambda n: np.zeros(2, [("a", "f")]),
     "ragged": lambda n: np.zeros(n + 1),

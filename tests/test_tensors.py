@@ -15,6 +15,7 @@ from minloader import Loader, TransportError
 from minloader._diagnosis.leaves import leaves
 from minloader._memory.job_file import JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
+from minloader._memory.tensors import reduce_elsewhere
 from minloader._sampling import torch_collate
 
 torch = require("torch")
@@ -77,7 +78,7 @@ def there_and_back(batch: Any) -> Any:
 @pytest.mark.parametrize("n", [4, 100])
 def test_strides_are_kept(n):
     """Of small tensors, in the pickle, and of large ones."""
-    base = torch.arange(float(n * n * 3)).reshape(1, 3, n, n)
+    base = torch.arange(n * n * 3.0).fmod(256).reshape(1, 3, n, n)  # each dtype holds these
     for tensor in (
         base,
         base.to(memory_format=torch.channels_last),
@@ -102,6 +103,11 @@ def test_strides_are_kept(n):
         assert arrived.untyped_storage().nbytes() <= 2 * base.nbytes
 
 
+BITS = {torch.complex32: torch.int32, torch.float8_e4m3fn: torch.int8}
+"""To compare what torch cannot compare, or what is equal to nothing: some of its versions make NaN
+of large numbers."""
+
+
 @pytest.mark.parametrize("send", ["batch", "job"])
 @pytest.mark.parametrize("size", [6, 40_000])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -124,8 +130,16 @@ def test_attributes_of_a_tensor_are_kept(send, size):
         assert arrived.requires_grad == tensor.requires_grad
         assert (getattr(arrived, "itself", None) is arrived) == (name == "float32")
         assert arrived.stride() == tensor.stride()
-        bits = {torch.complex32: torch.int32}.get(tensor.dtype, tensor.dtype)
+        bits = BITS.get(tensor.dtype, tensor.dtype)
         assert torch.equal(arrived.detach().view(bits), tensor.detach().view(bits))
+
+
+def test_what_is_on_a_device_goes_there_again():
+    """The processor stands for the device here: ``test_cuda`` has one."""
+    tensor = torch.arange(9)
+    for obj in (tensor, tensor.untyped_storage()):
+        move, args = reduce_elsewhere(obj)
+        assert move(*args).tolist() == obj.tolist()
 
 
 def test_wide_gaps_are_left_out():

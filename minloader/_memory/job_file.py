@@ -38,9 +38,12 @@ from minloader._memory.shared_arrays import (
 )
 from minloader._memory.tensors import (
     bytes_of,
+    is_elsewhere,
     is_plain_tensor,
     load_storage,
     load_tensor,
+    reduce_elsewhere,
+    reduce_tensor,
     reduce_typed_storage,
     require_gradient,
     with_attributes,
@@ -97,12 +100,12 @@ class JobPickler(Pickler):
         kind = type(obj)
         if kind.__module__ == "numpy" and kind.__name__ in ("ndarray", "memmap"):
             return self.reduce_array(obj)
-        if kind.__module__ == "torch" and kind.__name__ == "Tensor" and is_plain_tensor(obj):
+        if kind.__module__ == "torch" and kind.__name__ == "Tensor":
             return self.reduce_tensor(obj)
         if kind.__module__ == "torch.storage":
             if kind.__name__ == "TypedStorage":
                 return reduce_typed_storage(obj)
-            if kind.__name__ == "UntypedStorage" and obj.device.type == "cpu":
+            if kind.__name__ == "UntypedStorage":
                 return self.reduce_storage(obj)
         if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
             self.modules.add(getattr(obj, "__module__", None) or "builtins")
@@ -158,6 +161,8 @@ class JobPickler(Pickler):
 
         Torch's own way would write a copy for each of them into the stream.
         """
+        if not is_plain_tensor(tensor):
+            return reduce_tensor(tensor)
         if tensor.requires_grad:
             return with_attributes(tensor, (require_gradient, (tensor.detach(),)))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -166,6 +171,8 @@ class JobPickler(Pickler):
 
     def reduce_storage(self, storage: Any) -> Any:
         """Reduce an untyped storage as those of tensors."""
+        if is_elsewhere(storage):
+            return reduce_elsewhere(storage)
         return load_storage, (self._memory_of(storage),)
 
     def _memory_of(self, storage: Any) -> Any:

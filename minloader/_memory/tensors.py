@@ -40,6 +40,24 @@ def is_plain_tensor(tensor: Any) -> bool:
     )
 
 
+def is_elsewhere(obj: Any) -> bool:
+    """Whether the numbers of a tensor or a storage are in the memory of a device."""
+    return obj.device.type not in ("cpu", "meta")
+
+
+def reduce_elsewhere(obj: Any) -> tuple[Any, ...]:
+    """Reduce a tensor or an untyped storage on a device to one here, to be moved there again.
+
+    Torch's own way cannot load all of them.
+    """
+    return move_to, (obj.cpu(), obj.device)
+
+
+def move_to(obj: Any, device: Any) -> Any:
+    """Undo :func:`reduce_elsewhere`."""
+    return obj.to(device=device)
+
+
 def with_attributes(tensor: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return how a tensor is made again, with the attributes that somebody has given it.
 
@@ -67,14 +85,16 @@ def numpy_like(dtype: Any) -> Any:
 
 def reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
-    if not is_plain_tensor(tensor):
-        return tensor.__reduce_ex__(5)
-    return with_attributes(tensor, _reduce_numbers(tensor))
+    if is_elsewhere(tensor) or is_plain_tensor(tensor):
+        return with_attributes(tensor, _reduce_numbers(tensor))
+    return tensor.__reduce_ex__(5)
 
 
 def _reduce_numbers(tensor: Any) -> tuple[Any, ...]:
     if tensor.requires_grad:
         return require_gradient, (tensor.detach(),)
+    if is_elsewhere(tensor):
+        return reduce_elsewhere(tensor)
     shape = stride = None
     if not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -112,8 +132,8 @@ def require_gradient(tensor: Any) -> Any:
 
 def reduce_storage(storage: Any) -> Any:
     """Reduce an untyped storage to an array. Torch's own way fails where it is loaded."""
-    if storage.device.type != "cpu":
-        return storage.__reduce_ex__(5)
+    if is_elsewhere(storage):
+        return reduce_elsewhere(storage)
     return load_storage, (bytes_of(storage),)
 
 
