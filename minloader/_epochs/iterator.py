@@ -233,7 +233,9 @@ class Batches(Iterator[B], Generic[B]):
                 self._recover()
             self.claims.is_unsure = True
             if self._stage is None:
-                self._claim(thread)
+                claim = Claim()
+                self._find_next(claim)
+                self._count_taken(claim, thread)
             else:
                 self._claim_made(thread, self._stage)
             now = perf_counter()
@@ -280,12 +282,6 @@ class Batches(Iterator[B], Generic[B]):
                 "load_state_dict was called after this iterator was begun; call iter(loader) to "
                 "continue from that state"
             )
-
-    def _claim(self, thread: int) -> None:
-        """Claim the next batch, or the error in its place."""
-        claim = Claim()
-        self._find_next(claim)
-        self._count_taken(claim, thread)
 
     def _count_taken(self, claim: Claim, thread: int | None) -> None:
         """Have a claim be on its way to a thread; None: be ahead of the consumer."""
@@ -471,7 +467,7 @@ class Batches(Iterator[B], Generic[B]):
         lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
         if lane.tasks:
             task = lane.tasks[0]
-            if task.is_begun and task.first <= lane.taken < task.stop:
+            if task.is_begun and 0 <= lane.taken - task.first < len(task.items):
                 return epoch, lane, task
         begin = perf_counter()
         try:

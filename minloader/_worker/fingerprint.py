@@ -27,31 +27,28 @@ def fingerprint(samples: Sequence[Any]) -> int | None:
     Returns:
         A number of 32 bits; None if there is no plain value in either sample.
     """
-    values = _plain(samples[0], DEPTH), _plain(samples[-1], DEPTH)
-    if values == (None, None):
+    first = _plain(samples[0], DEPTH)
+    last = first if len(samples) == 1 else _plain(samples[-1], DEPTH)
+    if first is last is None:
         return None
-    return zlib.crc32(repr(values).encode())
+    return zlib.crc32(repr((first, last)).encode())
 
 
 def _plain(value: Any, depth: int) -> Any:
     """Return the first number or string in a sample, or the first ones of an array; else None."""
     try:
-        return _looked_for(value, depth)
+        if isinstance(value, str | bytes):
+            return value[:64]
+        if isinstance(value, int | float):
+            return value + 0  # of an enum, without its name
+        parts = value.values() if isinstance(value, Mapping) else value
+        if parts is not value or isinstance(value, list | tuple):
+            found = (_plain(part, depth - 1) for part in islice(parts, depth))
+            return next((each for each in found if each is not None), None)
+        flat: Any = getattr(value, "flat", None)  # a numpy array
+        if flat is None and hasattr(value, "flatten"):  # a tensor
+            flat = value.flatten()
+        return None if flat is None else list(map(float, flat[:DEPTH]))
     except Exception as error:  # of the user's own objects; the batch matters more
         logger.debug("a sample of type %s has no fingerprint: %r", type(value).__name__, error)
         return None
-
-
-def _looked_for(value: Any, depth: int) -> Any:
-    if isinstance(value, str | bytes):
-        return value[:64]
-    if isinstance(value, int | float):
-        return value + 0  # of an enum, without its name
-    parts = value.values() if isinstance(value, Mapping) else value
-    if parts is not value or isinstance(value, list | tuple):
-        found = (_plain(part, depth - 1) for part in islice(parts, depth))
-        return next((each for each in found if each is not None), None)
-    flat: Any = getattr(value, "flat", None)  # a numpy array
-    if flat is None and hasattr(value, "flatten"):  # a tensor
-        flat = value.flatten()
-    return None if flat is None else list(map(float, flat[:DEPTH]))

@@ -125,12 +125,9 @@ class ShardReader:
         if index is None:
             index = 0 if self.ended else self.position
         epoch = self.epoch + self.ended
-        ordinal = self._ordinal_in_epoch(index)
+        ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
         begin_batch(self.info, epoch, ordinal)
         return self.info.seed, epoch, ordinal, self.info.rank
-
-    def _ordinal_in_epoch(self, index: int) -> int:
-        return ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
@@ -245,7 +242,8 @@ class ShardReader:
         if samples is END:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
-        ordinal = self._ordinal_in_epoch(self.position - 1)
+        shard = self.shard
+        ordinal = ordinal_in_epoch(self.position - 1, shard=shard.id, total=shard.total)
         begin_batch(self.info, self.epoch, ordinal, key=(1,))
         return self.maker.combine(samples)
 
