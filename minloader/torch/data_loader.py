@@ -74,6 +74,49 @@ class _Loader(Loader[Any]):
 
     _without_processes = "set num_workers=0"
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the consumer leaves an epoch if the next one begins now."""
+        return self._epochs.is_left
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a state was loaded, and its epoch has not begun since."""
+        return self._epochs.resume is not None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there is an iterator over its batches."""
+        return bool(self._shared.group.users)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task is under way."""
+        return not self._shared.group.in_flight
+
+    def serve_drop_in(self) -> None:
+        """Take the seed of whatever state is loaded, and have no start() advised: it is hidden."""
+        self._any_seed = True
+        self._shared.counters.workers.started_early = True
+
+    def begin(self, batches: LoaderBatches[Any]) -> Epoch:
+        """Begin an epoch, the rest of one if a state was loaded, for an iterator."""
+        return self._epochs.begin(batches, None)
+
+    def supersede(self) -> None:
+        """Have the iterators that were begun raise an error: a state was loaded."""
+        self._epochs.supersede()
+
+    def renew_workers(self) -> None:
+        """Have the next tasks go to new workers, which get the dataset as it is now.
+
+        Only while it is idle.
+
+        Raises:
+            TypeError: what the workers need cannot be sent to them; they are the former ones then.
+        """
+        self._shared.group.begin_anew()
+
 
 class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     """Torch's ``DataLoader`` on minloader's workers: the same arguments, attributes and batches.
@@ -226,8 +269,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _forget(self) -> None:
         """Be as if no epoch had begun."""
         self._order: Order | None = None
-        self._loader: Loader | None = None
-        self._former: list[Loader] = []  # of iterators that were begun before, and are in use
+        self._loader: _Loader | None = None
+        self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
         self._init: conventions.WorkerInit | None = None  # what its workers begin with
         self._seed: int | None = None
@@ -300,7 +343,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             for name, given in self._given.items():
                 if self._number and is_read_once(given) and not has_epochs(given):
                     raise used_up(name, given)
-            if self._loader is not None and self._loader._epochs.is_left:
+            if self._loader is not None and self._loader.is_left:
                 order.leave()
         order.check(start)
         loader = self._ready()
@@ -310,7 +353,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             iter(order)
             if not self.num_workers:
                 loader.dataset.told.epoch = start.told
-        return loader._epochs.begin(batches, None)
+        return loader.begin(batches)
 
     def _leave_behind(self) -> None:
         """Go on to another epoch, if a state was loaded, and the sampler was set to that since.
@@ -372,7 +415,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     @property
     def _is_resumed(self) -> bool:
         """Whether a state was loaded, and its epoch has not begun since."""
-        return self._loader is not None and self._loader._epochs.resume is not None
+        return self._loader is not None and self._loader.is_resumed
 
     @property
     def _told(self) -> int | None:
@@ -381,7 +424,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             return told_of(self.dataset, last=self._set_last)
         return told_of(*with_inner(self._index_sampler), last=self._set_last)
 
-    def _ready(self) -> Loader:
+    def _ready(self) -> _Loader:
         """Return the loader, for an epoch to begin: a new one if an attribute has changed.
 
         Without ``persistent_workers`` it has new workers, which get the dataset as it is now. Those
@@ -393,18 +436,17 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if former is not None and settings == self._made_with:
             if self.persistent_workers or not self.num_workers:
                 return former
-            if not former._shared.group.in_flight:
+            if former.is_idle:
                 if self._init is not None:
                     self._init.tells = False
-                former._shared.group.begin_anew()
+                former.renew_workers()
                 return former
         if former is not None and self.trace is not None:
             former.close()  # it has the file open
         made = self._make()
         known = [*self._former, *([] if former is None else [former])]
-        in_use = [each for each in known if each._shared.group.users]
-        made._any_seed = True  # a state brings its own
-        made._shared.counters.workers.started_early = True  # there is no start() to be advised
+        in_use = [each for each in known if each.is_in_use]
+        made.serve_drop_in()
         if former is not None and self._is_resumed:
             made.load_state_dict(former.state_dict())
         elif former is not None:
@@ -415,7 +457,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._former = in_use
         return made
 
-    def _make(self) -> Loader:
+    def _make(self) -> _Loader:
         workers = self.num_workers
         if self.timeout and not workers:
             raise ValueError(
@@ -552,7 +594,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             raise
         self._seed = loader.seed
         for each in self._former:
-            each._epochs.supersede()
+            each.supersede()
         if start.told is not None:
             self.set_epoch(start.told)
         order = self._sync_order()
