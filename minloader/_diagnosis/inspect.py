@@ -64,24 +64,26 @@ class Inspection:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self.counters = loader._shared.counters
-        self.group = loader._shared.group
+        self._shared = loader._shared
+        self._epochs = loader._epochs
+        self.counters = self._shared.counters
+        self.group = self._shared.group
         self.executor = self.group.factory.executor
-        self.shards = loader._epochs.shards
+        self.shards = self._epochs.shards
 
     @property
     def options(self) -> Options:
         """The checked arguments that the epochs go by."""
-        return self._loader._shared.options
+        return self._shared.options
 
     def change(self, **options: Any) -> None:
         """Have other checked arguments, for the epochs from now on."""
-        self._loader._shared.options = replace(self.options, **options)
+        self._shared.options = replace(self.options, **options)
 
     @property
     def sampler_used_up(self) -> bool:
         """Whether the sampler is an iterator that has served its one epoch."""
-        return self._loader._epochs.source.is_used_up
+        return self._epochs.source.is_used_up
 
     @property
     def own_generators(self) -> list[str]:
