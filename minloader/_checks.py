@@ -288,15 +288,20 @@ def _meant(name: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
 
 
-def check_attribute(loader: Any, name: str) -> None:
+def check_attribute(loader: Any, name: str, defaults: Iterable[str]) -> None:
     """Refuse to set an attribute where that would do nothing.
+
+    Args:
+        loader: of which it is to be set.
+        name: of the attribute.
+        defaults: names of the arguments of a loader that have a default.
 
     Raises:
         AttributeError: it is an argument that the workers were made with, or a typo.
     """
     import difflib
 
-    arguments = {"dataset", "sampler", *loader._arguments[1]}
+    arguments = {"dataset", "sampler", *defaults}
     if name in arguments:
         raise AttributeError(
             f"{name} cannot be set, since the workers have what the Loader was made with; make "

@@ -245,7 +245,7 @@ class Loader(Generic[B]):
         is_made, public = "_end" in vars(self), name[0] != "_"
         own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
         if is_made and public and own and name not in ("epoch", "num_workers"):
-            checks.check_attribute(self, name)
+            checks.check_attribute(self, name, self._arguments[1])
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
