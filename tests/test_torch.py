@@ -771,8 +771,9 @@ def test_the_length_of_a_stream():
     assert len(DataLoader(data, batch_size=3, drop_last=True)) == 1
     alone = DataLoader(data, batch_size=None)
     assert len(alone) == 4
-    with pytest.warns(UserWarning, match="was reported to be 4.*but 5 batches"):
+    with pytest.warns(UserWarning, match="was reported to be 4.*but 5 batches") as caught:
         list(alone)
+    assert caught[0].filename == __file__  # who iterates
     with pytest.raises(TypeError):
         len(DataLoader(Sharded(5)))
     list(DataLoader(data, batch_size=None))  # nobody asked
@@ -1081,8 +1082,9 @@ def test_a_sampler_that_counts_its_epochs_while_it_is_read():
         assert numbers(other) == rest
         other.load_state_dict(state)
         other.set_epoch(1)
-        with pytest.warns(UserWarning, match="of epoch 3 .* set to epoch 1"):
-            assert len(numbers(other)) == 2
+        with pytest.warns(UserWarning, match="of epoch 3 .* set to epoch 1") as caught:
+            assert len(list(other)) == 2
+        assert caught[0].filename == __file__  # who iterates
 
 
 def test_state_before_a_sampler_that_counts_as_it_begins():

@@ -30,6 +30,7 @@ from minloader._checks import brief_repr, check_int, has_epochs, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches as LoaderBatches
+from minloader._epochs.iterator import BeginNext
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
@@ -315,14 +316,14 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _get_iterator(self) -> Batches[T]:
         # Subclasses call it, as they do torch's.
         self._check_open()
-        return Batches(self)
+        return Batches(self, self._begin)
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, batches: Batches[T]) -> Epoch:
-        """Begin an epoch, the rest of one if a state was loaded, for an iterator.
+    def _begin(self, batches: LoaderBatches[T], former: Epoch | None) -> Epoch | None:
+        """Begin the one epoch of an iterator, or the rest of one if a state was loaded.
 
         An interrupt leaves all as it was, or what was drawn for the next try. Several threads may
         begin epochs, of any loaders: one after the other, since they draw from the same generators.
@@ -332,9 +333,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             TypeError: what the workers need cannot be sent to them.
             ValueError: an attribute was set to a value that does not go with the others.
         """
-        return in_turn(self._begin_alone, batches)
+        return in_turn(self._begin_alone, batches) if former is None else None
 
-    def _begin_alone(self, batches: Batches[T]) -> Epoch:
+    def _begin_alone(self, batches: LoaderBatches[T]) -> Epoch:
         self._check_open()
         self._leave_behind()
         order = self._sync_order()
@@ -653,10 +654,11 @@ class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
 
     Args:
         owner: the loader. The iterator keeps it alive, since its workers end with it.
+        begin: begins its epoch.
     """
 
-    def __init__(self, owner: DataLoader[T]) -> None:
-        super().__init__(None, _begin, owner.state_dict)
+    def __init__(self, owner: DataLoader[T], begin: BeginNext) -> None:
+        super().__init__(None, begin, owner.state_dict)
         self.owner = owner
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
@@ -677,19 +679,11 @@ class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
                 f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
                 f"(when len(dataloader) was asked for), but {self._given} batches have been "
                 "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def __len__(self) -> int:
         return len(self.owner._index_sampler)
-
-
-def _begin(batches: Any, former: Epoch | None) -> Epoch | None:
-    """Begin the one epoch of an iterator."""
-    if former is not None:
-        return None
-    begun: Epoch = batches.owner._begin(batches)
-    return begun
 
 
 def _is_iterable_alone(dataset: Any) -> bool:
