@@ -104,17 +104,27 @@ class Draws:
     What is *due* to a part is what its share of all draws is more than what it was given.
 
     Args:
-        sampler: the mixture whose epoch it is.
         epoch: its number.
+        parts: what is drawn from.
+        stop: when the epoch ends, as of the mixture.
+        length_of: returns the length of an item; None: each is as long as any other.
         known: from :meth:`place` of an earlier run. Of each part it has the number of its pass, and
             where it stands in that.
     """
 
-    def __init__(self, sampler: MixtureSampler, epoch: int, known: dict[str, Any]) -> None:
-        self._parts = sampler._parts
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        parts: Sequence[ItemSource],
+        stop: str,
+        length_of: Callable[[Any], Any] | None,
+        known: dict[str, Any],
+    ) -> None:
+        self._parts = parts
         self._epoch = epoch
-        self._stop = sampler.stop
-        self._length_of = sampler._length_of
+        self._stop = stop
+        self._length_of = length_of
         self._step = 0
         self._weights: list[float] = []
         self._due: list[int] = list(known["due"])
@@ -340,7 +350,9 @@ class MixtureSampler(StepSampler):
         return super()._beginning() | {"source": Draws.beginning(places)}
 
     def _read(self, epoch: int, place: dict[str, Any]) -> Draws:
-        return Draws(self, epoch, place)
+        return Draws(
+            epoch, parts=self._parts, stop=self.stop, length_of=self._length_of, known=place
+        )
 
     def _ahead(self, place: dict[str, Any]) -> int:
         if self.stop != "last" or callable(self.weights):
