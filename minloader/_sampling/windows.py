@@ -273,6 +273,17 @@ class WindowSampler(Sampler):
 
     # --- windows
 
+    def _window_of(self, found: list[Any], numbers: list[int]) -> tuple[Window, list[Exception]]:
+        """Return the window of what was read of the source; and errors, as :meth:`_window`.
+
+        Args:
+            found: lazy lengths, or items of an inner sampler.
+            numbers: of these, as they came.
+        """
+        if self._length_of is None:
+            return self._window(found, numbers)
+        return self._window(list(map(self._length_of, found)), found)
+
     def _window(self, lengths: Any, names: Sequence[Any]) -> tuple[Window, list[Exception]]:
         """Return the window of some samples, and the errors of those that it leaves out.
 
@@ -505,7 +516,6 @@ class _Batches(Run):
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
-        sampler = self.sampler
         reading = self._reading
         found = self._found
         first = reading.read
@@ -519,11 +529,7 @@ class _Batches(Run):
         finally:
             self._numbers += range(first, first + len(found) - before)
         if reading.ended or len(found) >= WINDOW:
-            if sampler._length_of is None:
-                self._window, errors = sampler._window(found, self._numbers)
-            else:
-                lengths = list(map(sampler._length_of, found))
-                self._window, errors = sampler._window(lengths, found)
+            self._window, errors = self.sampler._window_of(found, self._numbers)
             self._failed += errors
             self._found = []
             self._numbers = []
