@@ -126,9 +126,8 @@ class Epochs:
         resume = self.resume
         if resume is not None:
             resume = resume.at_epoch(number)
-            if resume is None and isinstance(self.source.items, Sampler):
-                # The epoch of that state was left, however far it was drawn.
-                self.source.items._forget()
+            if resume is None:
+                self.source.forget()  # the epoch of that state was left, however far it was drawn
         self.resume = resume
         self._number = number
 
@@ -415,9 +414,8 @@ class Epochs:
                 sampler.seed = seed
             known = lane.known.state
             allowed = sampler._check_allowed(allow)
-            if isinstance(known, dict) and sampler._is_dealt_anew(known):
+            if sampler._check(known, allowed):  # says itself what differs
                 return _dealt_anew(position, sampler, allowed)
-            sampler._check(known, allowed)  # says itself what differs
         finally:
             sampler.seed = former
         return position
@@ -527,9 +525,8 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
         is_put_back: whether the state has one of it.
     """
     if isinstance(sampler, Sampler):
-        for source in sampler._sources():
-            if source.values is None:
-                _refuse_own_generator(source.items, is_put_back=is_stateful(source.items))
+        for each in sampler.inner_samplers():
+            _refuse_own_generator(each, is_put_back=is_stateful(each))
         return
     if is_put_back:
         return

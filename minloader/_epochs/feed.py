@@ -93,8 +93,8 @@ class SamplerSource(Source):
     def state_before(self) -> Known:
         """Return its state before it was ever read here."""
         sampler = self.items
-        if isinstance(sampler, Sampler) and sampler._run is not None and not sampler._run.ended:
-            sampler._forget()  # somebody has looked: the next epoch begins anew all the same
+        if self.is_under_way:
+            self.forget()  # somebody has looked: the next epoch begins anew all the same
         try:
             state = self.state()
         except Exception as error:  # many have none before their first item

@@ -103,6 +103,12 @@ class Source:
         # One with epochs (lhotse's samplers) begins anew with each of them.
         return self.read_by >= 0 and is_read_once(self.items) and not self.has_epochs
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is ours, and the iterator made last has not ended."""
+        run = self.items._run if isinstance(self.items, Resettable) else None
+        return run is not None and not run.ended
+
     def set_epoch(self, epoch: int) -> None:
         """Tell it the number of the epoch, if it wants to know."""
         if self.has_epochs:
