@@ -343,6 +343,19 @@ class Sampler(Resettable):
         """Refuse what is no state of such a sampler; return what another one was dealt out by."""
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
+        self._check_identity(state, allowed)
+        self._check_place(state)
+        is_anew = self._is_dealt_anew(state)
+        former = {name: state[name] for name in self._dealt_by} if is_anew else {}
+        for name, value in former.items():
+            if not (value is None or (isinstance(value, int | float) and value > 0)):
+                raise ValueError(
+                    f"{name} must be above 0, but in the state it is {brief_repr(value)}"
+                )
+        return former
+
+    def _check_identity(self, state: dict[str, Any], allowed: Sequence[str]) -> None:
+        """Refuse a state of a sampler with another order, but for what is allowed."""
         identity = self._identity()
         for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
@@ -368,6 +381,9 @@ class Sampler(Resettable):
                 f"sampler with that, or give load_state_dict allow={refused}, which deals out anew "
                 "what was not given"
             )
+
+    def _check_place(self, state: dict[str, Any]) -> None:
+        """Refuse a state whose numbers say no place in an epoch."""
         check_int("world_size", state["world_size"], 1)
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
             check_int(name, state[name], 0)
@@ -381,14 +397,6 @@ class Sampler(Resettable):
             )
         if type(state["between"]) is not bool:
             raise ValueError(f"between must be a bool, got {brief_repr(state['between'])}")
-        is_anew = self._is_dealt_anew(state)
-        former = {name: state[name] for name in self._dealt_by} if is_anew else {}
-        for name, value in former.items():
-            if not (value is None or (isinstance(value, int | float) and value > 0)):
-                raise ValueError(
-                    f"{name} must be above 0, but in the state it is {brief_repr(value)}"
-                )
-        return former
 
     def _derive(self, *case: int) -> int:
         """Return what an epoch, or a part of it, is shuffled by: the numbers say which."""
