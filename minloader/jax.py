@@ -113,11 +113,7 @@ class _Put:
             device = devices[place]
             spec = device if isinstance(device, PartitionSpec) else getattr(device, "spec", None)
             if array.ndim == 0 and any(spec or ()):
-                raise ValueError(
-                    f"{name} is a single number, which cannot be split by {device}; make it a "
-                    "number of Python or numpy, which stays here, or give device as a tree with "
-                    "a sharding of its own for it, PartitionSpec()"
-                )
+                raise _not_to_be_split(name, device)
             if getattr(device, "is_fully_addressable", True):
                 here[place] = array
                 where[place] = device
@@ -154,6 +150,14 @@ class _Put:
             for device, part in zip(self._devices, parts, strict=True)
             for _ in jax.tree.leaves(part, is_leaf=_is_none)
         ]
+
+
+def _not_to_be_split(name: str, device: Any) -> ValueError:
+    return ValueError(
+        f"{name} is a single number, which cannot be split by {device}; make it a number of Python "
+        "or numpy, which stays here, or give device as a tree with a sharding of its own for it, "
+        "PartitionSpec()"
+    )
 
 
 def _kept(leaf: Any) -> Any:

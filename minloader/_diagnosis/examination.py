@@ -90,10 +90,8 @@ def examine(
         TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
             has no batches.
     """
-    if workers is None:
-        count = processors()
-        workers = [n for n in range(count) if n < 5 or n & (n - 1) == 0] + [count, count + 1]
-    counts = sorted({check_int("workers", count, 0) for count in workers})
+    wanted = _usual_workers() if workers is None else workers
+    counts = sorted({check_int("workers", count, 0) for count in wanted})
     factors = [check_int("prefetch", factor, 1) for factor in dict.fromkeys(prefetch)]
     if not counts or not factors:
         raise ValueError("workers and prefetch must have at least one number each")
@@ -125,6 +123,12 @@ def examine(
         is_reproducible=is_reproducible,
         reproducible=text,
     )
+
+
+def _usual_workers() -> list[int]:
+    """Return the numbers of workers to run with where none are asked for."""
+    count = processors()
+    return [n for n in range(count) if n < 5 or n & (n - 1) == 0] + [count, count + 1]
 
 
 def _made(make_loader: NewLoaders, num_workers: int, prefetch_factor: int) -> Loader:

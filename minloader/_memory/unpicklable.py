@@ -43,18 +43,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     elif isinstance(obj, types.FunctionType):
-        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            try:
-                yield f" (closure variable {name!r})", cell.cell_contents
-            except ValueError:  # the cell is still empty
-                continue
-        arguments = reversed(obj.__code__.co_varnames[: obj.__code__.co_argcount])
-        defaults = dict(zip(arguments, reversed(obj.__defaults__ or ()), strict=False))
-        for name, value in (defaults | (obj.__kwdefaults__ or {})).items():
-            yield f" (default of {name!r})", value
-        for name in obj.__code__.co_names:
-            if name in obj.__globals__:
-                yield f" (global variable {name!r})", obj.__globals__[name]
+        yield from _parts_of_function(obj)
     elif isinstance(obj, type):
         yield from (("", base) for base in obj.__bases__)
         for name, value in vars(obj).items():
@@ -77,6 +66,22 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
             else:
                 yield "", part
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f" (closure variable {name!r})", cell.cell_contents
+        except ValueError:  # the cell is still empty
+            continue
+    arguments = reversed(code.co_varnames[: code.co_argcount])
+    defaults = dict(zip(arguments, reversed(function.__defaults__ or ()), strict=False))
+    for name, value in (defaults | (function.__kwdefaults__ or {})).items():
+        yield f" (default of {name!r})", value
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield f" (global variable {name!r})", function.__globals__[name]
 
 
 def find_unpicklable(

@@ -129,12 +129,7 @@ class DynamicBatchSampler(WindowSampler):
         numbers = np.arange(len(costs), dtype=np.min_scalar_type(-len(costs) - 1))
         if self.shuffle:
             rng.shuffle(numbers)
-        borders = [0, len(costs)]
-        if self.buckets > 1 and len(costs):
-            edges = np.quantile(costs, np.linspace(0, 1, self.buckets + 1)[1:-1])
-            bucket = np.searchsorted(edges, costs).astype(np.min_scalar_type(self.buckets))
-            numbers = numbers[np.argsort(bucket[numbers], kind="stable")]
-            borders = [0, *np.cumsum(np.bincount(bucket, minlength=self.buckets)).tolist()]
+        numbers, borders = self._into_buckets(numbers, costs)
         # Where each batch ends, and what it costs; behind an empty one.
         ends = [0]
         sizes = [0.0]
@@ -167,6 +162,17 @@ class DynamicBatchSampler(WindowSampler):
             order = np.argsort(np.array(firsts, np.int64).reshape(count, ranks).min(axis=1))
         places = (order[:, None] * ranks + np.arange(ranks)).reshape(-1)
         yield numbers, starts[places], stops[places]
+
+    def _into_buckets(
+        self, numbers: NDArray[Any], costs: NDArray[Any]
+    ) -> tuple[NDArray[Any], list[int]]:
+        """Return numbers of samples, bucket after bucket; and where each bucket begins and ends."""
+        if self.buckets == 1 or not len(costs):
+            return numbers, [0, len(costs)]
+        edges = np.quantile(costs, np.linspace(0, 1, self.buckets + 1)[1:-1])
+        bucket = np.searchsorted(edges, costs).astype(np.min_scalar_type(self.buckets))
+        numbers = numbers[np.argsort(bucket[numbers], kind="stable")]
+        return numbers, [0, *np.cumsum(np.bincount(bucket, minlength=self.buckets)).tolist()]
 
 
 class Budget(NamedTuple):
