@@ -237,16 +237,20 @@ class WindowSampler(Sampler):
         elif isinstance(lengths, str) or not _has_items(lengths):
             raise TypeError(f"lengths must be an iterable of numbers, got {brief_repr(lengths)}")
         elif isinstance(lengths, Sized):
-            self.n = len(lengths)
-            self._all, errors = self._window(lengths, range(self.n))
-            if errors:
-                raise errors[0]
-            digest = blake2b(self._all.costs.data, digest_size=16)
-            if self._all.samples is not None:
-                digest.update(self._all.samples.data)
-            self.lengths = digest.hexdigest()
+            self._take_all(lengths)
         else:
             self._source = ItemSource("lengths", lengths)
+
+    def _take_all(self, lengths: Any) -> None:
+        """Make one window of lengths that are all known."""
+        self.n = len(lengths)
+        self._all, errors = self._window(lengths, range(self.n))
+        if errors:
+            raise errors[0]
+        digest = blake2b(self._all.costs.data, digest_size=16)
+        if self._all.samples is not None:
+            digest.update(self._all.samples.data)
+        self.lengths = digest.hexdigest()
 
     def _foreseen(self, place: RunState) -> tuple[int, int]:
         if self._all is None:
