@@ -114,13 +114,17 @@ def check_iterable(name: str, value: Any) -> None:
 
     It is not begun: an iterator serves once.
     """
-    kind = type(value)
-    if kind is str:
+    if type(value) is str:
         raise TypeError(f"{name} must be an iterable of items, got the string {brief_repr(value)}")
-    if value is not None and not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+    if value is not None and not is_iterable(value):
         size = f"; for batches of {value} samples, write batch_size={value}"
         advice = size if type(value) is int else ""
         raise TypeError(f"{name} must be iterable or None, got {brief_repr(value)}{advice}")
+
+
+def is_iterable(thing: Any) -> bool:
+    """Return whether ``iter`` takes something, also by its ``__getitem__`` alone."""
+    return isinstance(thing, Iterable) or hasattr(type(thing), "__getitem__")
 
 
 def snapshot(things: Iterable[T]) -> list[T]:
@@ -147,6 +151,11 @@ class HasEpochs(Protocol):
     """A sampler, stream or iterator that is told the number of each epoch."""
 
     def set_epoch(self, epoch: int) -> Any: ...
+
+
+def is_array_like(thing: Any) -> bool:
+    """Return whether something is an array to numpy: one of its own, of torch, JAX or pandas."""
+    return hasattr(thing, "__array__")
 
 
 def has_epochs(thing: Any) -> TypeGuard[HasEpochs]:
@@ -350,13 +359,19 @@ def warn_idle_workers(num_workers: int, shards: int) -> None:
 
 def is_stream(dataset: Any, sampler: Any) -> bool:
     """Return whether a dataset is only iterable, so that its workers read on in it."""
-    if sampler is not None or not hasattr(type(dataset), "__iter__"):
+    if sampler is not None or not isinstance(dataset, Iterable):
         return False
     if not hasattr(type(dataset), "__getitem__"):
         return True
     # torch's has inherited a __getitem__ that only raises.
     torch_data = sys.modules.get("torch.utils.data")
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+
+
+def has_samples(dataset: Any) -> bool:
+    """Return whether a dataset gives samples by their indices, one by one or several at once."""
+    kind = type(dataset)
+    return hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__")
 
 
 def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
@@ -376,7 +391,7 @@ def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
             f"dataset must give samples, got the string {brief_repr(dataset)}; if that is a path, "
             "pass an object that reads the file"
         )
-    if not (hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__") or callable(dataset)):
+    if not (has_samples(dataset) or callable(dataset)):
         raise TypeError(
             "dataset must have __getitem__ or __iter__, or be callable, got "
             f"{brief_repr(dataset)}; give it a __getitem__, or pass a function of one item; a "

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from minloader._checks import B, brief_repr, check_int
+from minloader._checks import B, brief_repr, check_int, is_iterable
 from minloader._epochs.iterator import Batches
 from minloader._epochs.stage import Stage, Work
 from minloader._errors import without_frames
@@ -92,7 +92,7 @@ def prefetched(
     depth = check_int("depth", depth, 1)
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
-    if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
+    if not is_iterable(batches):
         raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
     stage = Stage(fn, depth, receive)
     source = iter(batches)

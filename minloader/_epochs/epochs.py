@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -229,7 +229,7 @@ class Epochs:
             position = self.next_position()
             known = position.lanes[0].known
             source.prepare(position.epoch, at=known.at, state=known.state)
-        elif hasattr(type(sampler), "__len__"):
+        elif isinstance(sampler, Sized):
             source.set_epoch(self.number)
         return len(sampler)
 

@@ -28,7 +28,7 @@ import os
 import pickle
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from minloader._checks import (
     check_int,
     check_samples,
     format_bytes,
+    has_samples,
     is_stream,
     reader_of,
 )
@@ -88,8 +89,8 @@ class cached:  # noqa: N801  # used as a function
     """
 
     def __init__(self, dataset: Any, *, bytes: int) -> None:
-        indexed = any(hasattr(type(dataset), name) for name in ("__getitem__", "__getitems__"))
-        if not (indexed and hasattr(dataset, "__len__")) or is_stream(dataset, None):
+        is_sized = isinstance(dataset, Sized)
+        if not (is_sized and has_samples(dataset)) or is_stream(dataset, None):
             raise TypeError(
                 f"dataset must have __len__ and __getitem__ to be cached, got {brief_repr(dataset)}"
             )

@@ -40,7 +40,7 @@ class SharedList(Sequence[Any]):
     def __init__(self, values: Iterable[Any]) -> None:
         import numpy as np
 
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
             raise TypeError(f"values must be a list of values, got {brief_repr(values)}")
         data = bytearray()
         ends = array("q", [0])

@@ -8,13 +8,13 @@ while draws add up, and a state in JSON is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from fractions import Fraction
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_choice
+from minloader._checks import brief_repr, check_choice, is_array_like
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
@@ -86,13 +86,13 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
     """
     name = f"parts[{number}]"
     part = as_count(name, part)
-    if isinstance(part, (list, tuple, str, bytes)) or hasattr(part, "__array__"):
+    if isinstance(part, (list, tuple, str, bytes)) or is_array_like(part):
         raise TypeError(
             f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
             "give its len(), or BatchSampler(indices, None)"
         )
     kind = type(part)
-    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and kind is not range:
+    if isinstance(part, Sized) and hasattr(kind, "__getitem__") and kind is not range:
         part = len(part)
     is_shuffled = shuffle and not isinstance(part, Iterable)
     return ItemSource(name, part, partial(derive, "part", seed, number) if is_shuffled else None)

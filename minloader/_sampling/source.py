@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import partial
 from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr, check_int, has_epochs, is_stateful
+from minloader._checks import brief_repr, check_int, has_epochs, is_array_like, is_stateful
 from minloader._sampling.seeding import Piece
 
 CHUNK = 16_384
@@ -64,7 +64,7 @@ def is_read_once(items: Any) -> bool:
     if isinstance(items, GeneratorType):
         return True
     is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
-    return hasattr(type(items), "__next__") and not is_python
+    return isinstance(items, Iterator) and not is_python
 
 
 class Source:
@@ -287,11 +287,11 @@ class ItemSource(Source):
 
     def __init__(self, name: str, items: Any, order: Callable[[int], int] | None = None) -> None:
         super().__init__(name, items)
-        is_array = hasattr(items, "__array__") and hasattr(items, "__len__")
+        is_array = is_array_like(items) and isinstance(items, Sized)
         self.values: Any = items if is_array or isinstance(items, Sequence) else None
         if type(items).__name__ == "Series" and hasattr(items, "iloc"):
             self.values = items.to_numpy()  # pandas' own would be read by their labels
-        if not hasattr(items, "__iter__"):
+        if not isinstance(items, Iterable):
             self.values = range(check_int(name, items, 0))
         self._order = order
 

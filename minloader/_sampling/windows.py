@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import brief_repr, check_choice, check_iterable
+from minloader._checks import brief_repr, check_choice, check_iterable, is_array_like
 from minloader._errors import without_frames
 from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.seeding import Piece
@@ -329,7 +329,7 @@ class WindowSampler(Sampler):
     ) -> tuple[NDArray[Any], dict[int, Exception]]:
         """Return lengths as an array, with 0 for those that are no numbers; and their errors."""
         wanted = self._length_type
-        each = lengths if hasattr(lengths, "__array__") else list(lengths)
+        each = lengths if is_array_like(lengths) else list(lengths)
         errors: dict[int, Exception] = {}
         try:
             values = np.asarray(each)

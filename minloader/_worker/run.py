@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from minloader._checks import WHOLE_ITEM, snapshot
+from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
 from minloader._errors import TransportError
 from minloader._memory import registered
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
@@ -124,9 +124,7 @@ class Worker:
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_place)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
-        self.reads_ahead = (
-            hasattr(type(job.dataset), "__getfutures__") and not job.options.is_stream
-        )
+        self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
         self._readers = ShardReaders(
             maker=self._maker,
             seed=info.seed,

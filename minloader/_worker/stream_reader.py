@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -418,7 +418,7 @@ class ShardReaders:
         user = _users.get(id(thing))
         if user is self:
             return
-        is_own_iterator = hasattr(type(thing), "__next__")
+        is_own_iterator = isinstance(thing, Iterator)
         if is_stateful(thing) and (user is not None or self._has_lost):
             self._readers.clear()
             if user is not None and not self._is_taken and user._has_left(thing):
@@ -511,5 +511,5 @@ def _read_once(dataset: Any) -> RuntimeError:
 def serves_one_pass(dataset: Any) -> bool:
     """Return whether a copy of a stream serves one pass, so that each needs another."""
     # One with any state at all begins anew with iter, whatever must be known to ask for the state.
-    is_iterator = hasattr(type(dataset), "__next__") and not hasattr(dataset, "state_dict")
+    is_iterator = isinstance(dataset, Iterator) and not hasattr(dataset, "state_dict")
     return is_iterator or getattr(dataset, "read_once", False)
