@@ -689,8 +689,7 @@ class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
 def _is_iterable_alone(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset) or callable(dataset):
         return False
-    has_samples = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    return hasattr(dataset, "__iter__") and not has_samples
+    return isinstance(dataset, Iterable) and not checks.has_samples(dataset)
 
 
 def _start_method() -> str:
