@@ -29,8 +29,7 @@ from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Batches as LoaderBatches
-from minloader._epochs.iterator import BeginNext
+from minloader._epochs.iterator import Batches, BeginNext
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
@@ -100,7 +99,7 @@ class _Loader(Loader[Any]):
         self._any_seed = True
         self._shared.counters.workers.started_early = True
 
-    def begin(self, batches: LoaderBatches[Any]) -> Epoch:
+    def begin(self, batches: Batches[Any]) -> Epoch:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator."""
         return self._epochs.begin(batches, None)
 
@@ -305,7 +304,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     # --- an epoch
 
-    def __iter__(self) -> Batches[T]:
+    def __iter__(self) -> EpochBatches[T]:
         """Return an iterator over the next epoch, which begins with its first ``next``.
 
         Raises:
@@ -313,16 +312,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         return self._get_iterator()
 
-    def _get_iterator(self) -> Batches[T]:
+    def _get_iterator(self) -> EpochBatches[T]:
         # Subclasses call it, as they do torch's.
         self._check_open()
-        return Batches(self, self._begin)
+        return EpochBatches(self, self._begin)
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, batches: LoaderBatches[T], former: Epoch | None) -> Epoch | None:
+    def _begin(self, batches: Batches[T], former: Epoch | None) -> Epoch | None:
         """Begin the one epoch of an iterator, or the rest of one if a state was loaded.
 
         An interrupt leaves all as it was, or what was drawn for the next try. Several threads may
@@ -335,7 +334,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         return in_turn(self._begin_alone, batches) if former is None else None
 
-    def _begin_alone(self, batches: LoaderBatches[T]) -> Epoch:
+    def _begin_alone(self, batches: Batches[T]) -> Epoch:
         self._check_open()
         self._leave_behind()
         order = self._sync_order()
@@ -647,7 +646,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.close()
 
 
-class Batches(LoaderBatches[T], _TorchIterator):  # type: ignore[misc]
+class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
     It is one of torch's for Lightning, which leaves those out of copies.
