@@ -103,7 +103,7 @@ class Batches(Iterator[B], Generic[B]):
         self._stage: Stage | None = None
         self._watch: ShardWatch | None = None
         self._is_over = False
-        self._look = 0.0  # when to look after the workers next
+        self._watch_at = 0.0  # when to look next whether a worker is stuck
 
     __reduce__ = refuse_copies
 
@@ -234,10 +234,10 @@ class Batches(Iterator[B], Generic[B]):
             self.claims.is_unsure = True
             if self._stage is None:
                 claim = Claim()
-                self._find_next(claim)
-                self._count_taken(claim, thread)
+                self._fill_claim(claim)
+                self._commit_claim(claim, thread)
             else:
-                self._claim_made(thread, self._stage)
+                self._claim_from_stage(thread, self._stage)
             now = perf_counter()
             counters.left_at = now
             times.wait += now - begin
@@ -283,8 +283,13 @@ class Batches(Iterator[B], Generic[B]):
                 "continue from that state"
             )
 
-    def _count_taken(self, claim: Claim, thread: int | None) -> None:
-        """Have a claim be on its way to a thread; None: be ahead of the consumer."""
+    def _commit_claim(self, claim: Claim, thread: int | None) -> None:
+        """Note a claim as taken from its lane, and as on its way.
+
+        Args:
+            claim: a batch, or an error of the sampler.
+            thread: to which it is on its way; None: it is ahead of the consumer, for the stage.
+        """
         claims = self.claims
         lane = claim.lane
         task = claim.task
@@ -317,13 +322,13 @@ class Batches(Iterator[B], Generic[B]):
         if is_last:
             task.reply = task.memory = None
 
-    def _find_next(self, claim: Claim) -> None:
-        """Find what comes next: a batch, or an error in its place."""
+    def _fill_claim(self, claim: Claim) -> None:
+        """Have a claim be what comes next: a batch, or an error in its place."""
         shared = self.shared
         while True:
             if shared.is_closed or self._is_over or self.is_superseded or self.claims.asks:
                 self._check()
-            epoch, lane, task = self._find()
+            epoch, lane, task = self._next_lane()
             claim.lane = lane
             claim.task = task
             if task is None:
@@ -339,9 +344,9 @@ class Batches(Iterator[B], Generic[B]):
             has_failed = False
             reply = task.reply
             if reply is not None and reply.failed:
-                those = [(sample, text) for at, sample, text in reply.failed if at == n]
-                has_failed = bool(those)
-                for number, (sample, text) in enumerate(those):
+                samples = [(sample, text) for at, sample, text in reply.failed if at == n]
+                has_failed = bool(samples)
+                for number, (sample, text) in enumerate(samples):
                     claim.error = self._fail(epoch, claim, sample, text, number)
             if type(claim.outcome) is Failure:
                 has_failed = True
@@ -428,12 +433,12 @@ class Batches(Iterator[B], Generic[B]):
         come = epoch.come()
         if lane.counts_samples:
             come = come.plus(1, lane.samples_of(task, claim.ordinal))
-        text = self._too_many(epoch, come, is_over=False)
-        if not text:
+        excess = self._excess(epoch, come, is_over=False)
+        if not excess:
             return None
-        return BatchError(text, ordinal=ordinal, epoch=epoch.number, sample=index)
+        return BatchError(excess, ordinal=ordinal, epoch=epoch.number, sample=index)
 
-    def _too_many(self, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
+    def _excess(self, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
         """Return what to say if more of an epoch has failed than may; else ""."""
         max_errors = self.shared.options.max_errors
         if max_errors is None:
@@ -453,7 +458,7 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- which is next
 
-    def _find(self) -> tuple[Epoch, Lane, Task | None]:
+    def _next_lane(self) -> tuple[Epoch, Lane, Task | None]:
         """Return the lane whose turn it is, and the task of which it gives a batch.
 
         Without a task it is an error of the sampler that comes next.
@@ -476,7 +481,7 @@ class Batches(Iterator[B], Generic[B]):
             self.shared.counters.opened(begin)
 
     @property
-    def _taken_from(self) -> Epoch:
+    def _epoch_taken_from(self) -> Epoch:
         """The epoch that is taken from now: with a stage it may be ahead of the consumer's."""
         for epoch in self.epochs:
             if not epoch.is_taken:
@@ -499,7 +504,7 @@ class Batches(Iterator[B], Generic[B]):
                 if lane.is_at_error:
                     return epoch, lane, None
             if self._receive() or self._send(lanes) or self._in_turn(epoch) != lanes:
-                continue  # the last: the end of one was seen
+                continue  # other lanes are in turn, where a reply told of the end of one
             if lanes[0].is_at_error:
                 continue  # nothing is to be waited for
             if not has_grown:
@@ -508,10 +513,10 @@ class Batches(Iterator[B], Generic[B]):
                 has_grown = True
             patience = self.shared.patience
             self._receive(patience)
-            if time.monotonic() > self._look:
+            if time.monotonic() > self._watch_at:
                 for lane in epoch.lanes:
                     lane.pool.watch()
-                self._look = time.monotonic() + patience
+                self._watch_at = time.monotonic() + patience
 
     def _in_turn(self, epoch: Epoch) -> list[Lane]:
         """Return the lanes that have more of an epoch, the next one first."""
@@ -606,12 +611,12 @@ class Batches(Iterator[B], Generic[B]):
         while True:
             for epoch in self.epochs:
                 if not epoch.is_taken:
-                    self._leave_former(epoch)
+                    self._leave_epochs_before(epoch)
                     return epoch
                 if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
                     raise StopIteration
                 self._check_losses(epoch)
-                self._check_fruit(epoch)
+                self._check_not_empty(epoch)
                 if self._watch is not None:
                     self._watch.count_empty(epoch.lanes)
             last = self.epochs[-1]
@@ -622,8 +627,8 @@ class Batches(Iterator[B], Generic[B]):
                 self._is_over = True
                 raise StopIteration
 
-    def _leave_former(self, epoch: Epoch) -> None:
-        """Let the consumer be in an epoch, if all of those before it was handed over."""
+    def _leave_epochs_before(self, epoch: Epoch) -> None:
+        """Leave the epochs before one behind, unless a stage has batches ahead of the consumer."""
         if self.epochs[0] is epoch or self.claims.ahead:
             return
         while self.epochs[0] is not epoch:
@@ -640,11 +645,11 @@ class Batches(Iterator[B], Generic[B]):
         """
         if epoch.has_told or not epoch.losses.count or not epoch.lanes[0].counts_samples:
             return
-        text = self._too_many(epoch, epoch.come(), is_over=True)
-        if text:
-            raise BatchError(text, epoch=epoch.number)
+        excess = self._excess(epoch, epoch.come(), is_over=True)
+        if excess:
+            raise BatchError(excess, epoch=epoch.number)
 
-    def _check_fruit(self, epoch: Epoch) -> None:
+    def _check_not_empty(self, epoch: Epoch) -> None:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""
         if epoch.has_given:
             return
@@ -666,7 +671,7 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- with a stage
 
-    def _claim_made(self, thread: int, stage: Stage) -> None:
+    def _claim_from_stage(self, thread: int, stage: Stage) -> None:
         """Claim the next batch that the stage has made."""
         if not self._is_over:
             stage.check_open()
@@ -686,7 +691,7 @@ class Batches(Iterator[B], Generic[B]):
         claim = Claim(lane=first.lane, task=first.task, ordinal=first.ordinal)
         stage.receive(first, claim)
         stage.check_open()  # another thread may have closed it meanwhile
-        self._enter(first)
+        self._enter_epoch_of(first)
         rest = ahead[1:]
         # Without a call in between, and so without Ctrl-C.
         self.claims.by_thread[thread] = claim
@@ -706,23 +711,23 @@ class Batches(Iterator[B], Generic[B]):
         if self.shared.is_closed or not self.in_flight:
             return True
         self._receive()
-        lanes = self._in_turn(self._taken_from)
+        lanes = self._in_turn(self._epoch_taken_from)
         may_be_next = self._may_be_next(lanes)
         return not lanes or any(lane.next_received() is not None for lane in may_be_next)
 
     def _take_ahead(self, stage: Stage) -> None:
         """Take another batch for the stage, or an error in its place."""
         claim = StagedClaim()
-        self._find_next(claim)
+        self._fill_claim(claim)
         if claim.error is None:
             claim.work = stage.work(claim.outcome)
             claim.outcome = None
         else:
             without_frames(claim.error)
-        self._count_taken(claim, None)
+        self._commit_claim(claim, None)
 
-    def _enter(self, claim: StagedClaim) -> None:
-        """Let the consumer be in the epoch of a batch that it is given next."""
+    def _enter_epoch_of(self, claim: StagedClaim) -> None:
+        """Leave the epochs behind that are before the one of a batch, which is given next."""
         while not any(lane is claim.lane for lane in self.epochs[0].lanes):
             self.epochs[0].is_over = True
             self.epochs.popleft()

@@ -666,8 +666,8 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         if pins and owner.num_workers:
             self.add_stage(Stage(pin, 1))
 
-    def _find_next(self, claim: Claim) -> None:
-        super()._find_next(claim)
+    def _fill_claim(self, claim: Claim) -> None:
+        super()._fill_claim(claim)
         if claim.error is not None:
             return
         if self._pins:
