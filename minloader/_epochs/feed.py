@@ -374,12 +374,12 @@ class Feed:
         """Return which shard of a stream a task is for: none."""
         return None
 
-    def told_ordinal(self, ordinal: int) -> int:
-        """Return what the user is told for the place of a batch in its epoch."""
+    def ordinal_in_epoch(self, ordinal: int) -> int:
+        """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal
 
-    def told_item(self, task: Task, n: int) -> Any:
-        """Return what the user is told that a batch was made from."""
+    def reported_item(self, task: Task, n: int) -> Any:
+        """Return what a batch is made from, as messages give it."""
         return task.item(n)
 
     # --- to draw

@@ -382,7 +382,7 @@ class Batches(Iterator[B], Generic[B]):
         lane = claim.lane
         assert task is not None
         assert lane is not None
-        ordinal = lane.feed.told_ordinal(claim.ordinal)
+        ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
         reply = task.reply
         worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
         where = track_of(worker, pid) if pid >= 0 else "consumer"
@@ -398,7 +398,7 @@ class Batches(Iterator[B], Generic[B]):
                 failure,
                 ordinal=ordinal,
                 epoch=epoch.number,
-                item=lane.feed.told_item(task, claim.ordinal - task.first),
+                item=lane.feed.reported_item(task, claim.ordinal - task.first),
                 worker=worker,
                 pid=pid,
                 on_error=shared.options.on_error,
@@ -427,7 +427,7 @@ class Batches(Iterator[B], Generic[B]):
         assert lane is not None
         assert task is not None
         index = (failures.load(sample) or (None,))[0]
-        ordinal = lane.feed.told_ordinal(claim.ordinal)
+        ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
         come = epoch.come()

@@ -409,12 +409,12 @@ class Lane:
                 "%s; said once",
                 slots.advice,
             )
-        ordinal = self.feed.told_ordinal(task.first)
+        ordinal = self.feed.ordinal_in_epoch(task.first)
         labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
-        counters.made(reply, labels, self.feed.told_item(task, made - 1))
+        counters.made(reply, labels, self.feed.reported_item(task, made - 1))
         limit = shared.job.options.memory_limit
         if limit is not None and figures.memory > limit:
-            last = self.feed.told_ordinal(task.first + made - 1)
+            last = self.feed.ordinal_in_epoch(task.first + made - 1)
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 

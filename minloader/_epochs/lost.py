@@ -48,7 +48,7 @@ def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     error = shipment.lost
     assert error is not None
     labels = {
-        "batch": lane.feed.told_ordinal(task.first),
+        "batch": lane.feed.ordinal_in_epoch(task.first),
         "epoch": lane.feed.epoch,
         "count": len(task.items),
     }
@@ -67,9 +67,9 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     n = max(0, death.item)
     suspect = task.part(n, n + 1, tries=task.tries + 1)
     place = {
-        "ordinal": lane.feed.told_ordinal(task.first + n),
+        "ordinal": lane.feed.ordinal_in_epoch(task.first + n),
         "epoch": lane.feed.epoch,
-        "item": lane.feed.told_item(task, n),
+        "item": lane.feed.reported_item(task, n),
         "sample": _sample_of(lane, task, n, death.place),
     }
     _tell_death(lane, death, place)
@@ -100,7 +100,7 @@ def _sample_of(lane: LossyLane, task: Task, n: int, place: int) -> tuple[Any, ..
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
     if place < 0 or isinstance(lane.feed, ShardFeed):
         return ()
-    item = lane.feed.told_item(task, n)
+    item = lane.feed.reported_item(task, n)
     if lane.shared.job.collate_fn is None:  # the item is the sample
         return (item,)
     return failures.sample_at(item, place)
@@ -144,7 +144,7 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
     # one: so each has been tried.
     who = "this process" if pool.replaces else "the executor"
     if len(task.items) > 1 or task.tries < lane.shared.options.retries:
-        ordinal = lane.feed.told_ordinal(task.first)
+        ordinal = lane.feed.ordinal_in_epoch(task.first)
         logger.warning("%s lost batch %d, which is made again: %s", who, ordinal, error)
         counters.errors.retries += 1
         tries = task.tries + 1

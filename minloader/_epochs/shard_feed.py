@@ -108,12 +108,12 @@ class ShardFeed:
             follows=self._follows,
         )
 
-    def told_ordinal(self, ordinal: int) -> int:
-        """Return what the user is told for the place of a batch in its epoch."""
+    def ordinal_in_epoch(self, ordinal: int) -> int:
+        """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal_in_epoch(ordinal, shard=self.shard, total=self.total)
 
-    def told_item(self, task: Task, n: int) -> Any:
-        """Return what the user is told that a batch was made from: shard, and place in it."""
+    def reported_item(self, task: Task, n: int) -> Any:
+        """Return what a batch is made from, as messages give it: the shard, and the ordinal in it."""
         return self.shard, task.first + n
 
     def known_behind_error(self) -> Known:
