@@ -39,6 +39,28 @@ class Raised(NamedTuple):
     error: BaseException
 
 
+class BatchLabel(NamedTuple):
+    """What messages say of a batch: as a string, which one it is.
+
+    Attributes:
+        ordinal: in its epoch.
+        epoch: number of the epoch.
+        item: what it is made from.
+        sample: the index of the sample in it that is meant, in a tuple; () if none is known.
+    """
+
+    ordinal: int
+    epoch: int
+    item: Any
+    sample: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        sample = ""
+        if self.sample and self.sample[0] is not self.item:
+            sample = f", sample {brief_repr(self.sample[0])}"
+        return f"batch {self.ordinal} of epoch {self.epoch}, item {brief_repr(self.item)}{sample}"
+
+
 def handle(
     failure: Failure,
     ordinal: int,
@@ -52,7 +74,7 @@ def handle(
 
     Args:
         failure: what happened.
-        ordinal: what the user is told for the place of the batch in its epoch.
+        ordinal: of the batch in its epoch.
         epoch: number of the epoch.
         item: that the sampler yielded for the batch.
         worker: id of the worker; below 0 if there was none of ours.
@@ -64,14 +86,22 @@ def handle(
         error, with a note that names the batch; or a BatchError in place of what would end the loop
         or the program (StopIteration, SystemExit, KeyboardInterrupt).
     """
-    known_worker, known_pid = (value if value >= 0 else None for value in (worker, pid))
+    known_worker = worker if worker >= 0 else None
+    known_pid = pid if pid >= 0 else None
     who = "a worker" if known_worker is None else f"worker {known_worker}"
     where = "in the parent" if known_pid is None else f"{who} (pid {known_pid})"
-    sample = load(failure.sample)
-    what = f"{named(ordinal, epoch, item, sample)}, {where}"
+    sample = load(failure.sample) or ()
+    label = BatchLabel(ordinal=ordinal, epoch=epoch, item=item, sample=sample)
+    what = f"{label}, {where}"
     what += failure.stage and f", {failure.stage}"
-    place = {"ordinal": ordinal, "epoch": epoch, "item": item}
-    place |= {"worker": known_worker, "pid": known_pid, "sample": sample[0] if sample else None}
+    attributes = {
+        "ordinal": ordinal,
+        "epoch": epoch,
+        "item": item,
+        "worker": known_worker,
+        "pid": known_pid,
+        "sample": sample[0] if sample else None,
+    }
     remote = OriginalTraceback(failure.traceback) if failure.traceback else None
 
     error = load(failure.error)
@@ -79,11 +109,11 @@ def handle(
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     advice = ADVICE.get(type(error).__name__, "")
     advice = advice and f" ({advice})"
-    if isinstance(error, BatchError):  # our own, which does not know its place yet
-        vars(error).update(place)
+    if isinstance(error, BatchError):  # our own, which does not know yet which batch it is of
+        vars(error).update(attributes)
         report: BatchError = error
     else:
-        report = BatchError(f"{what}: {failure.summary}{advice}", **place)
+        report = BatchError(f"{what}: {failure.summary}{advice}", **attributes)
         report.__cause__ = error or remote
 
     skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
@@ -102,17 +132,6 @@ def handle(
         return on_error(report)
     except StopIteration as stop:  # it would end the loop as if the epoch were over
         raise RuntimeError("on_error raised StopIteration") from stop
-
-
-def named(ordinal: int, epoch: int, item: Any, sample: Any = ()) -> str:
-    """Return how messages name a batch, and in it the sample, whose index is in a tuple."""
-    which = f", sample {brief_repr(sample[0])}" if sample and sample[0] is not item else ""
-    return f"batch {ordinal} of epoch {epoch}, item {brief_repr(item)}{which}"
-
-
-def sample_at(item: Any, place: int) -> tuple[Any, ...]:
-    """Return the index at a place of an item, in a tuple; () if it is not known."""
-    return () if place < 0 else tuple(indices_of(item)[place : place + 1])
 
 
 def indices_of(item: Any) -> list[Any]:
@@ -233,7 +252,7 @@ def add_note(error: BaseException, note: str) -> None:
         logger.debug("%s; the error takes no notes (%s)", note, refusal)
 
 
-def tell_death(death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[Any, ...]) -> None:
+def log_death(death: Death, batch: BatchLabel) -> None:
     """Say in the log which batch a worker has died with."""
     logger.warning(
         "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
@@ -241,26 +260,23 @@ def tell_death(death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[
         death.worker,
         death.pid,
         death.cause,
-        named(ordinal, epoch, item, sample),
+        str(batch),  # else a log that is kept keeps the item
     )
 
 
-def lethal(
-    death: Death, ordinal: int, epoch: int, item: Any, sample: tuple[Any, ...], tries: int
-) -> BatchError:
+def death_error(death: Death, batch: BatchLabel, tries: int) -> BatchError:
     """Return the error for a batch, or a sample, that no worker survives."""
-    what = named(ordinal, epoch, item, sample)
     times = f" (tried {tries} times)" if tries > 1 else ""
     if death.stack is None:
         crash = death.crash and f"; it was at\n{death.crash}"
         return WorkerDied(
-            f"a worker (pid {death.pid}) died while it made {what}: {death.cause}{times}{crash}",
+            f"a worker (pid {death.pid}) died while it made {batch}: {death.cause}{times}{crash}",
             exitcode=death.exitcode,
             stack=death.crash,
         )
     stack = death.stack or "(the worker did not answer)\n"
     return BatchTimeout(
-        f"{what}, took longer than timeout allows{times}; worker {death.worker} (pid {death.pid}) "
+        f"{batch}, took longer than timeout allows{times}; worker {death.worker} (pid {death.pid}) "
         f"was at\n{stack}",
         stack=death.stack,
     )

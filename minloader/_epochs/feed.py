@@ -379,7 +379,7 @@ class Feed:
         return ordinal
 
     def reported_item(self, task: Task, n: int) -> Any:
-        """Return what a batch is made from, as messages give it."""
+        """Return what messages say that a batch is made from."""
         return task.item(n)
 
     # --- to draw

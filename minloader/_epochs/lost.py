@@ -12,8 +12,8 @@ import time
 from concurrent.futures import BrokenExecutor, CancelledError
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr
 from minloader._epochs import failures
+from minloader._epochs.failures import BatchLabel
 from minloader._epochs.feed import Feed
 from minloader._epochs.options import Shared
 from minloader._epochs.shard_feed import ShardFeed, TaskQueue
@@ -66,20 +66,20 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
         death = death._replace(place=-1)  # any of those that were read may be to blame
     n = max(0, death.item)
     suspect = task.part(n, n + 1, tries=task.tries + 1)
-    place = {
-        "ordinal": lane.feed.ordinal_in_epoch(task.first + n),
-        "epoch": lane.feed.epoch,
-        "item": lane.feed.reported_item(task, n),
-        "sample": _sample_of(lane, task, n, death.place),
-    }
-    _tell_death(lane, death, place)
+    label = BatchLabel(
+        ordinal=lane.feed.ordinal_in_epoch(task.first + n),
+        epoch=lane.feed.epoch,
+        item=lane.feed.reported_item(task, n),
+        sample=_sample_of(lane, task, n, death.place),
+    )
+    _report_death(lane, death, label)
     if suspect.tries <= options.retries:
         counters.errors.retries += 1
     elif death.item < 0 and isinstance(lane.feed, ShardFeed):
         lane.feed.end_before(task, lane)
         return [task]
     else:
-        error = failures.lethal(death, tries=suspect.tries, **place)
+        error = failures.death_error(death, label, suspect.tries)
         lost = _lost_with(lane, suspect, death, error)
         if lost is not None:
             counters.errors.retries += 1
@@ -88,7 +88,7 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
         else:
             suspect.failed([error])
             assert suspect.outcomes is not None
-            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=place["sample"])
+            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=label.sample)
             suspect.reply = Reply(
                 worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
             )
@@ -103,7 +103,7 @@ def _sample_of(lane: LossyLane, task: Task, n: int, place: int) -> tuple[Any, ..
     item = lane.feed.reported_item(task, n)
     if lane.shared.job.collate_fn is None:  # the item is the sample
         return (item,)
-    return failures.sample_at(item, place)
+    return tuple(failures.indices_of(item)[place : place + 1])
 
 
 def _lost_with(
@@ -150,18 +150,17 @@ def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
         tries = task.tries + 1
         return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
     if pool.is_death(error):
-        item = brief_repr(task.item(0))
-        what = f"batch {task.first} of epoch {lane.feed.epoch}, item {item}"
-        died = WorkerDied(f"the workers of the executor died that made {what}: {error}")
+        label = BatchLabel(ordinal=task.first, epoch=lane.feed.epoch, item=task.item(0), sample=())
+        died = WorkerDied(f"the workers of the executor died that made {label}: {error}")
         return [task.part(0, 1).failed([died])]
     assert isinstance(error, Exception)
     stage = "when it came from a worker" if pool.replaces else "in the executor"
     return [task.part(0, 1).failed([error], stage=stage, fatal=True)]
 
 
-def _tell_death(lane: LossyLane, death: Death, place: dict[str, Any]) -> None:
+def _report_death(lane: LossyLane, death: Death, batch: BatchLabel) -> None:
     """Say in the timeline, and in the log, which batch a worker has died with."""
-    labels = {"batch": place["ordinal"], "epoch": place["epoch"], "cause": death.cause}
+    labels = {"batch": batch.ordinal, "epoch": batch.epoch, "cause": death.cause}
     where = track_of(death.worker, death.pid)
     lane.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
-    failures.tell_death(death, **place)
+    failures.log_death(death, batch)

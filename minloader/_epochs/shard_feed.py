@@ -113,7 +113,7 @@ class ShardFeed:
         return ordinal_in_epoch(ordinal, shard=self.shard, total=self.total)
 
     def reported_item(self, task: Task, n: int) -> Any:
-        """Return what a batch is made from, as messages give it: the shard, and the ordinal in it."""
+        """Return what messages say that a batch is made from: the shard, and its ordinal there."""
         return self.shard, task.first + n
 
     def known_behind_error(self) -> Known:
