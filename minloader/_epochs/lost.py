@@ -63,14 +63,14 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     options = lane.shared.options
     counters = lane.shared.counters
     if options.concurrency and death.stack is None and task.lost is None:
-        death = death._replace(place=-1)  # any of those that were read may be to blame
+        death = death._replace(sample_number=-1)  # any of those that were read may be to blame
     n = max(0, death.item)
     suspect = task.part(n, n + 1, tries=task.tries + 1)
     label = BatchLabel(
         ordinal=lane.feed.ordinal_in_epoch(task.first + n),
         epoch=lane.feed.epoch,
         item=lane.feed.reported_item(task, n),
-        sample=_sample_of(lane, task, n, death.place),
+        sample=_sample_of(lane, task, n, death.sample_number),
     )
     _report_death(lane, death, label)
     if suspect.tries <= options.retries:
@@ -96,14 +96,14 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     return [each for each in pieces if each.items]
 
 
-def _sample_of(lane: LossyLane, task: Task, n: int, place: int) -> tuple[Any, ...]:
+def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, ...]:
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
-    if place < 0 or isinstance(lane.feed, ShardFeed):
+    if number < 0 or isinstance(lane.feed, ShardFeed):
         return ()
     item = lane.feed.reported_item(task, n)
     if lane.shared.job.collate_fn is None:  # the item is the sample
         return (item,)
-    return tuple(failures.indices_of(item)[place : place + 1])
+    return tuple(failures.indices_of(item)[number : number + 1])
 
 
 def _lost_with(
@@ -118,14 +118,14 @@ def _lost_with(
     if job.options.on_sample_error is None:
         return None
     lost = suspect.lost
-    if death.place < 0:
+    if death.sample_number < 0:
         together = lane.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
         is_hidden = lost is None and together and not job.options.is_stream
         return {} if is_hidden else None
     if lost is None:
-        return {death.place: error}
+        return {death.sample_number: error}
     # Else what was put in its place, or was asked for that, takes workers along too.
-    return None if death.place in lost else {**lost, death.place: error}
+    return None if death.sample_number in lost else {**lost, death.sample_number: error}
 
 
 def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:

@@ -41,7 +41,7 @@ class Task:
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
             not get here. Not when another worker of its executor died.
-        lost: samples of its one batch that took a worker along, by their places, each with the
+        lost: samples of its one batch that took a worker along, by their numbers, each with the
             error that stands for it; they are not made again. None: it is made as ever.
         shipment: what was sent; None if it was not, or that was lost.
         reply: to that; None where the outcomes are not a worker's.

@@ -43,7 +43,7 @@ class Death(NamedTuple):
         exitcode: of the process; None if it is not known, or lives.
         cause: the same in words.
         stack: Python stack if it was killed because the batch took too long; else None.
-        place: of the sample in the item; -1 if it is not known.
+        sample_number: of the sample in the item; -1 if it is not known.
         crash: Python stack from the moment of a segmentation fault or the like; "" without one.
     """
 
@@ -53,7 +53,7 @@ class Death(NamedTuple):
     exitcode: int | None
     cause: str
     stack: str | None
-    place: int = -1
+    sample_number: int = -1
     crash: str = ""
 
 

@@ -417,7 +417,8 @@ class _Executor(Executor):
                 continue
             stack = self._stack(worker)
             now = self.heartbeats.last(n)
-            is_same = now._replace(place=heartbeat.place) == heartbeat  # maybe another sample of it
+            # Maybe it is at another sample of the item.
+            is_same = now._replace(sample_number=heartbeat.sample_number) == heartbeat
             if is_same and self._is_late(worker, now, timeout):
                 starts = heartbeat.task == 0
                 fault = f"its start took too long, here:\n{stack}" if starts else TOO_LONG
@@ -502,7 +503,7 @@ class _Executor(Executor):
                     exitcode=worker.exitcode,
                     cause=cause,
                     stack=worker.stack,
-                    place=heartbeat.place,
+                    sample_number=heartbeat.sample_number,
                     crash=self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else "",
                 ),
             )

@@ -33,10 +33,11 @@ class BatchMaker:
     Attributes:
         job: what to make them from.
         turn_to: called with the index of each sample before the user's code makes it.
-        place: its one element is set to the place of that sample in its item, -1 for none. It may
-            be shared memory: who finds this worker stuck or dead reads it.
-        lost: samples that took a worker along, by place, each with the error that stands for it:
-            they are not made again, and the others one after the other. None: there was none.
+        sample_cell: its one element is set to the number of that sample in its item, -1 for none.
+            It may be shared memory: who finds this worker stuck or dead reads it.
+        lost: samples that took a worker along, by these numbers, each with the error that stands
+            for it: they are not made again, and the others one after the other. None: there was
+            none.
         begin_sample: called before each of these others, which has the loader's ``timeout`` for
             itself.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
@@ -52,7 +53,7 @@ class BatchMaker:
 
     job: Job
     turn_to: Callable[..., None]
-    place: Any
+    sample_cell: Any
     lost: dict[int, BatchError] | None = None
     begin_sample: Callable[[], object] = lambda: None
     transform_seconds: float = 0.0
@@ -61,7 +62,7 @@ class BatchMaker:
     skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
     begun: Any = field(default_factory=list)
-    _before: int = 0  # samples of the item in the batches before, of a list of batches
+    _samples_before: int = 0  # of the item in the batches before, of a list of batches
 
     def __post_init__(self) -> None:
         self.read = reader_of(self.job.dataset)
@@ -82,7 +83,7 @@ class BatchMaker:
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
-        self._before = 0
+        self._samples_before = 0
         if self.job.collate_fn is None:
             if self.job.options.on_sample_error is not None or self.begun:  # the item is a sample
                 return self.combine(self._read([item]), [item])
@@ -98,7 +99,7 @@ class BatchMaker:
             batches = []
             for indices in item:
                 batches.append(self._gather(indices))
-                self._before += len(indices)
+                self._samples_before += len(indices)
             return SKIP if any(batch is SKIP for batch in batches) else batches
         return self._gather(item, as_torch)
 
@@ -115,10 +116,10 @@ class BatchMaker:
         transform = self.job.transform
         collate_fn = self.job.collate_fn
         given = samples
-        samples, places = self._without_skipped(samples)
+        samples, numbers = self._without_skipped(samples)
         if transform is not None:
             begin = time.perf_counter()
-            samples = self._each(transform, samples, indices, ("transform",), places=places)
+            samples = self._each(transform, samples, indices, ("transform",), numbers=numbers)
             self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples)
         if isinstance(samples, list) and not samples and len(given):
@@ -126,7 +127,7 @@ class BatchMaker:
         if collate_fn is None:
             return samples[0]
         self.turn_to(NO_SAMPLE)
-        self.place[0] = -1
+        self.sample_cell[0] = -1
         begin = time.perf_counter()
         batch = collate_fn(samples)
         self.collate_seconds += time.perf_counter() - begin
@@ -177,7 +178,7 @@ class BatchMaker:
         indices: Sequence[Any],
         stage: tuple[str, ...] = (),
         *,
-        places: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> list[Any]:
         """Return what a function makes of each value; note the index of one that it fails on.
 
@@ -186,44 +187,44 @@ class BatchMaker:
             values: one for each sample.
             indices: of the samples; () if they have none.
             stage: what the function is, see :meth:`CurrentBatch.turn_to`.
-            places: of the values among the indices; None: there is one for each.
+            numbers: of the values among the samples of the batch; None: none is left out.
         """
         results: list[Any] = []
-        has_places = bool(indices) or self.job.options.is_stream
+        has_numbers = bool(indices) or self.job.options.is_stream
         for n, value in enumerate(values):
-            at = n if places is None else places[n]
+            number = n if numbers is None else numbers[n]
             try:
-                if has_places:
-                    self.place[0] = self._before + at
+                if has_numbers:
+                    self.sample_cell[0] = self._samples_before + number
                 if indices:
-                    self.turn_to(indices[at], stage)
+                    self.turn_to(indices[number], stage)
                 if self.lost is not None:
-                    self._begin_alone(self.lost, self._before + at)
+                    self._begin_alone(self.lost, self._samples_before + number)
                 results.append(function(value))
             except BaseException as error:
-                self.failing = tuple(indices[at : at + 1])
+                self.failing = tuple(indices[number : number + 1])
                 if self.job.options.on_sample_error is None or not isinstance(
                     error, Exception | SystemExit
                 ):
                     raise
-                results.append(self.job.options.on_sample_error(self._failed(at, error)))
+                results.append(self.job.options.on_sample_error(self._failed(number, error)))
                 self.errors.append((self.failing, summary(error)))
                 self.failing = ()
         return results
 
-    def _begin_alone(self, lost: dict[int, BatchError], place: int) -> None:
+    def _begin_alone(self, lost: dict[int, BatchError], number: int) -> None:
         """Begin with a sample of a batch that its worker died with.
 
         Raises:
             BatchError: it is one that took a worker along.
         """
         self.begin_sample()
-        self.place[0] = place
+        self.sample_cell[0] = number
         info = current_info.get()
         assert info is not None
-        current_batch(info).reads = place  # as where all are read at the same time
-        if place in lost:
-            raise lost.pop(place)  # once: what is put in its place gets to ``transform``
+        current_batch(info).reads = number  # as where all are read at the same time
+        if number in lost:
+            raise lost.pop(number)  # once: what is put in its place gets to ``transform``
 
     def _failed(self, n: int, error: BaseException) -> BatchError:
         """Return what ``on_sample_error`` is told of a sample that failed."""
@@ -243,7 +244,7 @@ class BatchMaker:
         return failed
 
     def _without_skipped(self, samples: Any) -> tuple[Any, list[int] | None]:
-        """Return the samples to keep, and their places; None for these if all are kept."""
+        """Return the samples to keep, and their numbers; None for these if all are kept."""
         if not isinstance(samples, list):  # a function of torch's kind takes anything
             return samples, None
         kept = [n for n, sample in enumerate(samples) if sample is not SKIP]

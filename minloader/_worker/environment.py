@@ -63,7 +63,7 @@ class Environment:
 
     Args:
         beat: called before each item is begun.
-        sample_place: its one element is set to the place of each sample in its item. Whoever finds
+        sample_cell: its one element is set to the number of each sample in its item. Whoever finds
             this worker stuck or dead reads it.
 
     Attributes:
@@ -79,9 +79,9 @@ class Environment:
     seeds_globals: ClassVar[bool] = False
     reload: Callable[[], Any] | None = None
 
-    def __init__(self, beat: Beat = _no_beat, sample_place: Any = None) -> None:
+    def __init__(self, beat: Beat = _no_beat, sample_cell: Any = None) -> None:
         self.beat = beat
-        self.sample_place = [-1] if sample_place is None else sample_place
+        self.sample_cell = [-1] if sample_cell is None else sample_cell
 
     def unpack_item(self, item: Any) -> Any:
         """Return an item as the sampler gave it."""
@@ -147,16 +147,14 @@ class PackingEnvironment(Environment):
 
     Args:
         packer: packs them.
-        beat, sample_place: as of :class:`Environment`.
+        beat, sample_cell: as of :class:`Environment`.
     """
 
     packs: ClassVar[bool] = True
     seeds_globals: ClassVar[bool] = True
 
-    def __init__(
-        self, packer: BatchPacker, beat: Beat = _no_beat, sample_place: Any = None
-    ) -> None:
-        super().__init__(beat, sample_place)
+    def __init__(self, packer: BatchPacker, beat: Beat = _no_beat, sample_cell: Any = None) -> None:
+        super().__init__(beat, sample_cell)
         self._packer = packer
         self._process = lifetimes.process
 
@@ -184,12 +182,12 @@ class ProcessEnvironment(PackingEnvironment):
     """A worker process of ours.
 
     Args:
-        beat, sample_place: as of :class:`Environment`.
+        beat, sample_cell: as of :class:`Environment`.
         reload: gives another copy of the dataset.
     """
 
-    def __init__(self, beat: Beat, sample_place: Any, reload: Callable[[], Any]) -> None:
-        super().__init__(BatchPacker(), beat, sample_place)
+    def __init__(self, beat: Beat, sample_cell: Any, reload: Callable[[], Any]) -> None:
+        super().__init__(BatchPacker(), beat, sample_cell)
         self.reload = reload
         self.memory_at_start = 0
         self._meter: CpuMeter | None = None

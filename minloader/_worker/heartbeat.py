@@ -1,7 +1,7 @@
 """Heartbeats: which sample each worker is making, and since when, in memory shared with the parent.
 
 A worker writes its heartbeat before each item (0.3 µs, no message), and before each sample the
-place of that in its item (0.03 µs). The parent reads them when the worker died or takes too long.
+number of that in its item (0.03 µs). The parent reads them when the worker died or takes too long.
 Behind the heartbeats, in the same file, a worker writes its Python stack when it is sent a signal,
 even while it is stuck in C code, and when it dies of a segmentation fault or the like.
 """
@@ -38,14 +38,15 @@ class Heartbeat(NamedTuple):
     """The item that a worker began last.
 
     Attributes:
-        place: of the sample in the item, from 0; -1 if none is being made, or it is not known.
+        sample_number: of the sample in the item, from 0; -1 if none is being made, or it is not
+            known.
         task: id of its task, or READY, or 0.
         item: index of the item in the task.
         began: when the worker began with it, by ``time.perf_counter``; ``inf``: it has made all
             of the task, whose last item this is.
     """
 
-    place: int
+    sample_number: int
     task: int
     item: int
     began: float
@@ -124,7 +125,7 @@ def shortened(stacks: str) -> str:
 
 
 def open_heartbeat(path: str, index: int) -> tuple[Beat, Any]:
-    """Return what a worker writes its heartbeats with, and where it writes the place of a sample.
+    """Return what a worker writes its heartbeats with, and where it writes the number of a sample.
 
     From now on it answers the stack signal, and writes its stack when it crashes.
     """

@@ -121,7 +121,7 @@ class Worker:
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
         self._own = OwnGenerators(job, restores=environment.is_inline)
-        self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_place)
+        self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream

@@ -106,7 +106,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         sys.breakpointhook = refuse_breakpoint
     pass_main_on()
     try:
-        beat, place = open_heartbeat(setup.heartbeats, index)  # it answers where it is, from now on
+        # It answers where it is, from now on.
+        beat, sample_cell = open_heartbeat(setup.heartbeats, index)
         setup.libraries.apply()
         collate_in_private_memory()
         inherited = inheritance.load()
@@ -119,7 +120,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         wait_until_asked()
         reload = _reloader(setup.address, job, inherited)
-        environment = ProcessEnvironment(beat, sample_place=place, reload=reload)
+        environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
         worker = Worker(job, info, environment)
         environment.begin_measuring()
         taken = environment.memory_at_start
