@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minloader._checks import brief_repr, format_bytes, snapshot
-from minloader._worker.generators import told
+from minloader._worker.generators import drawn_message
 from minloader._worker.messages import Reply
 
 logger = logging.getLogger("minloader")
@@ -170,7 +170,7 @@ class WorkerLog:
                 )
         if figures.drawn:
             if not self.own_generators:
-                logger.warning("%s; said once", told(figures.drawn))
+                logger.warning("%s; said once", drawn_message(figures.drawn))
             self.own_generators |= dict.fromkeys(figures.drawn)
 
     def snapshot(self) -> dict[str, WorkerCount]:

@@ -448,8 +448,8 @@ def name_list(names: Collection[str]) -> str:
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 
-def told(names: Collection[str]) -> str:
-    """Return what to say of generators that are drawn from in several batches."""
+def drawn_message(names: Collection[str]) -> str:
+    """Return the warning about generators that are drawn from in several batches."""
     return (
         f"{name_list(names)} drawn from in several batches: a generator of the dataset's own goes "
         "on from batch to batch in each worker, so that what a batch draws depends on the worker "

@@ -128,16 +128,18 @@ def _says_it_is_at(stream: Any, state: Any) -> bool:
 
 
 @dataclass(repr=False, eq=False)
-class Told:
-    """What all copies of a stream in this process are told: without workers, one for each shard.
+class UserEpoch:
+    """The epoch that the user has set, for all copies of a stream in this process.
+
+    Without workers there is a copy for each shard.
 
     Attributes:
-        epoch: that the user has set; None if it is not known.
+        number: of the epoch; None if it is not known.
     """
 
-    epoch: int | None = None
+    number: int | None = None
 
-    def __deepcopy__(self, memo: Any) -> Told:
+    def __deepcopy__(self, memo: Any) -> UserEpoch:
         return self
 
 
@@ -151,47 +153,47 @@ class Stream:
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        told: the epoch that the user has set for this pass. A state that is put back before the
-            pass begins may be of another epoch.
+        user_epoch: the epoch that the user has set for this pass. A state that is put back before
+            the pass begins may be of another epoch.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = dataset
         self.read_once = read_once
-        self.told = Told()
+        self.user_epoch = UserEpoch()
 
     def __iter__(self) -> Iterator[Any]:
         dataset = self.dataset
-        told = self.told.epoch
+        epoch = self.user_epoch.number
         wants = has_epochs(dataset)
-        if told is not None and wants and getattr(dataset, "epoch", None) != told:
-            dataset.set_epoch(told)
+        if epoch is not None and wants and getattr(dataset, "epoch", None) != epoch:
+            dataset.set_epoch(epoch)
         return iter(dataset)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of what was told before, workers would tell another copy the epoch of an earlier pass.
-        return vars(self) | ({"told": Told()} if self.read_once else {})
+        # Otherwise workers would tell another copy the epoch of an earlier pass.
+        return vars(self) | ({"user_epoch": UserEpoch()} if self.read_once else {})
 
     def __getattr__(self, name: str) -> Any:
         if name == "load_state_dict" and self.read_once:
             # The copy is as the user's dataset was when it was made.
-            self.told.epoch = getattr(self.dataset, "epoch", None)
+            self.user_epoch.number = getattr(self.dataset, "epoch", None)
         if name in ("state_dict", "load_state_dict"):
             return getattr(self.dataset, name)
         raise AttributeError(name)
 
 
-_told: WorkerInfo | None = None
-"""What torch's ``get_worker_info`` shall answer; None if we have not told it anything."""
+_torch_info: WorkerInfo | None = None
+"""What torch's ``get_worker_info`` is to answer; None if that is left to torch."""
 
 _MODULE = "torch.utils.data._utils.worker"
 
 
 def tell_torch(info: WorkerInfo) -> None:
     """Make torch's ``get_worker_info`` answer in this process, also if torch is imported later."""
-    global _told
-    if info is not _told:
-        _told = info
+    global _torch_info
+    if info is not _torch_info:
+        _torch_info = info
         when_imported(_MODULE, _write_worker_info)
 
 
@@ -203,18 +205,18 @@ def tell_torch_of_shards(info: WorkerInfo) -> None:
 
 def save_with_torch() -> Callable[[], None]:
     """Note the global generators, and what torch's ``get_worker_info`` answers."""
-    former = _told
+    former = _torch_info
     answer = getattr(sys.modules.get(_MODULE), "_worker_info", None)
     restore_globals = save_globals()
 
     def restore() -> None:
-        global _told
-        if _told is not former:
+        global _torch_info
+        if _torch_info is not former:
             if former is None:
                 forget(_MODULE, _write_worker_info)
             if _MODULE in sys.modules:
                 vars(sys.modules[_MODULE])["_worker_info"] = answer
-            _told = former  # last: if Ctrl-C comes, all of this is done again
+            _torch_info = former  # last: if Ctrl-C comes, all of this is done again
         restore_globals()
 
     return restore
@@ -222,18 +224,18 @@ def save_with_torch() -> Callable[[], None]:
 
 def _write_worker_info(module: ModuleType) -> None:
     torchs: Any = module
-    told = _told
-    assert told is not None
-    dataset = told.dataset
-    seed = told.seed
+    info = _torch_info
+    assert info is not None
+    dataset = info.dataset
+    seed = info.seed
     if type(dataset) is Stream:
-        if dataset.read_once and told.epoch:
+        if dataset.read_once and info.epoch:
             # Torch draws another for each epoch, which datasets shuffle by. This one follows from
             # the epoch, for resumed runs.
-            seed = derive("epoch", seed, told.epoch) >> 66  # with the id it is below 2**63
+            seed = derive("epoch", seed, info.epoch) >> 66  # with the id it is below 2**63
         dataset = dataset.dataset
     torchs._worker_info = torchs.WorkerInfo(
-        id=told.id, num_workers=told.num_workers, seed=seed + told.id, dataset=dataset
+        id=info.id, num_workers=info.num_workers, seed=seed + info.id, dataset=dataset
     )
 
 

@@ -352,7 +352,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             order.set_epoch(self._number)
             iter(order)
             if not self.num_workers:
-                loader.dataset.told.epoch = start.told
+                loader.dataset.user_epoch.number = start.told
         return loader.begin(batches)
 
     def _leave_behind(self) -> None:
