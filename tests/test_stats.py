@@ -506,7 +506,7 @@ def test_what_a_meter_tells(monkeypatch):
             threads[name] = int(ran * second), int(waited * second)
 
     monkeypatch.setattr("os.times", lambda: ticks)
-    monkeypatch.setattr(processor_time, "waited", lambda: dict(threads))
+    monkeypatch.setattr(processor_time, "thread_times", lambda: dict(threads))
     set_to([9, 0, 0, 0], main=(9, 1))
     meter = processor_time.CpuMeter()
     set_to([10, 0, 0, 0], main=(10, 2))
@@ -527,11 +527,11 @@ def test_what_a_meter_tells(monkeypatch):
 
 
 def test_where_there_are_no_such_files(monkeypatch, tmp_path):
-    waited = processor_time.waited
-    assert waited(str(tmp_path / "none")) == {}
+    times = processor_time.thread_times
+    assert times(str(tmp_path / "none")) == {}
     (tmp_path / "1").mkdir()  # a thread that has just ended
-    assert waited(str(tmp_path)) == {}
-    monkeypatch.setattr(processor_time, "waited", partial(waited, str(tmp_path)))
+    assert times(str(tmp_path)) == {}
+    monkeypatch.setattr(processor_time, "thread_times", partial(times, str(tmp_path)))
     assert processor_time.CpuMeter().add(100) is None
 
 

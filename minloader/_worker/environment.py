@@ -39,7 +39,7 @@ class Usage(NamedTuple):
     Attributes:
         memory: bytes that it has for itself; 0: not looked at this time.
         memory_at_start: bytes that it had before its first batch.
-        processor: what :meth:`CpuMeter.add` has told.
+        processor: what :meth:`CpuMeter.add` returned.
     """
 
     memory: int = 0

@@ -52,10 +52,10 @@ NEAR = 2
 """Steps from the dataset within which what a function finds among the globals of its module is
 looked into. Farther away, in libraries, only generators are taken from there."""
 
-LOOKS = 100
+COMPARED_BATCHES = 100
 """Batches of a worker after which one that was drawn from once at most is no longer compared."""
 
-SHOWN = 5
+MAX_NAMES = 5
 """Names of generators that a message has."""
 
 _HEAP_TYPE = 1 << 9  # flag of a class that Python code has made
@@ -152,7 +152,7 @@ def _comparable(state: Any) -> Any:
     return state.numpy().tobytes() if hasattr(state, "numpy") else state
 
 
-class Own(NamedTuple):
+class OwnGenerator(NamedTuple):
     """A generator that was found, and what can be done with it."""
 
     generator: Any
@@ -162,7 +162,7 @@ class Own(NamedTuple):
 # --- where they are looked for
 
 
-def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, Own]:
+def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGenerator]:
     """Return the generators that are reached from some objects, by their paths.
 
     No code of the objects is run: they are looked at as they lie in memory.
@@ -172,7 +172,7 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, Own]:
         needs_state: whether those without a state are left out. To ask for it takes the lock.
     """
     kinds = _kinds()
-    found: dict[str, Own] = {}
+    found: dict[str, OwnGenerator] = {}
     seen = {id(each): each for each in global_generators()}
     waiting = deque((path, value, 0) for path, value in roots.items())
     while waiting and len(seen) < LIMIT:
@@ -190,7 +190,7 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, Own]:
                 continue
             while path in found:
                 path += "'"
-            found[path] = Own(value, how)
+            found[path] = OwnGenerator(value, how)
             continue
         try:
             parts = list(_parts(path, value, kinds, seen, is_near=steps <= NEAR))
@@ -333,8 +333,8 @@ class OwnGenerators:
         self.drawn = ()
         return drawn
 
-    def turn(self, info: WorkerInfo, key: BatchKey) -> Turn | None:
-        """Return what is to be done with them for a batch; None if nothing is.
+    def for_batch(self, info: WorkerInfo, key: BatchKey) -> BatchGenerators | None:
+        """Return those to seed or to compare for a batch; None if there are none to look at.
 
         Call it only if the info's ``generators`` are no empty dict: then there are none.
         """
@@ -347,7 +347,7 @@ class OwnGenerators:
         states = {}
         if self.restores or not self.job.options.seed_generators:
             states = {name: own.kind.state(own.generator) for name, own in found.items()}
-        return Turn(
+        return BatchGenerators(
             owner=self,
             info=info,
             key=key,
@@ -356,7 +356,7 @@ class OwnGenerators:
             is_first=known is None,
         )
 
-    def find(self, info: WorkerInfo) -> dict[str, Own]:
+    def find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
         """Look for them; of a stream that is read, in its copy of the dataset."""
         job = self.job
         roots = {"dataset": info.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
@@ -373,13 +373,13 @@ class OwnGenerators:
         self._counts.update(changed)
         several = [name for name in changed if self._counts[name] == 2]
         self.drawn += tuple(several)
-        kept = known if self._batches < LOOKS else {}
+        kept = known if self._batches < COMPARED_BATCHES else {}
         current.generators = {name: own for name, own in kept.items() if name not in several}
 
 
 @dataclass(eq=False)
-class Turn:
-    """What is done with the generators for one batch.
+class BatchGenerators:
+    """Those that there are before a batch: they are seeded for it, or compared after it.
 
     Attributes:
         owner: those of the worker.
@@ -393,7 +393,7 @@ class Turn:
     owner: OwnGenerators
     info: WorkerInfo
     key: BatchKey
-    found: dict[str, Own]
+    found: dict[str, OwnGenerator]
     states: dict[str, Any]
     is_first: bool
 
@@ -443,8 +443,8 @@ class Turn:
 
 def name_list(names: Collection[str]) -> str:
     """Return the names of generators as the beginning of a sentence: "dataset.rng is"."""
-    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    *first, last = [*islice(names, SHOWN), *more]
+    more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+    *first, last = [*islice(names, MAX_NAMES), *more]
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 

@@ -155,10 +155,10 @@ class Figures(NamedTuple):
         size: bytes that its batches have, packed, more or less.
         overflowed: how many of them found no room in shared memory.
         skipped: how many samples were left out.
-        memory: bytes that the worker has for itself, told now and then, and always if there is a
-            limit; else 0.
+        memory: bytes that the worker has for itself, measured now and then, and always if there is
+            a limit; else 0.
         memory_at_start: bytes that it had before its first batch; 0 if that is not known.
-        processor: what :meth:`~minloader._worker.processor_time.CpuMeter.add` told.
+        processor: what :meth:`~minloader._worker.processor_time.CpuMeter.add` returned.
         drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
     """
 

@@ -18,40 +18,40 @@ COST = 0.002
 """Most of a worker's time that the reading may take. With many threads it is slow."""
 
 
-def waited(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
+def thread_times(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
     """Return the nanoseconds that each thread computed, and waited for a processor."""
     found = ((each, words(f"{folder}/{each}", "schedstat")) for each in names(folder))
     return {each: (int(values[0]), int(values[1])) for each, values in found if values}
 
 
 class CpuMeter:
-    """Tells now and then how a worker process spent the time that its batches took."""
+    """Measures now and then how a worker process spent the time that its batches took."""
 
     def __init__(self) -> None:
         self._computed = 0.0
         self._threads: dict[str, tuple[int, int]] = {}
-        self._work = 0.0  # seconds since it told last
-        self._due = 0.0
-        self._tell()
+        self._work = 0.0  # seconds since it measured last
+        self._due = 0.0  # how many of these must pass before it measures again
+        self._measure()
 
     def add(self, seconds: float) -> tuple[float, float, float] | None:
         """Count the time of a task.
 
         Returns:
-            Of all seconds counted since this was told last: those of computing, those of waiting
+            Of all seconds counted since it measured last: those of computing, those of waiting
             for a processor, and the others. None: not this time. With threads or programs beside
             each other the first two may be more than all.
         """
         self._work += seconds
-        return self._tell() if self._work >= self._due else None
+        return self._measure() if self._work >= self._due else None
 
-    def _tell(self) -> tuple[float, float, float] | None:
+    def _measure(self) -> tuple[float, float, float] | None:
         former = self._computed
         before = self._threads
         work = self._work
         begin = time.thread_time()  # a busy machine may take the processor away meanwhile
         computed = sum(os.times()[:4])
-        threads = waited()
+        threads = thread_times()
         if not threads:
             self._due = math.inf
             return None

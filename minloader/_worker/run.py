@@ -120,7 +120,7 @@ class Worker:
                 "seed_generators=True cannot be where threads make the batches, since they share "
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
-        self._own = OwnGenerators(job, restores=environment.is_inline)
+        self._own_generators = OwnGenerators(job, restores=environment.is_inline)
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
         self._reread = 0  # batches of a stream, since the last reply
         self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
@@ -228,7 +228,7 @@ class Worker:
             memory=usage.memory,
             memory_at_start=usage.memory_at_start,
             processor=usage.processor,
-            drawn=self._own.take_drawn(),
+            drawn=self._own_generators.take_drawn(),
         )
 
     def _make_batches(
@@ -328,25 +328,25 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        own = None
+        generators = None
         if current_batch(self.info).generators != {}:
-            own = self._own.turn(self.info, key)
+            generators = self._own_generators.for_batch(self.info, key)
         restore_globals = self._environment.save_globals()
         try:
             try:
                 current_info.set(self.info)
                 self._environment.enter(self.info, key)
-                if own is not None:
-                    own.begin()
+                if generators is not None:
+                    generators.begin()
                 return function(*args)
             finally:
-                if own is not None:
-                    own.end()
+                if generators is not None:
+                    generators.end()
                 current_info.set(before)
                 restore_globals()
         except BaseException:  # Ctrl-C may have come while that was done
-            if own is not None:
-                own.end()
+            if generators is not None:
+                generators.end()
             current_info.set(before)
             restore_globals()
             raise
