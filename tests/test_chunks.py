@@ -24,7 +24,7 @@ from kinds import Reusing
 
 from minloader import SKIP, BatchError, Loader
 from minloader._diagnosis.inspect import inspect
-from minloader._epochs.lane import CHUNK_BYTES, CHUNK_MOST
+from minloader._epochs.lane import CHUNK_BYTES, MAX_CHUNK
 from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -89,7 +89,7 @@ def test_tiny_batches_travel_together(make, monkeypatch):
     assert [size for _, size in sent[:first]] == [1] * first
     assert sum(size for _, size in sent) >= 3000
     if make.name != "inline":
-        assert 1 < max(size for _, size in sent) <= CHUNK_MOST
+        assert 1 < max(size for _, size in sent) <= MAX_CHUNK
         assert loader.stats.workers.chunk_size > 1
         assert len(sent) < 1500
 
@@ -99,7 +99,7 @@ def test_an_epoch_begins_with_what_the_last_one_found_out(chunks):
     assert len(list(epoch_of(loader))) == N
     before = len(chunks.sent)
     assert next(iter(loader)) == 0
-    share = CHUNK_MOST // (2 * loader.num_workers) if loader.num_workers else 1
+    share = MAX_CHUNK // (2 * loader.num_workers) if loader.num_workers else 1
     assert chunks.sent[before] == (0, min(N, share))
 
 
@@ -217,7 +217,7 @@ def test_epochs_left_early_and_several_at_once(chunks):
     assert list(islice(zip(one, other, strict=True), N)) == [
         (square, square) for square in expected
     ]
-    assert sampler.most < 2 * N + (2 * loader.num_workers + 1) * CHUNK_MOST
+    assert sampler.most < 2 * N + (2 * loader.num_workers + 1) * MAX_CHUNK
 
 
 class Endless:

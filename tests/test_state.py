@@ -148,7 +148,7 @@ def test_small():
 @pytest.mark.parametrize("kind", [Stateful, SelfIterating])
 def test_a_sampler_with_a_state_is_put_back(make, kind, monkeypatch):
     """It is not read from its beginning, unless the batch was drawn by the first task."""
-    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 16)
+    monkeypatch.setattr("minloader._epochs.lane.MAX_CHUNK", 16)
     loader = make(Guarded(), kind(range(100)))
     batches = iter(loader)
     expected = [next(batches) for _ in range(100)][60:]
@@ -483,7 +483,7 @@ def rollover() -> BatchSampler:
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
     """All within the tasks that may be under way."""
-    monkeypatch.setattr("minloader._epochs.lane.CHUNK_MOST", 1)
+    monkeypatch.setattr("minloader._epochs.lane.MAX_CHUNK", 1)
     drawn: list[int] = []
 
     class Counted:

@@ -118,7 +118,7 @@ def test_no_more_tasks_than_were_asked_for(way):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_more_shards_than_tasks_under_way(monkeypatch, num_workers):
     """As after a resume with fewer workers: what is taken next is sent first, and no more."""
-    monkeypatch.setattr(lane, "SHARD_MOST", 1)
+    monkeypatch.setattr(lane, "MAX_SHARD_CHUNK", 1)
     sent: list[int] = []
     waited: list[int] = []
     send = lane.Lane._send

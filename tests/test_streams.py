@@ -270,7 +270,7 @@ def test_every_batch_has_seeds_of_its_own(make):
 
 @own
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.lane.SHARD_MOST", 2)
+    monkeypatch.setattr("minloader._epochs.lane.MAX_SHARD_CHUNK", 2)
     loader = make(StatefulNumbers(60), batch_size=2)
     batches = iter(loader)
     for _ in range(20):

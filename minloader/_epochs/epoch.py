@@ -50,7 +50,7 @@ class Claims:
             thread is given it again.
         ahead: taken ahead of the consumer, for a stage; in order.
         stage_threads: threads of the stage that takes batches ahead; None: there is no stage.
-        asks: whether ``on_error`` is being asked.
+        is_asking: whether ``on_error`` is being asked.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
             sure of.
     """
@@ -60,7 +60,7 @@ class Claims:
     by_thread: dict[int, Claim] = field(default_factory=dict)
     ahead: tuple[Any, ...] = ()
     stage_threads: list[threading.Thread] | None = None
-    asks: bool = False
+    is_asking: bool = False
     is_unsure: bool = False
 
     def get_lock(self) -> Any:
@@ -98,11 +98,11 @@ class Epoch:
         is_one_of_several: whether the iterator goes through several epochs.
         claims: of the iterator.
         losses: what has failed in it.
-        before: how many batches and samples had come before the position where it begins.
-        has_told: whether an error has said that too much failed.
+        tally_before: how many batches and samples had come before the position where it begins.
+        has_reported_excess: whether an error has said that too much failed.
         left_out: how many of its batches failed and were left out.
         is_over: whether the consumer was told that there are no more batches.
-        is_left: whether the iterator is gone.
+        is_abandoned: whether the iterator is gone.
     """
 
     number: int
@@ -112,16 +112,16 @@ class Epoch:
     is_one_of_several: bool
     claims: Claims
     losses: Losses
-    before: Tally
-    has_told: bool = False
+    tally_before: Tally
+    has_reported_excess: bool = False
     left_out: int = 0
     is_over: bool = False
-    is_left: bool = False
+    is_abandoned: bool = False
 
     @property
     def is_under_way(self) -> bool:
         """Whether the consumer has the iterator, and may ask it for more."""
-        return not (self.is_left or self.is_over)
+        return not (self.is_abandoned or self.is_over)
 
     @property
     def is_in_loop(self) -> bool:
@@ -153,7 +153,7 @@ class Epoch:
         """Return what of the epoch was handed over."""
         on_the_way = self.claims.all()
         lanes = []
-        tally = self.come()
+        tally = self.whole_tally()
         for lane in self.lanes:
             ordinals = []
             for claim in on_the_way:
@@ -172,11 +172,11 @@ class Epoch:
             tally=tally._replace(failed=self.losses.count),
         )
 
-    def come(self) -> Tally:
+    def whole_tally(self) -> Tally:
         """Return how many batches and samples have come, where a share of these may fail."""
-        tally = self.before
+        tally = self.tally_before
         for lane in self.lanes:
-            tally = tally.plus(lane.come.batches, lane.come.samples)
+            tally = tally.plus(lane.tally.batches, lane.tally.samples)
         return tally
 
     def skip(self, n: int) -> None:
@@ -194,7 +194,7 @@ class Epoch:
 
     def leave(self) -> None:
         """Forget what is under way: the iterator is gone."""
-        self.is_left = True
+        self.is_abandoned = True
         for lane in self.lanes:
             lane.leave()
         for claim in self.claims.all():

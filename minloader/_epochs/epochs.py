@@ -105,7 +105,7 @@ class Epochs:
         return self.under_way[0].number + 1 if self.under_way else 0
 
     @property
-    def is_left(self) -> bool:
+    def would_abandon(self) -> bool:
         """Whether the consumer leaves an epoch if the next one begins now."""
         return bool(self.under_way) and not self.under_way[0].is_over
 
@@ -148,7 +148,7 @@ class Epochs:
         former = self.under_way[0]
         lanes = []
         for lane in former.lanes:
-            following = lane.feed.following(number, is_left=not former.is_over)
+            following = lane.feed.following(number, is_abandoned=not former.is_over)
             lanes.append(_beginning(following))
         length = None if former.is_stream else source.length_between()
         return Position(epoch=number, lanes=lanes, is_stream=former.is_stream, length=length)
@@ -217,7 +217,8 @@ class Epochs:
         if current.length is not None:
             return current.length
         if self.source.plans_late and isinstance(feed, Feed):
-            length = getattr(feed.run, "length", None)  # an iterator of the user's has none
+            # An iterator of the user's has none.
+            length = getattr(feed.sampler_iterator, "length", None)
             return len(self.source.items) if length is None else int(length())
         raise TypeError("it was not known when the epoch was begun")
 
@@ -248,7 +249,7 @@ class Epochs:
         if self._follows_length and (former is not None or self._begins_anew):
             self._follow_dataset()
         if former is not None:
-            feeds = self._following(former, former.number + 1, is_left=False)
+            feeds = self._following(former, former.number + 1, is_abandoned=False)
             epoch = self._make(batches, feeds, None)
             batches.epochs.append(epoch)
             return epoch
@@ -281,7 +282,7 @@ class Epochs:
         resume, number = self.resume, self.number
         if resume is None and self.under_way:
             former = self.under_way[0]
-            return self._following(former, number, is_left=not former.is_over)
+            return self._following(former, number, is_abandoned=not former.is_over)
         if resume is None and self.shards is not None:  # each copy begins as it is
             lanes = [LanePosition() for _ in range(self.shards)]
             position = Position(epoch=number, lanes=lanes, is_stream=True)
@@ -300,9 +301,11 @@ class Epochs:
             for shard, lane in enumerate(position.lanes)
         ]
 
-    def _following(self, former: Epoch, number: int, *, is_left: bool) -> list[Any]:
+    def _following(self, former: Epoch, number: int, *, is_abandoned: bool) -> list[Any]:
         """Return what an epoch is drawn from, after another one."""
-        feeds: list[Any] = [lane.feed.following(number, is_left=is_left) for lane in former.lanes]
+        feeds: list[Any] = [
+            lane.feed.following(number, is_abandoned=is_abandoned) for lane in former.lanes
+        ]
         if not self._follows_length or feeds[0].source is self.source:
             return feeds
         position = of_length(Position(epoch=number, lanes=[_beginning(feeds[0])]), self.source)
@@ -345,7 +348,7 @@ class Epochs:
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,
             losses=losses,
-            before=tally,
+            tally_before=tally,
         )
 
     # --- states
@@ -449,7 +452,7 @@ class Epochs:
         current = self._current
         if current is not None:
             with current.claims.get_lock():
-                if current.claims.asks:
+                if current.claims.is_asking:
                     raise RuntimeError(
                         "skip is refused while on_error is asked about a batch, whose place is "
                         "still open: return minloader.SKIP for that, and skip others in the loop"

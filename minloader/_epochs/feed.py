@@ -42,8 +42,8 @@ STATE_COST = 100
 """A sampler is asked for its state only if it last took less than this fraction of the time since
 then. A run that goes on draws a few items more instead."""
 
-ERRORS = 1_000
-"""Where items are drawn again, so many errors in a row are passed over, which had come before."""
+MAX_ERRORS = 1_000
+"""Errors in a row that are passed over where items are drawn again: they had come before, too."""
 
 BLOCK = 4_096
 """Items that are passed over in one step."""
@@ -67,9 +67,9 @@ class SamplerSource(Source):
         return self.is_ours or (_is_of_drop_in(items) and isinstance(items.sampler, Sampler))
 
     @property
-    def cannot_look(self) -> bool:
+    def may_be_read_ahead(self) -> bool:
         """Whether it gives the same items however far ahead of the loop it is read."""
-        return all(_cannot_look(each) for each in with_inner(self.items))
+        return all(_may_be_read_ahead(each) for each in with_inner(self.items))
 
     @property
     def plans_late(self) -> bool:
@@ -109,7 +109,8 @@ class SamplerSource(Source):
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)
 
 
-def _cannot_look(sampler: Any) -> bool:
+def _may_be_read_ahead(sampler: Any) -> bool:
+    """Return whether nothing that the loop does can change what it gives, as far as is known."""
     kind = type(sampler)
     if kind in _BUILTIN or isinstance(sampler, Sampler):
         return True
@@ -169,23 +170,25 @@ class Feed:
         self.last: tuple[int, Any] | None = None
         self.drawing: Task | None = None
         self.passing: list[Any] = []
-        self.run: Any = None  # what ``iter`` of the sampler gave
+        self.sampler_iterator: Any = None  # what ``iter`` of the sampler gave
         # Each has other items, and the state of one serves all.
         self._ranks = ranks_of(source.items)
+        # What items are drawn from: that iterator; None before it is opened, and where it is to be
+        # opened again; at the end one that gives nothing.
         self._iterator: Any = None
         self._may_begin_again = False
         self._is_inside = False  # whether the sampler's own code runs
-        self._due = 0.0  # when to ask for its state next
+        self._state_due = 0.0  # when to ask for its state next
 
-    def following(self, epoch: int, *, is_left: bool) -> Feed:
+    def following(self, epoch: int, *, is_abandoned: bool) -> Feed:
         """Return what another epoch is drawn from, after this one.
 
         Args:
             epoch: its number.
-            is_left: whether the consumer has left this one: then nothing of it is gone on from.
+            is_abandoned: whether the consumer has left this one: then it has nothing for the next.
         """
         known = NOTHING_KNOWN
-        if not is_left and self.at_end.state is not None:
+        if not is_abandoned and self.at_end.state is not None:
             known = Known(0, self.at_end.state)
         return Feed(self.source, epoch, LanePosition(known=known))
 
@@ -210,14 +213,14 @@ class Feed:
         iterator = source.begin(self.number)
         if is_put and known.at and iterator is source.items:
             _check_put_back(source.items, known)
-        self.run = iterator
+        self.sampler_iterator = iterator
         self._may_begin_again = is_put and not known.at and not source.is_exact
         iterator = self._pass_over(iterator, known.at)
         if not self.is_over:
             self._iterator = iterator
 
     def open_or_fail(self) -> None:
-        """The same, but what it raises comes in the place of the next item, and ends the epoch."""
+        """Open; an error of that comes in the place of the next item, and ends the epoch."""
         try:
             self.open()
         except Exception as error:
@@ -248,10 +251,15 @@ class Feed:
     def _pass_over(self, iterator: Any, here: int) -> Any:
         """Draw up to the next ordinal, and check that the items are still the same.
 
+        Args:
+            iterator: over the sampler.
+            here: ordinal that it is at.
+
         Returns:
             The iterator to draw from.
         """
-        check, failed = self.check or Check(-1, None), 0
+        check = self.check or Check(-1, None)
+        failed = 0  # errors in a row
         item: Any = None
         first = here
         while here < self.next:
@@ -264,12 +272,14 @@ class Feed:
             except Exception:
                 here += len(block)
                 failed += 1
-                if failed == ERRORS:
+                if failed == MAX_ERRORS:
                     raise
                 continue
             here += len(block)
             if block:
-                item, failed, self._may_begin_again = block[-1], 0, False
+                item = block[-1]
+                failed = 0
+                self._may_begin_again = False
             if len(block) == step:
                 if here - 1 == check.ordinal and self._is_other(item):
                     raise self._misfit(item)
@@ -277,7 +287,7 @@ class Feed:
             if self._may_begin_again:
                 self._may_begin_again = False
                 iterator = iter(self.source.items)
-                self.run = iterator
+                self.sampler_iterator = iterator
             elif check.ordinal < here:  # no more is known to have been there: the rest was skipped
                 self._iterator = iterator
                 self._end(here)
@@ -333,17 +343,17 @@ class Feed:
 
     # --- states
 
-    def ask(self) -> None:
+    def note_state(self) -> None:
         """Ask the sampler for its state, unless that was done not long ago.
 
-        After the last item it may be in the next epoch already.
+        It is not asked after the last item: it may be in the next epoch already.
         """
         now = time.perf_counter()
         is_first = not self.next and (self.known.state is not None or not self.source.is_ours)
-        if is_first or now < self._due or self.next == self.length:
+        if is_first or now < self._state_due or self.next == self.length:
             return
         self.known = self._known_now(self.next)
-        self._due = now + STATE_COST * (time.perf_counter() - now)
+        self._state_due = now + STATE_COST * (time.perf_counter() - now)
 
     def _known_now(self, ordinal: int) -> Known:
         """Return the state of the sampler, which is at an ordinal; the last one if it has none."""
@@ -430,7 +440,9 @@ class Feed:
         if not self._may_begin_again:
             return False
         self._may_begin_again = False
-        self.run = self._iterator = iter(self.source.items)
+        iterator = iter(self.source.items)
+        self.sampler_iterator = iterator
+        self._iterator = iterator
         return True
 
     def _end(self, ordinal: int) -> None:
@@ -444,9 +456,12 @@ class Feed:
         """
         at_end = self._known_now(ordinal)
         nothing: Iterator[Any] = iter(())
-        self._iterator, self.at_end, self.is_over = nothing, at_end, True
+        # Without a call in between, and so without Ctrl-C.
+        self._iterator = nothing
+        self.at_end = at_end
+        self.is_over = True
         if self.source.read_by == self.number:
-            self.source.end(self.run, ordinal, at_end.state)
+            self.source.end(self.sampler_iterator, ordinal, at_end.state)
 
     def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:
         """Make sure, after an interrupt, that it is known where the sampler is.
@@ -463,8 +478,10 @@ class Feed:
             # Without a call in between, and so without Ctrl-C.
             self.next = stop
             self.passing = []
-        task, self.drawing = self.drawing, None
-        inside, self._is_inside = self._is_inside, False
+        task = self.drawing
+        inside = self._is_inside
+        self.drawing = None
+        self._is_inside = False
         if task is None:
             return tasks
         before = [each for each in tasks if each is not task]
@@ -473,7 +490,9 @@ class Feed:
             inside = False
             del task.items[-1]
         is_kept = not inside and (self.error is not None or not is_stateful(items))
-        is_own = self.run is items and not is_stateful(items) and not self.source.has_epochs
+        is_own = (
+            self.sampler_iterator is items and not is_stateful(items) and not self.source.has_epochs
+        )
         if self._iterator is not None and (is_kept or is_own):
             if inside:
                 self.fail(
@@ -496,9 +515,11 @@ class Feed:
         if self.last is not None and is_compared:  # what was before it, others have seen
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
-        self.known, self.next = task.known, task.first
+        self.known = task.known
+        self.next = task.first
         self._iterator = None
-        self.is_over, self.error = False, None
+        self.is_over = False
+        self.error = None
         return before
 
 
@@ -513,10 +534,10 @@ def check_length(epoch: int, length: int | None, wanted: int | None) -> None:
 
 def _check_put_back(sampler: Any, known: Known) -> None:
     """Check that a sampler that is its own iterator says again what it said then."""
-    found = differences(sampler.state_dict(), known.state) if is_stateful(sampler) else []
-    if found:
+    changes = differences(sampler.state_dict(), known.state) if is_stateful(sampler) else []
+    if changes:
         raise ValueError(
             f"the sampler, {brief_repr(sampler)}, does not return to the state that it gave: "
-            f"{'; '.join(found)}; its load_state_dict is at fault (lhotse's does so after filter() "
-            "of a sampler: filter the cuts instead)"
+            f"{'; '.join(changes)}; its load_state_dict is at fault (lhotse's does so after "
+            "filter() of a sampler: filter the cuts instead)"
         )

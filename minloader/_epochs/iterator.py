@@ -269,7 +269,7 @@ class Batches(Iterator[B], Generic[B]):
             self.claims.is_unsure = False
 
     def _check(self) -> None:
-        if self.claims.asks:
+        if self.claims.is_asking:
             raise RuntimeError(
                 "on_error asks the iterator that it is called by for another batch: take it after "
                 "on_error has returned"
@@ -305,8 +305,8 @@ class Batches(Iterator[B], Generic[B]):
             feed.known = known
             feed.error = None
             return
-        taken, ahead = lane.after(claim.ordinal)
-        come = lane.come_after(task, claim.ordinal) if lane.counts_samples else lane.come
+        taken, ahead = lane.taken_after(claim.ordinal)
+        tally = lane.tally_after(task, claim.ordinal) if lane.counts_samples else lane.tally
         outcomes = task.outcomes
         assert outcomes is not None
         n = claim.ordinal - task.first
@@ -317,7 +317,7 @@ class Batches(Iterator[B], Generic[B]):
         claims.ahead = ahead_of_consumer
         lane.ahead = ahead
         lane.taken = taken
-        lane.come = come
+        lane.tally = tally
         outcomes[n] = None
         if is_last:
             task.reply = task.memory = None
@@ -326,7 +326,7 @@ class Batches(Iterator[B], Generic[B]):
         """Have a claim be what comes next: a batch, or an error in its place."""
         shared = self.shared
         while True:
-            if shared.is_closed or self._is_over or self.is_superseded or self.claims.asks:
+            if shared.is_closed or self._is_over or self.is_superseded or self.claims.is_asking:
                 self._check()
             epoch, lane, task = self._next_lane()
             claim.lane = lane
@@ -355,13 +355,13 @@ class Batches(Iterator[B], Generic[B]):
                 claim.outcome = None
                 return
             if claim.outcome is SKIP:
-                taken, ahead = lane.after(ordinal)
-                come = lane.come_after(task, ordinal)
+                taken, ahead = lane.taken_after(ordinal)
+                tally = lane.tally_after(task, ordinal)
                 outcomes = task.outcomes
                 assert outcomes is not None
                 lane.ahead = ahead
                 lane.taken = taken
-                lane.come = come
+                lane.tally = tally
                 outcomes[n] = None
                 shared.counters.errors.skipped += 1
                 epoch.left_out += has_failed
@@ -392,7 +392,7 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = self._fail(epoch, claim, failure.sample, failure.summary)
             if claim.error is not None:
                 return
-        self.claims.asks = True
+        self.claims.is_asking = True
         try:
             claim.outcome = failures.handle(
                 failure,
@@ -406,7 +406,7 @@ class Batches(Iterator[B], Generic[B]):
         except Exception as error:  # of the user's function: it takes the place of the batch
             claim.outcome = Raised(error)
         finally:
-            self.claims.asks = False
+            self.claims.is_asking = False
         if type(claim.outcome) is Raised:
             claim.error = claim.outcome.error
 
@@ -430,15 +430,15 @@ class Batches(Iterator[B], Generic[B]):
         ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
-        come = epoch.come()
+        tally = epoch.whole_tally()
         if lane.counts_samples:
-            come = come.plus(1, lane.samples_of(task, claim.ordinal))
-        excess = self._excess(epoch, come, is_over=False)
+            tally = tally.plus(1, lane.samples_of(task, claim.ordinal))
+        excess = self._excess(epoch, tally, is_over=False)
         if not excess:
             return None
         return BatchError(excess, ordinal=ordinal, epoch=epoch.number, sample=index)
 
-    def _excess(self, epoch: Epoch, come: Tally, *, is_over: bool) -> str:
+    def _excess(self, epoch: Epoch, tally: Tally, *, is_over: bool) -> str:
         """Return what to say if more of an epoch has failed than may; else ""."""
         max_errors = self.shared.options.max_errors
         if max_errors is None:
@@ -447,13 +447,13 @@ class Batches(Iterator[B], Generic[B]):
         most = failures.most_allowed(
             max_errors,
             length=epoch.length,
-            batches=come.batches,
-            samples=come.samples,
+            batches=tally.batches,
+            samples=tally.samples,
             is_over=is_over,
         )
         if losses.count <= most:
             return ""
-        epoch.has_told = True
+        epoch.has_reported_excess = True
         return failures.too_many(self.shared.counters, losses, epoch.number, max_errors, most)
 
     # --- which is next
@@ -643,9 +643,9 @@ class Batches(Iterator[B], Generic[B]):
 
         Before its end that was not known, or the other samples were yet to come.
         """
-        if epoch.has_told or not epoch.losses.count or not epoch.lanes[0].counts_samples:
+        if epoch.has_reported_excess or not epoch.losses.count or not epoch.lanes[0].counts_samples:
             return
-        excess = self._excess(epoch, epoch.come(), is_over=True)
+        excess = self._excess(epoch, epoch.whole_tally(), is_over=True)
         if excess:
             raise BatchError(excess, epoch=epoch.number)
 

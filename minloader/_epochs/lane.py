@@ -42,10 +42,10 @@ from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
 
-CHUNK_MOST = 1024
+MAX_CHUNK = 1024
 """Most batches in a task: an executor's 0.8 ms are 0.8 µs a batch then, less than seeding."""
 
-SHARD_MOST = 64
+MAX_SHARD_CHUNK = 64
 """Most batches in a task of a shard, which is not cut short where they turn out to be slow."""
 
 CHUNK_BYTES = 512 * 1024
@@ -68,7 +68,7 @@ class Lane:
         taken: how many batches the iterator has taken, without a gap: each was handed over, or is
             on its way to the consumer.
         ahead: those after these that it has taken before their turn.
-        come: how many batches and samples it has taken, if these are counted.
+        tally: how many batches and samples it has taken, if these are counted.
         counts_samples: whether they are, since ``max_errors`` is a share of them.
         tasks: what is not handed over, as far as it was drawn.
         pool: where the tasks are.
@@ -87,22 +87,22 @@ class Lane:
         self.feed = feed
         self.taken = feed.next
         self.ahead = ahead
-        self.come = NOTHING_CAME
+        self.tally = NOTHING_CAME
         self.counts_samples = isinstance(shared.options.max_errors, float)
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
         self._get_pool = get_pool
         # Items a task. Those sent at first share what one may hold, so that all workers get some.
         depth = -(-shared.group.depth // share)
-        self._chunk_most = self._find_chunk_most()
-        self._chunk = min(max(1, shared.chunk // depth), self._chunk_most) if depth else 1
+        self._max_chunk = self._find_max_chunk()
+        self._chunk = min(max(1, shared.chunk // depth), self._max_chunk) if depth else 1
         self._adopt()
 
-    def _find_chunk_most(self) -> int:
+    def _find_max_chunk(self) -> int:
         if isinstance(self.feed, ShardFeed):
-            return SHARD_MOST
-        may_chunk = self.shared.options.chunks or self.feed.source.cannot_look
-        return CHUNK_MOST if may_chunk else 1
+            return MAX_SHARD_CHUNK
+        may_chunk = self.shared.options.chunks or self.feed.source.may_be_read_ahead
+        return MAX_CHUNK if may_chunk else 1
 
     def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
@@ -188,10 +188,10 @@ class Lane:
         if feed.is_over or feed.error is not None:
             return None
         if isinstance(feed, ShardFeed):
-            drawn = feed.draw(self._chunk)
-            self.tasks.append(drawn)
-            feed.next = drawn.stop
-            return drawn
+            shard_task = feed.draw(self._chunk)
+            self.tasks.append(shard_task)
+            feed.next = shard_task.stop
+            return shard_task
         begin = time.perf_counter()
         task = self._draw_items(feed, begin)
         self.shared.counters.drew(begin, 0 if task is None else len(task.items))
@@ -202,7 +202,7 @@ class Lane:
         self._pass_early(feed)
         if feed.is_over or feed.error is not None:
             return None
-        feed.ask()
+        feed.note_state()
         task = Task(first=feed.next, items=[], known=feed.known)
         feed.drawing = task
         self.tasks.append(task)
@@ -212,7 +212,7 @@ class Lane:
         most = min(self._chunk, limit)
         while most and not feed.is_over and feed.error is None:
             feed.draw(task, self.pool.hold, most, until)
-            wants_more = bool(reads) and self._chunk_most > 1 and _samples(task.items) < reads
+            wants_more = bool(reads) and self._max_chunk > 1 and _samples(task.items) < reads
             wants_more = wants_more and time.perf_counter() < until
             most = 1 if wants_more and len(task.items) < limit else 0
         if not task.items:
@@ -237,7 +237,7 @@ class Lane:
 
     def _most_at_once(self, first: int) -> int:
         """Return how many items there are from an ordinal up to one that came before its turn."""
-        return next((start - first for start, _ in self.ahead if start > first), CHUNK_MOST)
+        return next((start - first for start, _ in self.ahead if start > first), MAX_CHUNK)
 
     def _send(self, task: Task) -> None:
         """Send a task off. What goes wrong with that is its reply, and comes in its turn."""
@@ -299,7 +299,7 @@ class Lane:
     def _is_taken(self, task: Task) -> bool:
         return self.next_in(task) >= task.stop
 
-    def after(self, ordinal: int) -> tuple[int, tuple[Range, ...]]:
+    def taken_after(self, ordinal: int) -> tuple[int, tuple[Range, ...]]:
         """Return what ``taken`` and ``ahead`` are once another batch was taken."""
         if ordinal == self.taken and not self.ahead:
             return ordinal + 1, ()
@@ -320,11 +320,11 @@ class Lane:
             return 1
         return len(failures.indices_of(task.item(ordinal - task.first)))
 
-    def come_after(self, task: Task, ordinal: int) -> Tally:
+    def tally_after(self, task: Task, ordinal: int) -> Tally:
         """Return what has come once another batch was taken."""
         if not self.counts_samples:
-            return self.come
-        return self.come.plus(1, self.samples_of(task, ordinal))
+            return self.tally
+        return self.tally.plus(1, self.samples_of(task, ordinal))
 
     def next_received(self) -> Task | None:
         """Return a task that has something to hand over, if one is here.
@@ -399,7 +399,7 @@ class Lane:
         small = CHUNK_BYTES * made / (figures.size or 1)
         # What was cut short was slow. Otherwise it may just have had no processor for a while.
         least = self._chunk // 2 if made == len(task.items) else 1
-        fits = shared.chunk = int(min(quick, small, CHUNK_MOST))
+        fits = shared.chunk = int(min(quick, small, MAX_CHUNK))
         self._chunk = min(self._chunk, max(1, least, fits))
         counters.workers.chunk_size = self._chunk
         self.pool.forgive_failed_starts()
@@ -421,7 +421,7 @@ class Lane:
     def grow(self) -> None:
         """Let the consumer, which is faster than the workers, wait for larger pieces."""
         if self.pool.num_workers:
-            self._chunk = min(2 * self._chunk, self._chunk_most)
+            self._chunk = min(2 * self._chunk, self._max_chunk)
 
     # --- what was lost
 

@@ -76,15 +76,15 @@ class ShardFeed:
         self.at_end = position.known
         self._follows = follows
 
-    def following(self, epoch: int, *, is_left: bool) -> ShardFeed:
+    def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
         """Return what another epoch is read from, after this one.
 
         Args:
             epoch: its number.
-            is_left: whether the consumer has left this one: then that one begins as this one did.
+            is_abandoned: whether the consumer has left this one: that one begins as it did then.
         """
         beginning = self.beginning
-        begins_anew = is_left or self.has_failed
+        begins_anew = is_abandoned or self.has_failed
         if not begins_anew and self.is_over and self.at_end.state is not None:
             beginning = self.at_end.state
         position = LanePosition(known=Known(0, beginning), beginning=beginning)

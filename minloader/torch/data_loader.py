@@ -75,9 +75,9 @@ class _Loader(Loader[Any]):
     _without_processes = "set num_workers=0"
 
     @property
-    def is_left(self) -> bool:
+    def would_abandon(self) -> bool:
         """Whether the consumer leaves an epoch if the next one begins now."""
-        return self._epochs.is_left
+        return self._epochs.would_abandon
 
     @property
     def is_resumed(self) -> bool:
@@ -343,7 +343,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             for name, given in self._given.items():
                 if self._number and is_read_once(given) and not has_epochs(given):
                     raise used_up(name, given)
-            if self._loader is not None and self._loader.is_left:
+            if self._loader is not None and self._loader.would_abandon:
                 order.leave()
         order.check(start)
         loader = self._ready()
