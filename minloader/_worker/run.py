@@ -414,7 +414,7 @@ class Worker:
                 outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
             del outcome
-            work.fingerprints.append(reader.last)
+            work.fingerprints.append(reader.last_fingerprint)
         state = self._end_stream_task(reader, work.outcomes)
         reread = self._reread
         self._reread = 0

@@ -62,10 +62,10 @@ class ShardReader:
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
         iterator: of the stream, while it is read.
-        last: what the samples of the batch drawn last are recognized by.
+        last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
         beginning: state that the stream had before it was ever read; None if that is not known.
-        left: state that it had last when it was asked; None if it was not.
+        last_state: that it had when it was last asked; None if it was not.
     """
 
     maker: BatchMaker
@@ -78,18 +78,19 @@ class ShardReader:
     ended: bool = False
     reading: bool = False
     iterator: Any = None
-    last: int | None = None
+    last_fingerprint: int | None = None
     is_other: bool = False
     beginning: bytes | None = None
-    left: bytes | None = None
+    last_state: bytes | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
-    _former: list[Any] | None = None  # those of the batch drawn last, where an interrupt may come
+    # Those of the batch drawn last, where an interrupt may come.
+    _last_samples: list[Any] | None = None
     _is_inside: bool = False  # whether the iterator's own code runs
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
 
     @property
-    def is_whole(self) -> bool:
+    def serves_next_pass(self) -> bool:
         """Whether the pass was read to its end, so that the next can begin with the same copy."""
         # Where a state was put back in mid-epoch, the stream may begin there each time.
         is_put = self.is_fresh and self.shard.at and not self._is_own_iterator
@@ -103,19 +104,19 @@ class ShardReader:
         return self.is_fresh and at > 0 and self.shard.state is not None and self.position <= at + 1
 
     @property
-    def _is_dead(self) -> bool:
+    def _is_finished_generator(self) -> bool:
         """Whether the iterator is a generator that has raised, or returned."""
         return isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
 
     @property
-    def is_once(self) -> bool:
+    def cannot_begin_again(self) -> bool:
         """Whether the stream can only be read on, where an interrupt may come."""
         return self.is_inline and serves_one_pass(self.info.dataset)
 
     @property
     def was_interrupted(self) -> bool:
         """Whether an interrupt has come while the stream's own code ran."""
-        return self._is_inside and not self._is_taken
+        return self._is_inside and not self._is_batch_drawn
 
     def begin(self, index: int | None = None) -> BatchKey:
         """Prepare for a batch of the shard, by default the next, and return its place.
@@ -166,10 +167,10 @@ class ShardReader:
         except Exception:
             # What cannot be begun is over, and so is a generator that has raised. It must be known
             # now: what has that for its place would be read on by who has its state.
-            self.ended |= self.iterator is None or self._is_dead
+            self.ended |= self.iterator is None or self._is_finished_generator
             self._failed = True
             self._samples = []
-            self.last = None
+            self.last_fingerprint = None
             self._is_inside = False
             self.position += 1  # it takes the place of a batch
             raise
@@ -177,23 +178,23 @@ class ShardReader:
         self.ended = len(samples) < size
         if not samples or (self.ended and not job.options.keep_last):
             self._samples = []
-            self._former = None
+            self._last_samples = None
             return END
-        self._former = self._samples if self.is_inline else None
+        self._last_samples = self._samples if self.is_inline else None
         self._samples = []
         self.position += 1
-        self.last = fingerprint(samples)
+        self.last_fingerprint = fingerprint(samples)
         return samples
 
     def stands_at(self, shard: Shard) -> bool:
         """Return whether it can go on with the first batch of a task; then it is there."""
-        if self.position == shard.first + 1 and self._former is not None:
+        if self.position == shard.first + 1 and self._last_samples is not None:
             # Ctrl-C came before the batch was delivered. Its samples are still here.
-            self._samples = self._former
-            self._former = None
+            self._samples = self._last_samples
+            self._last_samples = None
             self.position = shard.first
             self.ended = False
-        if self.was_interrupted and not (self.is_once and self.iterator is None):
+        if self.was_interrupted and not (self.cannot_begin_again and self.iterator is None):
             return False  # what raised the interrupt may be over, or have lost a sample
         self.reading = self._failed and self.reading and not self.is_inline
         return self.position == shard.first or (self.ended and self.position < shard.first)
@@ -220,7 +221,7 @@ class ShardReader:
         self._is_inside = False
 
     @property
-    def _is_taken(self) -> bool:
+    def _is_batch_drawn(self) -> bool:
         """Whether all samples of the batch that is being drawn are there."""
         return bool(self._samples) and self._samples[-1] is END
 
@@ -230,7 +231,7 @@ class ShardReader:
         # the sign that there are no more to take: of a stream that has ended nothing else tells.
         missing = map(next, repeat(self.iterator, size - len(self._samples)))
         added = chain(missing, (END,))
-        if not self._is_taken:
+        if not self._is_batch_drawn:
             self._is_inside = True
             self._samples.extend(added)
         self._is_inside = False
@@ -259,7 +260,7 @@ class ShardReader:
             raise self.misfit(shard, f"ended after {counted(self.position, 'batch')}")
         if shard.check is None or self.position - 1 != shard.check[0]:
             return
-        if shard.check[1] not in (None, self.last):
+        if shard.check[1] not in (None, self.last_fingerprint):
             raise self.misfit(shard, "given other samples")
 
     def misfit(self, shard: Shard, what: str) -> RuntimeError:
@@ -295,8 +296,9 @@ class ShardReader:
 
     def state(self) -> bytes:
         """Return the state of the stream, packed."""
-        self.left = pack({name: part.state_dict() for name, part in self.parts.items()}, down=False)
-        return self.left
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        self.last_state = pack(states, down=False)
+        return self.last_state
 
 
 @dataclass(eq=False)
@@ -317,9 +319,9 @@ class ShardReaders:
     reload: Callable[[], Any] | None
     is_inline: bool
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
-    _is_taken: bool = False  # whether the job's own object was given to a reader
+    _is_job_object_used: bool = False  # whether the job's own object was given to a reader
     _beginning: bytes | None = None  # state that the job's own object had before it was read
-    _has_lost: bool = False  # whether another loader has read the job's own object since
+    _was_read_by_other: bool = False  # whether another loader has read the job's own object since
     _original: Any = None  # that object as it was then, if it had no state and is the user's
 
     def find(
@@ -342,7 +344,7 @@ class ShardReaders:
         if before is not None and before.shard.number == shard.number:
             if before.stands_at(shard):
                 return before
-            if before.was_interrupted and before.is_once:
+            if before.was_interrupted and before.cannot_begin_again:
                 raise RuntimeError(
                     f"dataset, {brief_repr(before.info.dataset)}, is an iterator that can be read "
                     "once, and Ctrl-C came while its own code ran: what it gives from now on may "
@@ -355,7 +357,7 @@ class ShardReaders:
             before is not None
             and shard.follows == before.shard.number
             and not shard.first
-            and before.is_whole
+            and before.serves_next_pass
             and not serves_one_pass(before.info.dataset)
         )
         if goes_on:
@@ -395,9 +397,9 @@ class ShardReaders:
         Raises:
             RuntimeError: it can be read once, and was.
         """
-        if self._is_taken and serves_one_pass(self.maker.job.dataset):
+        if self._is_job_object_used and serves_one_pass(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
-        _users[id(_bare(self.maker.job.dataset))] = self
+        _last_users[id(_unwrapped(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         if self._beginning is not None:
             self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
@@ -414,31 +416,31 @@ class ShardReaders:
             RuntimeError: it is its own iterator, and somebody is not at its end.
         """
         dataset = self.maker.job.dataset
-        thing = _bare(dataset)
-        user = _users.get(id(thing))
+        bare = _unwrapped(dataset)
+        user = _last_users.get(id(bare))
         if user is self:
             return
-        is_own_iterator = isinstance(thing, Iterator)
-        if is_stateful(thing) and (user is not None or self._has_lost):
+        is_own_iterator = isinstance(bare, Iterator)
+        if is_stateful(bare) and (user is not None or self._was_read_by_other):
             self._readers.clear()
-            if user is not None and not self._is_taken and user._has_left(thing):
+            if user is not None and not self._is_job_object_used and user._is_where_left(bare):
                 self._beginning = user._beginning
                 self._original = user._original
         elif (
             is_own_iterator and user is not None and serves_one_pass(dataset) and user._is_within()
         ):
-            raise _taken_by_two(thing)
-        elif is_own_iterator and self._has_lost and self._is_within(shard):
-            raise _taken_by_two(thing)  # it is of a class that may begin anew, and did
+            raise _taken_by_two(bare)
+        elif is_own_iterator and self._was_read_by_other and self._is_within(shard):
+            raise _taken_by_two(bare)  # it is of a class that may begin anew, and did
         if user is not None:
-            user._has_lost = True
-        _users[id(thing)] = self
-        self._has_lost = False
+            user._was_read_by_other = True
+        _last_users[id(bare)] = self
+        self._was_read_by_other = False
 
-    def _has_left(self, dataset: Any) -> bool:
+    def _is_where_left(self, dataset: Any) -> bool:
         """Return whether an object is where this left it: the user may have put it elsewhere."""
-        found = [each.left for each in self._readers.values() if each.left is not None]
-        states = [state for packed in found for state in unpack(packed).values()]
+        last = [each.last_state for each in self._readers.values()]
+        states = [state for packed in last if packed for state in unpack(packed).values()]
         return any(not differences(dataset.state_dict(), state) for state in states)
 
     def _is_within(self, shard: Shard | None = None) -> bool:
@@ -449,13 +451,13 @@ class ShardReaders:
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset = self.maker.job.dataset
-        is_taken = self._is_taken
+        is_used = self._is_job_object_used
         if shard.state is None and self._original is not None:
             return copy.deepcopy(self._original), False
-        if not is_taken:
+        if not is_used:
             self._note_beginning(dataset)
         # A forked worker makes copies of this object, so that has to stay as it is.
-        if self.reload is not None and (is_taken or shard.total > self.num_workers):
+        if self.reload is not None and (is_used or shard.total > self.num_workers):
             return self.reload(), False
         alone = shard.total == 1
         if self.reload is None and not (self.is_inline and alone):
@@ -467,10 +469,10 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if serves_one_pass(dataset) and (is_taken or not (alone or self.reload)):
+        if serves_one_pass(dataset) and (is_used or not (alone or self.reload)):
             raise _read_once(dataset)
-        self._is_taken = True
-        return dataset, is_taken
+        self._is_job_object_used = True
+        return dataset, is_used
 
     def _note_beginning(self, dataset: Any) -> None:
         """Note where the stream begins: a pass that is left early moves the user's own object."""
@@ -484,12 +486,12 @@ class ShardReaders:
                         self._original = copy.deepcopy(dataset)
 
 
-_users: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
+_last_users: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
 """Who has read an object of the user's last, in the calling process, by the object's id. They keep
 the object, so that no other has its id."""
 
 
-def _bare(dataset: Any) -> Any:
+def _unwrapped(dataset: Any) -> Any:
     return dataset.dataset if type(dataset) is Stream else dataset
 
 
