@@ -344,8 +344,8 @@ def test_a_batch_ends_while_another_thread_imports():
         seeds.seed_globals((0, 0, 5, 0))
 
     endings: list[Any] = []
-    arrive = partial(seeds.seed_arrival, np.random)
-    assert at_each_step(seeds.seed_arrival, arrive, lambda: endings[-1](), begin) > 5
+    arrive = partial(seeds.seed_on_import, np.random)
+    assert at_each_step(seeds.seed_on_import, arrive, lambda: endings[-1](), begin) > 5
     endings[-1]()
 
 

@@ -183,7 +183,7 @@ def test_batches_made_here_leave_the_import_path_as_it_was():
 
 def test_two_threads_that_ask_at_once_seed_it_once(monkeypatch):
     """Else one of them could begin the numbers anew that the other has drawn."""
-    module: Any = seeds._Unasked("random")
+    module: Any = seeds._UnusedRandom("random")
     module.something = 1
     other = threading.Thread(target=lambda: module.something)
     seeded: list[int] = []

@@ -47,8 +47,8 @@ class BatchMaker:
         skipped: samples that were left out, since it was set to 0.
         errors: the index of each sample that failed and was left out, or replaced, as in
             ``failing``, and its error in words; since it was emptied.
-        begun: the futures of the samples of the item, list by list, where they are read already;
-            or the error of that.
+        early_reads: the futures of the samples of the item, list by list, where they are read
+            already; or the error of that.
     """
 
     job: Job
@@ -61,7 +61,7 @@ class BatchMaker:
     failing: tuple[Any, ...] = ()
     skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
-    begun: Any = field(default_factory=list)
+    early_reads: Any = field(default_factory=list)
     _samples_before: int = 0  # of the item in the batches before, of a list of batches
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class BatchMaker:
         self.transform_seconds = 0.0
         self.collate_seconds = 0.0
         self.skipped = 0
-        self.begun = []
+        self.early_reads = []
 
     def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
         """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
@@ -85,7 +85,8 @@ class BatchMaker:
         """Return the batch of one item, or SKIP."""
         self._samples_before = 0
         if self.job.collate_fn is None:
-            if self.job.options.on_sample_error is not None or self.begun:  # the item is a sample
+            if self.job.options.on_sample_error is not None or self.early_reads:
+                # The item is a sample.
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self.read(item)
@@ -134,9 +135,9 @@ class BatchMaker:
         return batch
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
-        if not self.begun:
+        if not self.early_reads:
             return self._each(self.read, indices, indices)
-        futures = deque(self.begun.pop(0))
+        futures = deque(self.early_reads.pop(0))
         try:
             # Each is let go of first: it has its error, whose frames lead here.
             return self._each(lambda index: futures.popleft().result(), indices, indices)
@@ -150,7 +151,7 @@ class BatchMaker:
         kind = type(dataset)
         has_getitems = hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")
         is_one_by_one = self.lost is not None and (not as_torch or type(item) is list)
-        if self.begun or is_one_by_one or not has_getitems:
+        if self.early_reads or is_one_by_one or not has_getitems:
             indices = check_indices(item)
             return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)

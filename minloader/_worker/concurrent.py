@@ -11,9 +11,9 @@
                            v
                       futures: BatchMaker takes sample or error, in their order
 
-A worker process takes the next task while it makes the batches of one (:class:`Ahead`), so that the
-reads never pause. Threads and loop begin with the first read of a process, and end with the
-dataset. They are daemons: a read that never ends does not keep a process from ending.
+A worker process takes the next task while it makes the batches of one (:class:`ReadAheadQueue`), so
+that the reads never pause. Threads and loop begin with the first read of a process, and end with
+the dataset. They are daemons: a read that never ends does not keep a process from ending.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Futures = list["Future[Any]"]
 Reads = list[tuple[Any, WorkerInfo | None]]
 """Index and info of each sample."""
 
-CLOSING = 0.3
+CLOSE_SECONDS = 0.3
 """Seconds that a worker may wait at its end until an event loop has closed what it had open; after
 0.5 it would be killed."""
 
-LEAVING = 120
+EXIT_PRIORITY = 120
 """Priority at the exit of a process: before what a worker has started is killed (``start.py``),
 since the dataset may need that to close what it has open."""
 
@@ -145,7 +145,7 @@ class Concurrent:
             except BaseException:
                 loop.call_soon_threadsafe(loop.stop)
                 raise
-            Finalize(self, _end_loop, (loop, self.dataset), exitpriority=LEAVING)
+            Finalize(self, _end_loop, (loop, self.dataset), exitpriority=EXIT_PRIORITY)
             call: Any = loop.call_soon_threadsafe
             return partial(call, _begin_tasks, loop, limit, self.dataset)
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -162,7 +162,7 @@ class Concurrent:
         except BaseException:
             _end_threads(calls, self.limit, None)
             raise
-        Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=LEAVING)
+        Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=EXIT_PRIORITY)
         return partial(_call_in, calls, self.dataset)
 
 
@@ -182,25 +182,25 @@ def _start(function: Callable[[Any], None], argument: Any) -> None:
     threading.Thread(target=function, args=(argument,), name=name, daemon=True).start()
 
 
-class Ahead:
+class ReadAheadQueue:
     """The queue of an executor's tasks, of which one is taken while another is made.
 
     Args:
-        tasks: that queue.
+        tasks: the executor's own queue.
         begin: called with a task, in a thread, as soon as it is taken.
     """
 
     def __init__(self, tasks: Any, begin: Callable[[Any], object]) -> None:
         self._tasks = tasks
         self._begin = begin
-        self._taken: SimpleQueue[Any] = SimpleQueue()
-        self._wanted = threading.Semaphore()
-        self._is_alone = False  # whether nothing is to be taken beside the task that is made
-        _start(Ahead._take, self)
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._may_take = threading.Semaphore()  # as often as a task is to be taken
+        self._is_alone = False  # whether none is taken while the present one is made
+        _start(ReadAheadQueue._take, self)
 
     def _take(self) -> None:
         while True:
-            self._wanted.acquire()
+            self._may_take.acquire()
             call = None
             try:
                 call = self._tasks.get(block=True)
@@ -208,7 +208,7 @@ class Ahead:
                     if not task.alone:
                         self._begin(task)
             finally:
-                self._taken.put(call)
+                self._calls.put(call)
             if call is None:  # the end
                 return
             del call
@@ -216,11 +216,11 @@ class Ahead:
     def get(self, block: bool = True) -> Any:
         """Return the next call of the executor; None at its end."""
         if self._is_alone:
-            self._wanted.release()
-        call = self._taken.get(block)
+            self._may_take.release()
+        call = self._calls.get(block)
         self._is_alone = any(task.alone for task in call.args) if call is not None else False
         if not self._is_alone:
-            self._wanted.release()
+            self._may_take.release()
         return call
 
 
@@ -274,7 +274,7 @@ def _end_loop(loop: asyncio.AbstractEventLoop, dataset: Any) -> None:
 
     ending = asyncio.run_coroutine_threadsafe(end(), loop)
     if threading.current_thread() is threading.main_thread():  # the process may be about to end
-        wait([ending], CLOSING)
+        wait([ending], CLOSE_SECONDS)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

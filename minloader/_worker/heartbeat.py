@@ -90,12 +90,12 @@ class Heartbeats:
             before, size = size, os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
-        return shortened(self._file.text(begin).strip())
+        return shorten(self._file.text(begin).strip())
 
     def crash(self) -> str:
         """Return the Python stacks of the worker that crashed last; "" if there are none."""
         written = self._file.text(self.count * _FORMAT.size).strip()
-        return shortened(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
+        return shorten(written.rpartition("Fatal Python error: ")[2].partition("\n\n")[2])
 
     def close(self) -> None:
         """Remove the file. Harmless when repeated."""
@@ -110,18 +110,18 @@ _HEAD = re.compile(r"(Current t|T)hread 0x")  # not that of a stack in C, from C
 _OUR_THREAD = re.compile(r"[/\\\\]minloader[/\\\\]_worker[/\\\\](lifetimes|logs)\.py")
 
 
-def shortened(stacks: str) -> str:
+def shorten(stacks: str) -> str:
     """Return stacks without our threads, and without the frames that lead from us to the user."""
-    found = []
+    shown = []
     for stack in stacks.split("\n\n"):
         lines = stack.splitlines()
         cut = next((n for n, line in enumerate(lines) if _OURS.match(line)), len(lines))
-        kept = lines[:cut] if cut > 1 else lines  # all of it, where nothing is the user's
+        kept = lines[:cut] if cut > 1 else lines  # all of them, where none is the user's
         if _HEAD.match(stack) and not _OUR_THREAD.search(stack):
-            found.append("".join(f"{line}\n" for line in kept))
+            shown.append("".join(f"{line}\n" for line in kept))
     # The one that makes the batch first.
-    found.sort(key=lambda stack: not stack.startswith("Current thread"))
-    return "\n".join(found)
+    shown.sort(key=lambda stack: not stack.startswith("Current thread"))
+    return "\n".join(shown)
 
 
 def open_heartbeat(path: str, index: int) -> tuple[Beat, Any]:

@@ -39,29 +39,30 @@ def _with_main(name: str) -> dict[str, Any]:
     """Return what a child is told, with a main module to run if it would have none."""
     data = _get_preparation_data(name)
     if "init_main_from_path" not in data and "init_main_from_name" not in data:
-        known = _known_of_main()
-        if known:
-            names = tuple(known)
+        definitions = _main_definitions()
+        if definitions:
+            names = tuple(definitions)
             if names not in _files:
-                _files[names] = _write(known)
+                _files[names] = _write(definitions)
             data["init_main_from_path"] = _files[names].path
     return data
 
 
-def _known_of_main() -> dict[str, Any]:
+def _main_definitions() -> dict[str, Any]:
+    """Return the functions and classes that the main module has here, by their names."""
     main = dict(vars(sys.modules["__main__"]))
     return {
         name: value for name, value in main.items() if getattr(value, "__module__", None) in MAIN
     }
 
 
-def _write(known: dict[str, Any]) -> SharedFile:
+def _write(definitions: dict[str, Any]) -> SharedFile:
     """Write a file of Python that defines some names as they are here."""
     try:
-        packed = [pack(known, down=True)]
+        packed = [pack(definitions, down=True)]
     except Exception:  # one may use what was opened here, and cannot be sent on: the others are
         packed = []
-        for name, value in known.items():
+        for name, value in definitions.items():
             with suppress(Exception):
                 packed.append(pack({name: value}, down=True))
     file = SharedFile()

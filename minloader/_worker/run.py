@@ -123,7 +123,8 @@ class Worker:
         self._own_generators = OwnGenerators(job, restores=environment.is_inline)
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
         self._reread = 0  # batches of a stream, since the last reply
-        self._begun: dict[int, list[Any]] = {}  # by task: what is read ahead of each item
+        # By task: for each item the futures of its samples, or an error.
+        self._early_reads: dict[int, list[Any]] = {}
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
         self._readers = ShardReaders(
             maker=self._maker,
@@ -145,18 +146,18 @@ class Worker:
 
     def begin(self, task: TaskMessage) -> list[Any]:
         """Begin to read the samples of a task; return their futures, or an error, of each item."""
-        begun: list[Any] = []
+        early_reads: list[Any] = []
         for n, item in enumerate(task.items if self._init_failure is None else ()):
             info = replace(self.info)
             begin_batch(info, task.epoch, task.ordinal + n)
             try:
-                begun.append(self._maker.begin(self._environment.unpack_item(item), info))
+                early_reads.append(self._maker.begin(self._environment.unpack_item(item), info))
             except BaseException as error:
                 if self._environment.ends_program(error):
                     raise
-                begun.append(error)  # comes when the batch is made
-        self._begun[task.id] = begun
-        return begun
+                early_reads.append(error)  # comes when the batch is made
+        self._early_reads[task.id] = early_reads
+        return early_reads
 
     def run(self, task: TaskMessage) -> Reply:
         """Make the batches of a task, until they take too long for one task.
@@ -175,18 +176,18 @@ class Worker:
         begin = time.perf_counter()
         work = _Work(began=begin, now=begin)
         self._maker.begin_task()
-        begun = self._begun.pop(task.id, None)
-        if begun is None and self.reads_ahead and task.lost is None:
-            begun = self.begin(task)
-            del self._begun[task.id]
+        early_reads = self._early_reads.pop(task.id, None)
+        if early_reads is None and self.reads_ahead and task.lost is None:
+            early_reads = self.begin(task)
+            del self._early_reads[task.id]
         shard: ShardReply | None = None
         try:
             if task.shard is None:
-                self._make_batches(task, work, writer, begun or [])
+                self._make_batches(task, work, writer, early_reads or [])
             else:
                 shard = self._read_batches(task, work, writer)
         finally:
-            _cancel(begun or [])  # after Ctrl-C
+            _cancel(early_reads or [])  # after Ctrl-C
             self._environment.close_slot()
         use: SlotUse | None = None
         if writer.size is not None:
@@ -232,7 +233,7 @@ class Worker:
         )
 
     def _make_batches(
-        self, task: TaskMessage, work: _Work, writer: NoSlot, begun: list[Any]
+        self, task: TaskMessage, work: _Work, writer: NoSlot, early_reads: list[Any]
     ) -> None:
         """Make the batches of a task, of its items.
 
@@ -240,22 +241,22 @@ class Worker:
             task: which.
             work: where they go.
             writer: takes their large buffers.
-            begun: for each item what is read ahead, or the error of that; empty if nothing is.
+            early_reads: for each item what is read ahead, or the error of that; [] if nothing is.
         """
         maker = self._maker
         for n, item in enumerate(task.items):
             work.item = n
             self._environment.beat(task.id, n, work.now)
-            if begun:
-                maker.begun = begun[n]
+            if early_reads:
+                maker.early_reads = early_reads[n]
             writer.begin()
             try:
                 self._leave_out_lost(task, n)
                 begin_batch(self.info, task.epoch, task.ordinal + n)
                 if type(item) is bytes:
                     item = self._environment.unpack_item(item)
-                if type(maker.begun) is not list:
-                    raise maker.begun
+                if type(maker.early_reads) is not list:
+                    raise maker.early_reads
                 key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 made = [self._call(key, maker.fetch, item)]
             except BaseException as error:
@@ -266,7 +267,7 @@ class Worker:
                 outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
             del outcome
-            if work.now - work.began > 2 * CHUNK_SECONDS and not begun:
+            if work.now - work.began > 2 * CHUNK_SECONDS and not early_reads:
                 break
 
     def _add(self, outcome: Any, work: _Work, writer: NoSlot) -> None:
@@ -471,9 +472,9 @@ class Worker:
         return None
 
 
-def _cancel(begun: list[Any]) -> None:
+def _cancel(early_reads: list[Any]) -> None:
     """Cancel what is read ahead of each item, unless that is an error."""
-    for lists in begun:
+    for lists in early_reads:
         for futures in lists if type(lists) is list else ():
             for future in futures:
                 future.cancel()

@@ -32,9 +32,9 @@ BatchKey = tuple[int, ...]
 numbers, or an epoch below 0: then it never draws what a batch draws."""
 
 
-def batch_seed(*place: int) -> int:
-    """Return 128 bits that depend on nothing but the place of a batch."""
-    return derive("batch", *place)
+def batch_seed(*key: int) -> int:
+    """Return 128 bits that depend on nothing but the key of a batch."""
+    return derive("batch", *key)
 
 
 _generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own
@@ -63,7 +63,7 @@ def _seed_torch(module: Any, value: int) -> None:
 
 SEEDERS = {"random": _seed_random, "numpy.random": _seed_numpy, "torch": _seed_torch}
 
-_key: BatchKey | None = None  # of the present batch; None if we are not to seed anything
+_key: BatchKey | None = None  # of the present batch; None where nothing is to be seeded
 
 
 def seed_globals(key: BatchKey) -> None:
@@ -76,12 +76,12 @@ def seed_globals(key: BatchKey) -> None:
     global _key
     if _key is None:
         for name in SEEDERS:
-            when_imported(name, seed_arrival)
+            when_imported(name, seed_on_import)
     _key = key
     value = None
     for name, seed in SEEDERS.items():
         module = sys.modules.get(name)
-        if module is not None and type(module) is not _Unasked:
+        if module is not None and type(module) is not _UnusedRandom:
             value = batch_seed(*key) if value is None else value
             seed(module, value)
 
@@ -104,36 +104,37 @@ def global_generators() -> list[Any]:
     return [_generator, numpy, getattr(sys.modules.get("torch"), "default_generator", None)]
 
 
-def seed_arrival(module: ModuleType) -> None:
+def seed_on_import(module: ModuleType) -> None:
+    """Seed the global generator of a module that the present batch has imported."""
     key = _key  # once: any thread may import, and the batch may end meanwhile
     if key is not None:
         SEEDERS[module.__name__](module, batch_seed(*key))
 
 
-_asking = threading.RLock()  # reentrant: the handler of a signal may ask, too
+_first_use_lock = threading.RLock()  # reentrant: the handler of a signal may use it, too
 
 
-class _Unasked(ModuleType):
-    """The type of the module ``random`` while nobody in this process has asked it for anything.
+class _UnusedRandom(ModuleType):
+    """The type of the module ``random`` while nobody in this process has used it.
 
     Seeding it would take a third of a worker's time for a tiny batch.
     """
 
     def __getattribute__(self, name: str) -> Any:
         if name != "__spec__":  # which every import of it asks for
-            with _asking:  # or a thread might seed it again when another has drawn from it
+            with _first_use_lock:  # or a thread might seed it again when another has drawn from it
                 key = _key
-                if type(self) is _Unasked and key is not None:
+                if type(self) is _UnusedRandom and key is not None:
                     _seed_random(self, batch_seed(*key))
                 self.__class__ = ModuleType  # type: ignore[assignment]
         return ModuleType.__getattribute__(self, name)
 
 
-def wait_until_asked() -> None:
+def seed_random_on_first_use() -> None:
     """Seed ``random`` in this process only from when somebody has asked it for something.
 
-    Unless somebody already has: then more than the module itself refers to one of its functions,
-    which are methods of its generator.
+    If somebody has by now, it is seeded for each batch from the first on. That is seen from the
+    references to its functions, which are methods of its generator: not only the module has them.
     """
     values = vars(random)
     alone = {"": object()}
@@ -144,7 +145,7 @@ def wait_until_asked() -> None:
     if sys.getrefcount(globals()["_generator"]) == of_generator and all(
         sys.getrefcount(values[name]) == references for name in methods
     ):
-        random.__class__ = _Unasked
+        random.__class__ = _UnusedRandom
 
 
 patience = 5.0
@@ -155,11 +156,11 @@ _lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
 
 
 def _begin_fork() -> None:
-    global _lock, _asking
+    global _lock, _first_use_lock
     # A thread that is not here may have held them.
     _lock = threading.RLock()
-    _asking = threading.RLock()
-    if type(random) is _Unasked:  # Python has just seeded its generator, for the fork alone
+    _first_use_lock = threading.RLock()
+    if type(random) is _UnusedRandom:  # Python has just seeded its generator, for the fork alone
         random.__class__ = ModuleType  # type: ignore[assignment]
 
 
@@ -217,7 +218,7 @@ def save_globals() -> Callable[[], None]:
         _key = former  # that of an outer batch, whose dataset reads a loader of its own
         if former is None:
             for name in SEEDERS:
-                forget(name, seed_arrival)
+                forget(name, seed_on_import)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         if torch:

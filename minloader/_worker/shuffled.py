@@ -24,7 +24,7 @@ from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
-from minloader._worker.torch_conventions import begin_there
+from minloader._worker.torch_conventions import begin_at_state
 
 logger = logging.getLogger("minloader")
 
@@ -232,7 +232,7 @@ class StatefulShuffle(Shuffle):
         if "iterator" in known:
             self._source.load_state_dict(known["iterator"])
             if self._source is self._owner.stream:
-                begin_there(self._source, known["iterator"])
+                begin_at_state(self._source, known["iterator"])
         if state["number"] >= 0:
             self._number = state["number"] - 1
             self._filled.before = state["stream"]

@@ -42,7 +42,7 @@ from minloader._worker.messages import (
     WorkerInfo,
 )
 from minloader._worker.run import Worker
-from minloader._worker.seeds import wait_until_asked
+from minloader._worker.seeds import seed_random_on_first_use
 from minloader._worker.torch_conventions import collate_in_private_memory
 
 logger = logging.getLogger("minloader")
@@ -118,7 +118,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         if not info.id:
             _tell_long_start(time.perf_counter() - begin, imports.seconds, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
-        wait_until_asked()
+        seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
         environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
         worker = Worker(job, info, environment)
@@ -284,9 +284,9 @@ def worker_main(
     start(setup, index, inheritance)
     worker = current.process_worker
     if worker is not None and worker.reads_ahead:
-        from minloader._worker.concurrent import Ahead  # of few: it imports asyncio
+        from minloader._worker.concurrent import ReadAheadQueue  # of few: it imports asyncio
 
-        args = Ahead(args[0], worker.begin), *args[1:]
+        args = ReadAheadQueue(args[0], worker.begin), *args[1:]
     target(*args)
 
 

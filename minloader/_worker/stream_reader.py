@@ -33,7 +33,7 @@ from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
-from minloader._worker.torch_conventions import Stream, begin_there
+from minloader._worker.torch_conventions import Stream, begin_at_state
 
 logger = logging.getLogger("minloader")
 
@@ -213,7 +213,7 @@ class ShardReader:
         if "iterator" in known:
             iterator.load_state_dict(known["iterator"])
             if is_own:
-                begin_there(dataset, known["iterator"])
+                begin_at_state(dataset, known["iterator"])
         self.iterator = iterator
         self._is_own_iterator = is_own
         self._samples = []

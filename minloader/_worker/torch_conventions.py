@@ -103,7 +103,7 @@ class WorkerInit:
 _has_warned = False
 
 
-def begin_there(stream: Any, state: Any) -> None:
+def begin_at_state(stream: Any, state: Any) -> None:
     """Begin a stream once more that was put back to a state, if it has not gone there.
 
     Args:
