@@ -511,11 +511,10 @@ def _beginning(feed: Any) -> LanePosition:
 
 def _position_of(sampler: Sampler) -> Position | None:
     """Return where a sampler of ours stands, if the user has put it somewhere; else None."""
-    known = sampler._known
-    if sampler._run is not None or known is None:
+    if sampler._run is not None or sampler._start is None:
         return None
-    epoch, place = known
-    given = 0 if place["between"] else place["batches"]
+    epoch, run_state = sampler._start
+    given = 0 if run_state["between"] else run_state["batches"]
     lane = LanePosition(given=given, known=Known(given, sampler.state_dict()))
     return Position(epoch=epoch, lanes=[lane])
 

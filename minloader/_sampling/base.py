@@ -16,7 +16,7 @@ when there are more ranks or fewer.
 
     source.py  ── items ──>  a Run: the batches of one epoch  ── a batch a step ──>  this rank
                                     |
-                                 place(): plain values. A run that begins there goes on alike
+                                 run_state(): plain values. A run that begins there goes on alike
 
 To write a sampler, derive from :class:`Sampler`, and give it a :class:`Run` of its own.
 """
@@ -37,15 +37,15 @@ VERSION = 1
 state gets another entry."""
 
 RunState = dict[str, Any]
-"""Where in an epoch a run stands, as plain values, which nobody changes:
+"""Where in an epoch a run is, as plain values, which nobody changes:
 
 - ``between``: whether no epoch is under way, so that any epoch may begin there;
 - ``batches``: number of batches that each rank was given in this epoch, or in the one that has
   ended;
 - ``dropped``: number of samples that no rank gets: of the epoch that has ended, or of the windows
   before this one (see ``windows.py``);
-- ``source``: where the source stands;
-- ``begun``: number of batches that each rank had been given when the source stood there;
+- ``source``: where in the source it is, a ``ReadPosition``;
+- ``begun``: number of batches that each rank had been given when it was there in the source;
 - ``world_size_history``: the world sizes in which batches were given since then, if that was
   not always this one. Of each: the values of the attributes that decide how steps are dealt out
   (``_dealt_by``), and until which number of batches;
@@ -63,7 +63,7 @@ class Run(Iterator[Any]):
     Args:
         sampler: whose epoch it is.
         epoch: its number.
-        place: where to begin.
+        start: where to begin.
 
     Attributes:
         batches: number of batches that each rank was given.
@@ -72,13 +72,13 @@ class Run(Iterator[Any]):
         ended: whether there are no more.
     """
 
-    def __init__(self, sampler: Any, epoch: int, place: RunState) -> None:
+    def __init__(self, sampler: Any, epoch: int, start: RunState) -> None:
         self.sampler = sampler
         self.epoch = epoch
-        self._place = place
-        self._reading = sampler._read(epoch, place["source"])
-        self.batches: int = place["batches"]
-        self.dropped: int = place["dropped"]
+        self._start = start
+        self._reading = sampler._read(epoch, start["source"])
+        self.batches: int = start["batches"]
+        self.dropped: int = start["dropped"]
         self.touched = False
         self.ended = False
 
@@ -99,8 +99,8 @@ class Run(Iterator[Any]):
         """Return the next batch of this rank, or end."""
         raise NotImplementedError
 
-    def place(self) -> RunState:
-        """Return where this run stands; when it has ended, where any other epoch begins.
+    def run_state(self) -> RunState:
+        """Return where this run is; when it has ended, where any other epoch begins.
 
         ``batches`` and ``dropped`` are those of this epoch in either case.
         """
@@ -111,8 +111,8 @@ class Run(Iterator[Any]):
         sampler = self.sampler
         if type(sampler).state_dict is not Sampler.state_dict:  # of a user's class
             return cast("dict[str, Any]", sampler.state_dict())
-        place = self.place() if self.touched else self._place
-        return {**sampler._identity(), "epoch": self.epoch, **place}
+        run_state = self.run_state() if self.touched else self._start
+        return {**sampler._identity(), "epoch": self.epoch, **run_state}
 
 
 class Sampler(Resettable):
@@ -123,7 +123,7 @@ class Sampler(Resettable):
     # Names of those that decide how steps are dealt out to ranks. A state of other values can be
     # gone on from: if the world size is another, and if others are and the user allows that.
     _dealt_by: tuple[str, ...] = ("world_size",)
-    _begin: type[Run]  # makes the batches of an epoch, from a place on
+    _begin: type[Run]  # makes the batches of an epoch, from a RunState on
     sampler: Any = None  # what this one reads its items from
     _source = ItemSource("nothing", 0)  # the same, or lazy lengths
 
@@ -138,7 +138,7 @@ class Sampler(Resettable):
         self._run: Run | None = None  # made last
         # The epoch of that run, and where it began. If a state was loaded since, there is no run,
         # and this is where the next one begins.
-        self._known: tuple[int, RunState] | None = None
+        self._start: tuple[int, RunState] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -153,19 +153,19 @@ class Sampler(Resettable):
             TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
         self.epoch = check_int("epoch", epoch, 0)
-        known = self._known if self._run is None else None  # a state was loaded
-        if known is None or known[0] != epoch:  # what was put back might begin anew
+        loaded = self._start if self._run is None else None
+        if loaded is None or loaded[0] != epoch:  # what was put back might begin anew
             for source in self._sources():
                 source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        place = self._position()
-        if self._run is not None and not place["between"]:
-            place = self._beginning()
-        if place["between"]:
-            place = place | NONE_GIVEN
-        self._known = (self.epoch, place)
-        self._run = self._begin(self, self.epoch, place)
+        start = self._run_state()
+        if self._run is not None and not start["between"]:
+            start = self._beginning()
+        if start["between"]:
+            start = start | NONE_GIVEN
+        self._start = (self.epoch, start)
+        self._run = self._begin(self, self.epoch, start)
         return self._run
 
     def __len__(self) -> int:
@@ -178,10 +178,10 @@ class Sampler(Resettable):
 
     def __getstate__(self) -> dict[str, Any]:
         run = self._run
-        known = self._known  # a copy begins where the epoch has begun
+        start = self._start  # a copy begins where the epoch has begun
         if run is not None and run.ended:
-            known = (run.epoch, run.place())
-        return vars(self) | {"_run": None, "_known": known}
+            start = (run.epoch, run.run_state())
+        return vars(self) | {"_run": None, "_start": start}
 
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
@@ -192,13 +192,13 @@ class Sampler(Resettable):
         try:
             return self._counts()[1]
         except TypeError:
-            return int(self._position()["dropped"])
+            return int(self._run_state()["dropped"])
 
     def _counts(self) -> tuple[int, int]:
-        place = self._position()
-        foreseen = self._foreseen(place)
-        if place["between"] and place["batches"]:  # the epoch has ended
-            return place["batches"], place["dropped"]
+        run_state = self._run_state()
+        foreseen = self._foreseen(run_state)
+        if run_state["between"] and run_state["batches"]:  # the epoch has ended
+            return run_state["batches"], run_state["dropped"]
         return foreseen
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Sampler(Resettable):
         The dict has all that decides the order, so that ``load_state_dict`` can refuse a state that
         does not fit. Every rank has the same one.
         """
-        return copy.deepcopy({**self._identity(), "epoch": self.epoch, **self._position()})
+        return copy.deepcopy({**self._identity(), "epoch": self.epoch, **self._run_state()})
 
     def load_state_dict(self, state: dict[str, Any], allow: str | Iterable[str] = ()) -> None:
         """Make the next iterator continue from a state. Later ones begin anew.
@@ -244,30 +244,30 @@ class Sampler(Resettable):
         """
         former = self._check(state, self._check_allowed(allow))
         state = copy.deepcopy(state)
-        place = {name: state[name] for name in self._beginning()}
-        if place["between"] and more:  # they are of an epoch that begins there
-            place |= {"between": False, **NONE_GIVEN}
+        start = {name: state[name] for name in self._beginning()}
+        if start["between"] and more:  # they are of an epoch that begins there
+            start |= {"between": False, **NONE_GIVEN}
         else:
             epoch = state["epoch"]
-        if former and not place["between"]:
-            until = place["batches"] + more
-            history = place["world_size_history"]
-            if until > (history[-1][-1] if history else place["begun"]):
-                place |= {
+        if former and not start["between"]:
+            until = start["batches"] + more
+            history = start["world_size_history"]
+            if until > (history[-1][-1] if history else start["begun"]):
+                start |= {
                     "batches": until,
                     "world_size_history": [*history, [*former.values(), until]],
                 }
         try:
-            self._restore(epoch, place)
+            self._restore(epoch, start)
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
         self.epoch = epoch
         self._run = None
-        self._known = (epoch, place)
+        self._start = (epoch, start)
 
     # --- what kinds of samplers have of their own
 
-    def _foreseen(self, place: RunState) -> tuple[int, int]:
+    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
         """Return how many batches a rank gets of the epoch, and how many samples none gets.
 
         Raises:
@@ -281,24 +281,25 @@ class Sampler(Resettable):
         lists: RunState = {"world_size_history": [], "left": [], "source": source}
         return {"between": True, **NONE_GIVEN, "begun": 0, "errors": 0, **lists}
 
-    def _read(self, epoch: int, place: Any) -> Any:
-        """Return what reads items from a place in the source on."""
-        return Reading(self._source, epoch, place)
+    def _read(self, epoch: int, position: Any) -> Any:
+        """Return what reads items from a position in the source on."""
+        return Reading(self._source, epoch, position)
 
-    def _restore(self, epoch: int, place: RunState) -> None:
-        """Put inner samplers to a place that was loaded, or raise an error."""
-        self._source.restore(place["source"])
+    def _restore(self, epoch: int, run_state: RunState) -> None:
+        """Put inner samplers where a state that was loaded has them, or raise an error."""
+        self._source.restore(run_state["source"])
 
-    def _history(self, place: RunState) -> list[list[Any]]:
-        """Return the legs before a place, this world's too."""
+    def _history(self, run_state: RunState) -> list[list[Any]]:
+        """Return the ``world_size_history``, with this world size at its end."""
         own = [getattr(self, name) for name in self._dealt_by]
-        return [*place["world_size_history"], [*own, place["batches"]]]
+        return [*run_state["world_size_history"], [*own, run_state["batches"]]]
 
     # --- states
 
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
-        self._run = self._known = None
+        self._run = None
+        self._start = None
         for source in self._sources():
             source.forget()
 
@@ -310,17 +311,18 @@ class Sampler(Resettable):
         """Return the samplers that this one reads."""
         return [source.items for source in self._sources() if source.values is None]
 
-    def _position(self) -> RunState:
-        """Return where the present epoch stands."""
+    def _run_state(self) -> RunState:
+        """Return where the present epoch is, or begins."""
+        if self._start is None:
+            return self._beginning()
+        epoch, run_state = self._start
         run = self._run
-        known = self._known
         if run is not None and run.touched:
-            known = (run.epoch, run.place())
-        if known is not None and known[0] == self.epoch:
-            return known[1]
-        if known is not None and known[1]["between"]:
-            return known[1] | NONE_GIVEN
-        return self._beginning()
+            epoch = run.epoch
+            run_state = run.run_state()
+        if epoch == self.epoch:
+            return run_state
+        return run_state | NONE_GIVEN if run_state["between"] else self._beginning()
 
     def _identity(self) -> dict[str, Any]:
         """Return all that decides the order of an epoch, as far as it is known."""
@@ -344,7 +346,7 @@ class Sampler(Resettable):
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
         self._check_identity(state, allowed)
-        self._check_place(state)
+        self._check_run_state(state)
         is_anew = self._is_dealt_anew(state)
         former = {name: state[name] for name in self._dealt_by} if is_anew else {}
         for name, value in former.items():
@@ -367,9 +369,9 @@ class Sampler(Resettable):
         refused = [name for name in others if name not in ("world_size", *allowed)]
         # What else is another may follow from the first, as a digest of lengths from their number.
         for name in fixed[:1]:
-            told = "n, the number of samples," if name == "n" else name
+            label = "n, the number of samples," if name == "n" else name
             raise ValueError(
-                f"{told} is {identity[name]!r}, but the state is of {name} {state[name]!r}; give "
+                f"{label} is {identity[name]!r}, but the state is of {name} {state[name]!r}; give "
                 "the dataset and the arguments of the sampler that there were then, or start anew "
                 "without the state"
             )
@@ -382,14 +384,14 @@ class Sampler(Resettable):
                 "what was not given"
             )
 
-    def _check_place(self, state: dict[str, Any]) -> None:
-        """Refuse a state whose numbers say no place in an epoch."""
+    def _check_run_state(self, state: dict[str, Any]) -> None:
+        """Refuse a state that is no RunState."""
         check_int("world_size", state["world_size"], 1)
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
             check_int(name, state[name], 0)
         width = len(self._dealt_by) + 1
         if any(
-            len(leg) != width or type(leg[-1]) is not int for leg in state["world_size_history"]
+            len(part) != width or type(part[-1]) is not int for part in state["world_size_history"]
         ):
             raise ValueError(
                 "world_size_history must be parts of an epoch, got "

@@ -18,28 +18,28 @@ from minloader._sampling.source import ItemSource, as_count, from_json, to_json
 class StepRun(Run):
     """The batches of an epoch: of what is left, and of what is read."""
 
-    def __init__(self, sampler: StepSampler, epoch: int, place: RunState) -> None:
-        super().__init__(sampler, epoch, place)
-        self._history = sampler._history(place)  # to be passed over
-        self._begun = place["begun"]
-        self._left: list[Any] = list(map(from_json, place["left"]))  # comes before what is read
+    def __init__(self, sampler: StepSampler, epoch: int, start: RunState) -> None:
+        super().__init__(sampler, epoch, start)
+        self._history = sampler._history(start)  # to be passed over
+        self._begun = start["begun"]
+        self._left: list[Any] = list(map(from_json, start["left"]))  # comes before what is read
 
-    def place(self) -> RunState:
-        place: RunState = self.sampler._beginning() | {"left": list(map(to_json, self._left))}
-        place |= {"batches": self.batches, "dropped": self.dropped}
+    def run_state(self) -> RunState:
+        run_state: RunState = self.sampler._beginning() | {"left": list(map(to_json, self._left))}
+        run_state |= {"batches": self.batches, "dropped": self.dropped}
         if self.ended:
-            return place | {"source": self._reading.over()}
+            return run_state | {"source": self._reading.following()}
         numbers = {"begun": self._begun, "world_size_history": self._history[:-1]}
-        return place | numbers | {"between": False, "source": self._reading.place()}
+        return run_state | numbers | {"between": False, "source": self._reading.position()}
 
     def _next(self) -> Any:
         sampler = self.sampler
         rank = sampler.rank
         ranks = sampler.world_size
         while self._history:  # what was given is read again, and passed over
-            leg_ranks, leg_size, until = self._history[0]
+            former_ranks, former_size, until = self._history[0]
             if self._begun < until:
-                self._step(leg_ranks, leg_size)
+                self._step(former_ranks, former_size)
             else:
                 del self._history[0]
         step = self._step(ranks, sampler.batch_size)
@@ -78,10 +78,10 @@ class StepSampler(Sampler):
         super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
 
-    def _foreseen(self, place: RunState) -> tuple[int, int]:
-        items = len(place["left"]) + self._ahead(place["source"])
-        batches = place["begun"]
-        for ranks, size, until in self._history(place):
+    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
+        items = len(run_state["left"]) + self._num_unread(run_state["source"])
+        batches = run_state["begun"]
+        for ranks, size, until in self._history(run_state):
             items -= (until - batches) * ranks * (size or 1)
             batches = until
         more, rest = divmod(max(0, items), self.world_size * (self.batch_size or 1))
@@ -89,13 +89,13 @@ class StepSampler(Sampler):
             return batches + more + 1, 0
         return batches + more, 0 if self.last_batch == "rollover" else rest
 
-    def _ahead(self, place: Any) -> int:
-        """Return how many items are to be read from a place on.
+    def _num_unread(self, position: Any) -> int:
+        """Return how many items are to be read from a position in the source on.
 
         Raises:
             TypeError: that is not known.
         """
-        return max(0, len(self._source) - int(place[0]))
+        return max(0, len(self._source) - int(position[0]))
 
 
 class BatchSampler(StepSampler):

@@ -22,6 +22,7 @@ from minloader._sampling.source import (
     ItemSource,
     LookUp,
     Reading,
+    ReadPosition,
     as_count,
     look_up,
     to_json,
@@ -108,8 +109,8 @@ class Draws:
         parts: what is drawn from.
         stop: when the epoch ends, as of the mixture.
         length_of: returns the length of an item; None: each is as long as any other.
-        known: from :meth:`place` of an earlier run. Of each part it has the number of its pass, and
-            where it stands in that.
+        start: from :meth:`position` of an earlier run. Of each part it has the number of its pass,
+            and where in that it is.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Draws:
         parts: Sequence[ItemSource],
         stop: str,
         length_of: Callable[[Any], Any] | None,
-        known: dict[str, Any],
+        start: dict[str, Any],
     ) -> None:
         self._parts = parts
         self._epoch = epoch
@@ -127,41 +128,41 @@ class Draws:
         self._length_of = length_of
         self._step = 0
         self._weights: list[float] = []
-        self._due: list[int] = list(known["due"])
-        self._longest: int = known["longest"]
-        self._passes: list[int] = [number for number, _ in known["parts"]]
-        self._readings = [self._read(n, place) for n, (_, place) in enumerate(known["parts"])]
+        self._due: list[int] = list(start["due"])
+        self._longest: int = start["longest"]
+        self._passes: list[int] = [number for number, _ in start["parts"]]
+        self._readings = [self._read(n, position) for n, (_, position) in enumerate(start["parts"])]
 
-    def _read(self, part: int, place: Sequence[Any]) -> Reading:
-        return Reading(self._parts[part], self._epoch + self._passes[part] * PASS, place)
+    def _read(self, part: int, position: ReadPosition) -> Reading:
+        return Reading(self._parts[part], self._epoch + self._passes[part] * PASS, position)
 
     @staticmethod
-    def beginning(places: list[Any]) -> dict[str, Any]:
-        """Return what the first draw of an epoch goes on from; its parts from these places."""
-        parts = [[0, place] for place in places]
+    def beginning(positions: Sequence[ReadPosition]) -> dict[str, Any]:
+        """Return what the first draw of an epoch goes on from; its parts from these positions."""
+        parts = [[0, position] for position in positions]
         return {"step": 0, "weights": [], "due": [0] * len(parts), "longest": 1, "parts": parts}
 
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return what another run goes on from."""
-        places = [reading.place() for reading in self._readings]
+        positions = [reading.position() for reading in self._readings]
         return {
             "step": self._step,
             "weights": list(self._weights),
             "due": list(self._due),
             "longest": self._longest,
-            "parts": [list(pair) for pair in zip(self._passes, places, strict=True)],
+            "parts": [list(pair) for pair in zip(self._passes, positions, strict=True)],
         }
 
-    def over(self) -> dict[str, Any]:
+    def following(self) -> dict[str, Any]:
         """Return what another epoch goes on from, after this one has ended."""
-        return self.beginning([reading.over() for reading in self._readings])
+        return self.beginning([reading.following() for reading in self._readings])
 
     def weigh(self, step: int, weights: Sequence[float]) -> None:
-        """Take the weights of a step."""
+        """Have the next draws follow the weights of a step."""
         self._step = step
         if weights != self._weights:
             self._weights = list(weights)
-            self._divide()
+            self._compute_shares()
 
     def take(self, into: list[Any], most: int) -> None:
         """Add draws to a list, each the number of a part and its next item; fewer at the end."""
@@ -174,14 +175,14 @@ class Draws:
                 # No map(): it would take a StopIteration of the user's function for its end.
                 length = max([self._length(draw) for draw in draws], default=0)
             except Exception:  # the part had its turn
-                self._give(number, self._longest)
+                self._count_draw(number, self._longest)
                 raise
             if draws:
-                self._give(number, length)
+                self._count_draw(number, length)
                 into += draws
             else:
                 self._due = [0] * len(self._due)  # what is due to the part cannot be given
-                self._divide()
+                self._compute_shares()
 
     def _next(self, number: int) -> list[Any]:
         """Return the next item of a part, in a list, or an empty one if it has ended."""
@@ -197,7 +198,7 @@ class Draws:
                     "the weight 0, or leave it out"
                 )
             self._passes[number] += 1
-            self._readings[number] = self._read(number, reading.over())
+            self._readings[number] = self._read(number, reading.following())
         return items
 
     def _length(self, draw: tuple[int, Any]) -> int:
@@ -235,19 +236,19 @@ class Draws:
                 turns.append((is_ahead, behind_in, part))
         return min(turns)[2]
 
-    def _give(self, number: int, length: int) -> None:
+    def _count_draw(self, number: int, length: int) -> None:
         """Count a draw of a part."""
         self._longest = max(self._longest, length)
         pairs = zip(self._due, self._shares, strict=True)
         self._due = [due + share * length for due, share in pairs]
         self._due[number] -= UNIT * length
 
-    def _divide(self) -> None:
+    def _compute_shares(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""
         ended = [reading.ended for reading in self._readings]
-        over = self._stop == "first" and any(ended)
+        is_at_end = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
-        weights = [Fraction(0 if over or out else weight) for weight, out in pairs]
+        weights = [Fraction(0 if is_at_end or is_out else weight) for weight, is_out in pairs]
         total = sum(weights)
         self._shares = [int(weight * UNIT / total) if total else 0 for weight in weights]
         if total:  # what was rounded off
@@ -346,32 +347,32 @@ class MixtureSampler(StepSampler):
         return self._parts
 
     def _beginning(self) -> RunState:
-        places = [part.beginning() for part in self._parts]
-        return super()._beginning() | {"source": Draws.beginning(places)}
+        positions = [part.beginning() for part in self._parts]
+        return super()._beginning() | {"source": Draws.beginning(positions)}
 
-    def _read(self, epoch: int, place: dict[str, Any]) -> Draws:
+    def _read(self, epoch: int, position: dict[str, Any]) -> Draws:
         return Draws(
-            epoch, parts=self._parts, stop=self.stop, length_of=self._length_of, known=place
+            epoch, parts=self._parts, stop=self.stop, length_of=self._length_of, start=position
         )
 
-    def _ahead(self, place: dict[str, Any]) -> int:
+    def _num_unread(self, position: dict[str, Any]) -> int:
         if self.stop != "last" or callable(self.weights):
             raise TypeError(
                 "the number of draws is not known beforehand; it is with stop='last', and weights "
                 "that are no function"
             )
-        weighted = zip(self._parts, self.weights, place["parts"], strict=True)
+        weighted = zip(self._parts, self.weights, position["parts"], strict=True)
         return sum(max(0, len(part) - at[0]) for part, weight, (_, at) in weighted if weight)
 
-    def _restore(self, epoch: int, place: RunState) -> None:
-        known = place["source"]
-        step = known["step"]
-        weights = known["weights"]
+    def _restore(self, epoch: int, run_state: RunState) -> None:
+        draws = run_state["source"]
+        step = draws["step"]
+        weights = draws["weights"]
         now = self._weights_at(epoch, step) if weights else weights
         if now != weights:
             raise ValueError(
                 f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (_, at) in zip(self._parts, known["parts"], strict=True):
+        for part, (_, at) in zip(self._parts, draws["parts"], strict=True):
             part.restore(at)

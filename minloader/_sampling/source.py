@@ -5,10 +5,7 @@ told by ``set_epoch``, if there is one; a state, if there is one, is put back by
 ``load_state_dict``; then comes ``iter``; then items are passed over up to where reading goes on.
 There is one tolerance: what was put back, and ends before it gave anything, is begun once more.
 
-A *place* in what a sampler of ours reads is a list of plain values, ``[read, state, over]``: how
-many items of the epoch were asked for, the one that was not there any more included; the state of
-what is read, if it has one; and whether that is from an epoch's end: of this one, or if nothing was
-asked for, of the one before.
+How far a sampler of ours has read it is a :data:`ReadPosition`.
 """
 
 from __future__ import annotations
@@ -29,6 +26,11 @@ CHUNK = 16_384
 """Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
 millisecond. With fewer, numpy's overhead counts; more of them do not fit into the caches."""
 
+ReadPosition = Sequence[Any]
+"""``[read, state, is_of_end]``, plain values: how many items of the epoch were asked for, the one
+that was not there any more included; the state of what is read, if it has one; and whether that is
+from an epoch's end: of this one, or if nothing was asked for, of the one before."""
+
 BEGINNING: list[Any] = [0, None, False]
 
 numbers = itertools.count()
@@ -40,11 +42,11 @@ class Resettable:
 
     Attributes:
         _run: the iterator made last; None if a state was loaded since, or there is none.
-        _known: where that began, or the state that was loaded.
+        _start: where that began, or the state that was loaded.
     """
 
     _run: Any = None
-    _known: Any = None
+    _start: Any = None
 
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
@@ -205,7 +207,7 @@ class Source:
         """Of a sampler of ours the iterator made last, or else what was loaded last."""
         if not isinstance(self.items, Resettable):
             return None
-        return self.items._known if self.items._run is None else self.items._run
+        return self.items._start if self.items._run is None else self.items._run
 
 
 def to_json(item: Any) -> Any:
@@ -309,13 +311,13 @@ class ItemSource(Source):
         self.stand(state)
         return BEGINNING if state is None else [0, state, True]
 
-    def restore(self, place: Sequence[Any]) -> None:
-        """Check a place that was loaded; put a sampler of ours there, which says what differs.
+    def restore(self, position: ReadPosition) -> None:
+        """Check a position that was loaded; put a sampler of ours there, which says what differs.
 
         Raises:
             ValueError: it cannot be put there.
         """
-        read, state, _ = place
+        read, state, _ = position
         check_int(f"items read of {self.name}", read, 0)
         if state is None:
             return
@@ -332,15 +334,15 @@ class ItemSource(Source):
     def values_from(self, epoch: int, at: int) -> Iterator[Any]:
         """Return an iterator over the items of a sequence, from one of them on."""
         n = len(self.values)
-        places: Iterator[int] = iter(range(at, n))
+        indices: Iterator[int] = iter(range(at, n))
         if self._order is not None:
             from minloader._sampling.permutation import Permutation  # which needs numpy
 
             order = Permutation(n, self._order(epoch))
             starts = range(at, n, CHUNK)
-            places = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
+            indices = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
         is_count = isinstance(self.values, range) and self.values == range(n)
-        return places if is_count else map(self.values.__getitem__, places)
+        return indices if is_count else map(self.values.__getitem__, indices)
 
 
 class Reading:
@@ -349,22 +351,22 @@ class Reading:
     Args:
         source: what is read.
         epoch: its number.
-        place: where it begins.
+        position: where it begins.
 
     Attributes:
         read: number of items that were asked for.
         ended: whether there are no more.
     """
 
-    def __init__(self, source: ItemSource, epoch: int, place: Sequence[Any]) -> None:
+    def __init__(self, source: ItemSource, epoch: int, position: ReadPosition) -> None:
         self._source = source
         self._number = next(numbers)
         self._epoch = epoch
-        # Until it has given an item: a generator tells the truth about its place from then on.
-        self._known: Sequence[Any] | None = place
-        self.read: int = place[0]
-        self.ended = bool(place[2] and self.read)
-        self._pass_by = 0
+        # Until it has given an item: a generator says where it is only from then on.
+        self._known_position: ReadPosition | None = position
+        self.read: int = position[0]
+        self.ended = bool(position[2] and self.read)
+        self._num_to_pass = 0  # items of the epoch that come before that position
         self._may_begin_again = False
         self._items: Any = None  # to begin at the next item
 
@@ -374,14 +376,14 @@ class Reading:
         if source.values is not None:
             self._items = source.values_from(self._epoch, self.read)
             return
-        read, state, over = self._known or BEGINNING
+        read, state, is_of_end = self._known_position or BEGINNING
         try:
-            is_put = source.prepare(self._epoch, at=0 if over else read, state=state)
+            is_put = source.prepare(self._epoch, at=0 if is_of_end else read, state=state)
             if state is None and not source.has_epochs and not read:
                 state = source.state()  # nobody can tell it the epoch again
-                self._known = [0, state, state is not None]
-            self._pass_by = read if state is None else 0
-            self._may_begin_again = is_put and over and not source.is_ours
+                self._known_position = [0, state, state is not None]
+            self._num_to_pass = read if state is None else 0
+            self._may_begin_again = is_put and is_of_end and not source.is_ours
             self._items = source.begin(self._number)
         except Exception:
             self.ended = True  # what cannot be begun is over
@@ -399,8 +401,8 @@ class Reading:
             return
         if self._items is None:
             self._begin()
-        while self._pass_by:
-            self._pass_by -= 1
+        while self._num_to_pass:
+            self._num_to_pass -= 1
             with suppress(Exception):  # it was raised when the item was asked for first
                 next(self._items)
         try:
@@ -415,7 +417,7 @@ class Reading:
             moved = len(into) - before + failed
             self.read += moved
             if moved:
-                self._known = None
+                self._known_position = None
                 self._may_begin_again = False
                 source.has_given = True
         if moved == most:
@@ -434,14 +436,14 @@ class Reading:
         state = source.state(self._items)
         self.ended = True
         self.read += 1
-        self._known = [self.read, state, True]
+        self._known_position = [self.read, state, True]
         source.end(self._items, read, state)
 
-    def place(self) -> Sequence[Any]:
-        """Return where this stands."""
-        return self._known or [self.read, self._source.state(self._items), False]
+    def position(self) -> ReadPosition:
+        """Return where this is."""
+        return self._known_position or [self.read, self._source.state(self._items), False]
 
-    def over(self) -> Sequence[Any]:
+    def following(self) -> ReadPosition:
         """Return where another epoch begins, after this one has ended."""
-        _, state, over = self.place()
-        return [0, state, True] if over and state is not None else BEGINNING
+        _, state, is_of_end = self.position()
+        return [0, state, True] if is_of_end and state is not None else BEGINNING

@@ -10,9 +10,9 @@ lengths, and the items of an inner sampler, are read window by window. Nothing i
 one window to the next. So a state says where the source stood when the window began, and how many
 batches were given since. A run that goes on from a state reads that window again, and no more.
 
-A *leg* is the part of an epoch that was given out with one world size. If the world size changes
-within a window, then the legs before are planned again as they were planned then. The samples that
-they did not give are planned as if they were all there are.
+If the world size changes within a window, what was given with each former one is planned again as
+it was planned then (see ``world_size_history`` in ``base.py``). The samples that were not given are
+planned as if they were all there are.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Window:
 
 
 class PlannedWindow:
-    """The batches of a window, in one leg of an epoch. They are planned as they are asked for.
+    """The batches of a window with one world size. They are planned as they are asked for.
 
     Args:
         begin: begins to plan: returns an iterator over the plans.
@@ -105,8 +105,8 @@ class PlannedWindow:
     Attributes:
         batches_before: as given.
         num_samples: number of entries that ranks may get; those that no rank gets are dropped.
-        unfinished_history: of world sizes, that of this leg and later ones, but for the last; []
-            unless this leg goes on in the next window.
+        unfinished_history: what is left of the ``world_size_history`` for the next window: this
+            world size and later ones; [] unless what was given with it goes on there.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class WindowSampler(Sampler):
             digest.update(self._all.samples.data)
         self.lengths = digest.hexdigest()
 
-    def _foreseen(self, place: RunState) -> tuple[int, int]:
+    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
-        planned = self._plan_window(self._all, self.epoch, place)
+        planned = self._plan_window(self._all, self.epoch, run_state)
         return planned.batches_after, planned.dropped
 
     # --- what samplers of this kind must have
@@ -396,27 +396,27 @@ class WindowSampler(Sampler):
                 errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
         return costs[where]
 
-    def _plan_window(self, window: Window, epoch: int, place: RunState) -> PlannedWindow:
-        """Return the batches of a window that come after those of the legs before.
+    def _plan_window(self, window: Window, epoch: int, start: RunState) -> PlannedWindow:
+        """Return the batches of a window that come after those of former world sizes.
 
         Args:
             window: what is planned.
             epoch: number of the epoch.
-            place: where the run stood when the window began.
+            start: where the run was when the window began.
         """
-        is_drawn = self.shuffle or self.world_size > 1 or place["world_size_history"]
-        key = (epoch if is_drawn else 0, place["world_size_history"])
+        is_drawn = self.shuffle or self.world_size > 1 or start["world_size_history"]
+        key = (epoch if is_drawn else 0, start["world_size_history"])
         if window is self._all and self._last_planned is not None and self._last_planned[0] == key:
             return self._last_planned[1]
         num_entries = len(window.costs)
         remaining = np.arange(num_entries, dtype=np.min_scalar_type(-num_entries - 1))
-        batches_before = place["begun"]
-        history = self._history(place)
+        batches_before = start["begun"]
+        history = self._history(start)
         for part, (*values, until) in enumerate(history):
             by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
             ranks = by["world_size"]
             fits = remaining[window.costs[remaining] <= self._limit(by)[1]]
-            case = (epoch, place["begun"], part)
+            case = (epoch, start["begun"], part)
             begin = partial(self._plans_of, window.costs[fits], case, by)
             planned = PlannedWindow(begin, fits, batches_before=batches_before, ranks=ranks)
             if self.long == "drop":
@@ -424,7 +424,7 @@ class WindowSampler(Sampler):
             num_given = (until - batches_before) * ranks
             is_last = part == len(history) - 1
             if is_last or (num_given and planned.batch(num_given - 1) is None):
-                break  # this leg has all that there is, and goes on in the next window
+                break  # this world size was given all that there is, and more in the next window
             batches = [planned.batch(number) for number in range(num_given)]
             given = [entries for entries in batches if entries is not None]
             if given:
@@ -470,21 +470,21 @@ def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[An
 
 
 class _Batches(Run):
-    """The batches of an epoch, window by window."""
+    """The batches of an epoch, window by window: ``_start`` is where the present one began."""
 
-    def __init__(self, sampler: WindowSampler, epoch: int, place: RunState) -> None:
-        super().__init__(sampler, epoch, place)
+    def __init__(self, sampler: WindowSampler, epoch: int, start: RunState) -> None:
+        super().__init__(sampler, epoch, start)
         self._window = sampler._all
         self._planned: PlannedWindow | None = None
-        self._found: list[Any] = []  # what was read of the window, until that is whole
-        self._numbers: list[int] = []  # where in the source that is
-        self._failed: list[Exception] = []  # errors that are still to be raised
-        self._errors: int = place["errors"]  # of the window, that were raised
-        self._forgiven = self._errors  # by an earlier run
+        self._items: list[Any] = []  # what was read of the window, until that is whole
+        self._item_numbers: list[int] = []  # where in the source these are
+        self._pending_errors: list[Exception] = []  # of the window, to be raised
+        self._num_raised: int = start["errors"]  # errors of the window
+        self._num_to_skip = self._num_raised  # errors that an earlier run has raised
 
-    def place(self) -> RunState:
-        numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._errors}
-        return self._place | numbers | {"between": self.ended}
+    def run_state(self) -> RunState:
+        numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._num_raised}
+        return self._start | numbers | {"between": self.ended}
 
     def length(self) -> int:
         """Return the number of batches of the epoch, of lengths that are all known."""
@@ -493,70 +493,70 @@ class _Batches(Run):
         assert self._window is not None
         planned = self._planned
         if planned is None:
-            planned = self.sampler._plan_window(self._window, self.epoch, self._place)
+            planned = self.sampler._plan_window(self._window, self.epoch, self._start)
         return planned.batches_after
 
     def _next(self) -> list[Any]:
         while True:
-            if self._failed and not self._forgiven:
-                self._errors += 1
-                raise self._failed.pop(0)
-            if self._failed:
-                self._forgiven -= 1
-                del self._failed[0]
+            if self._pending_errors and not self._num_to_skip:
+                self._num_raised += 1
+                raise self._pending_errors.pop(0)
+            if self._pending_errors:
+                self._num_to_skip -= 1
+                del self._pending_errors[0]
             elif self._window is None:
                 self._read()
             else:
                 sampler = self.sampler
                 if self._planned is None:
-                    self._planned = sampler._plan_window(self._window, self.epoch, self._place)
+                    self._planned = sampler._plan_window(self._window, self.epoch, self._start)
                 planned = self._planned
                 if not planned.unfinished_history:
                     step = self.batches - planned.batches_before
                     entries = planned.batch(step * sampler.world_size + sampler.rank)
                     if entries is not None:
                         return self._window.items(entries)
-                self._turn(planned)
+                self._end_window(planned)
 
     def _read(self) -> None:
         """Read the next window, or the rest of it where an error has interrupted that."""
         reading = self._reading
-        found = self._found
+        items = self._items
         first = reading.read
-        before = len(found)
+        before = len(items)
         try:
-            reading.take(found, WINDOW - before)
+            reading.take(items, WINDOW - before)
         except Exception as error:
             if reading.ended:  # it cannot be begun, which is no error of a window
                 raise
-            self._failed.append(error)
+            self._pending_errors.append(error)
         finally:
-            self._numbers += range(first, first + len(found) - before)
-        if reading.ended or len(found) >= WINDOW:
-            self._window, errors = self.sampler._window_of(found, self._numbers)
-            self._failed += errors
-            self._found = []
-            self._numbers = []
-        for failed in self._failed:
-            without_frames(failed)
+            self._item_numbers += range(first, first + len(items) - before)
+        if reading.ended or len(items) >= WINDOW:
+            self._window, errors = self.sampler._window_of(items, self._item_numbers)
+            self._pending_errors += errors
+            self._items = []
+            self._item_numbers = []
+        for pending in self._pending_errors:
+            without_frames(pending)
 
-    def _turn(self, planned: PlannedWindow) -> None:
+    def _end_window(self, planned: PlannedWindow) -> None:
         """Begin another window, behind the one that was given; or end."""
         reading = self._reading
-        place = self.sampler._beginning()
+        beginning = self.sampler._beginning()
         end = planned.batches_after
         dropped = planned.dropped
-        self._errors = 0
-        self._forgiven = 0
+        self._num_raised = 0
+        self._num_to_skip = 0
         self.dropped += dropped
         if self._window is self.sampler._all or reading.ended:
-            self._place = place | {"source": reading.over()}
+            self._start = beginning | {"source": reading.following()}
             self.ended = True
             raise StopIteration
         self._window = None
         self._planned = None
         numbers = {"begun": end, "world_size_history": planned.unfinished_history}
-        self._place = place | numbers | {"source": reading.place()}
+        self._start = beginning | numbers | {"source": reading.position()}
 
 
 WindowSampler._begin = _Batches
