@@ -43,7 +43,7 @@ from minloader import (
 )
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import Lane
-from minloader._epochs.position import NOTHING_KNOWN, LanePosition
+from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Shipment, Task
 from minloader._memory.pickling import pack
@@ -533,7 +533,7 @@ def test_a_worker_that_cannot_load_the_stream(num_workers):
 def tell_of_end(order: tuple[int, ...], place: int) -> bool:
     """Two tasks behind the end of a shard come back; says whether Ctrl-C came at a place."""
     feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
-    tasks = [Task(first=n, items=[0], known=NOTHING_KNOWN) for n in range(2)]
+    tasks = [Task(first=n, items=[0], source_state=NO_SOURCE_STATE) for n in range(2)]
     feed.next = 2
     lane = SimpleNamespace(tasks=deque(tasks))
     lane.drop_behind = functools.partial(Lane.drop_behind, lane)

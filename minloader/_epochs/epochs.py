@@ -33,9 +33,9 @@ from minloader._epochs.options import Shared
 from minloader._epochs.own_length import length_now, of_length, of_source
 from minloader._epochs.position import (
     NOTHING_CAME,
-    Known,
     LanePosition,
     Position,
+    SourceState,
     State,
     from_state,
     to_state,
@@ -183,7 +183,7 @@ class Epochs:
 
     def _first_position(self, number: int, source: SamplerSource) -> Position:
         if self.shards is None:
-            lane = LanePosition(known=source.state_before())
+            lane = LanePosition(source_state=source.state_before())
             length = source.length_between()
             return Position(epoch=number, lanes=[lane], length=length)
         state = None
@@ -194,7 +194,7 @@ class Epochs:
                 logger.debug(
                     "%s has no state before it is read: %r", brief_repr(self._dataset), error
                 )
-        lane = LanePosition(known=Known(0, state), beginning=state)
+        lane = LanePosition(source_state=SourceState(0, state), beginning=state)
         return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
 
     @property
@@ -228,8 +228,8 @@ class Epochs:
         sampler = source.items
         if source.is_ours:
             position = self.next_position()
-            known = position.lanes[0].known
-            source.prepare(position.epoch, at=known.at, state=known.state)
+            source_state = position.lanes[0].source_state
+            source.prepare(position.epoch, at=source_state.at, state=source_state.state)
         elif isinstance(sampler, Sized):
             source.set_epoch(self.number)
         return len(sampler)
@@ -293,7 +293,7 @@ class Epochs:
             length = None if resume is None else position.length
             return [Feed(self.source, number, lane, length=length)]
         if resume is not None and not is_stateful(self._dataset):
-            shards = [lane for lane in position.lanes if lane.known.state is None]
+            shards = [lane for lane in position.lanes if lane.source_state.state is None]
             checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
         total = len(position.lanes)
         return [
@@ -338,8 +338,8 @@ class Epochs:
         losses = Losses(tally.failed)
         if tally.failed and resume is not None:
             # A state has those that were before it; here there may be others since.
-            known = resume.errors or shared.counters.last_errors
-            losses.recall(each for each in known if each[0] == number)
+            errors = resume.errors or shared.counters.last_errors
+            losses.recall(each for each in errors if each[0] == number)
         return Epoch(
             number=number,
             lanes=lanes,
@@ -402,22 +402,22 @@ class Epochs:
             )
         (lane,) = position.lanes
         if position.epoch:
-            _refuse_own_generator(sampler, is_put_back=lane.known.state is not None)
-        if lane.known.state is not None and not is_stateful(sampler):
+            _refuse_own_generator(sampler, is_put_back=lane.source_state.state is not None)
+        if lane.source_state.state is not None and not is_stateful(sampler):
             raise ValueError(
                 f"the state has one of its sampler, but the sampler here, {brief_repr(sampler)}, "
                 "has no load_state_dict; give the loader the sampler that the state was taken with"
             )
-        if lane.known.state is None or not isinstance(sampler, Sampler):
+        if lane.source_state.state is None or not isinstance(sampler, Sampler):
             check_length(position.epoch, source.length_between(), position.length)
             return position
         former = sampler.seed
         try:
             if self._own_sampler is not None:
                 sampler.seed = seed
-            known = lane.known.state
+            state = lane.source_state.state
             allowed = sampler._check_allowed(allow)
-            if sampler._check(known, allowed):  # says itself what differs
+            if sampler._check(state, allowed):  # says itself what differs
                 return _dealt_anew(position, sampler, allowed)
         finally:
             sampler.seed = former
@@ -501,7 +501,7 @@ def _beginning(feed: Any) -> LanePosition:
     """Return the position that a feed begins at."""
     return LanePosition(
         given=feed.next,
-        known=feed.known,
+        source_state=feed.source_state,
         check=feed.check,
         beginning=feed.beginning,
         is_ended=feed.is_over,
@@ -515,7 +515,7 @@ def _position_of(sampler: Sampler) -> Position | None:
         return None
     epoch, run_state = sampler._start
     given = 0 if run_state["between"] else run_state["batches"]
-    lane = LanePosition(given=given, known=Known(given, sampler.state_dict()))
+    lane = LanePosition(given=given, source_state=SourceState(given, sampler.state_dict()))
     return Position(epoch=epoch, lanes=[lane])
 
 
@@ -548,8 +548,8 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
 def _dealt_anew(position: Position, sampler: Sampler, allow: Sequence[str]) -> Position:
     """Return a position whose steps were dealt out otherwise as one of the sampler's."""
     (lane,) = position.lanes
-    known = lane.known
-    sampler._load(known.state, position.epoch, lane.given - known.at, allow)
+    source_state = lane.source_state
+    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allow)
     if lane.ahead:
         raise ValueError(
             "what is left is to be dealt out anew, since world_size or what limits a batch is "
@@ -561,5 +561,7 @@ def _dealt_anew(position: Position, sampler: Sampler, allow: Sequence[str]) -> P
     with suppress(TypeError):
         length = len(sampler)
     # What comes next is another batch now.
-    lane = LanePosition(given=lane.given, known=Known(lane.given, sampler.state_dict()))
+    lane = LanePosition(
+        given=lane.given, source_state=SourceState(lane.given, sampler.state_dict())
+    )
     return replace(position, lanes=[lane], length=length)

@@ -156,11 +156,11 @@ class Losses:
 
     Attributes:
         count: how many samples have failed, and batches of which it is not known by which sample.
-        known: what the last of these are recognized by, as many as a state has errors.
+        last_keys: what the last of these are recognized by, as many as a state has errors.
     """
 
     count: int = 0
-    known: dict[str, None] = field(default_factory=dict)
+    last_keys: dict[str, None] = field(default_factory=dict)
 
     def add(self, batch: int, sample: Any, number: int) -> None:
         """Count an error.
@@ -171,19 +171,19 @@ class Losses:
             number: of the sample among those of the batch that failed; -1: the batch failed.
         """
         key = self._key(batch, sample, number)
-        if key in self.known:
+        if key in self.last_keys:
             return
-        self.known[key] = None
+        self.last_keys[key] = None
         self.count += 1
-        if len(self.known) > ERRORS_KEPT:
-            del self.known[next(iter(self.known))]
+        if len(self.last_keys) > ERRORS_KEPT:
+            del self.last_keys[next(iter(self.last_keys))]
 
     def recall(self, errors: Iterable[Failed]) -> None:
         """Know errors of the epoch that were counted before."""
-        self.known = {}
+        self.last_keys = {}
         before: Counter[int] = Counter()
         for _, batch, sample, _ in errors:
-            self.known[self._key(batch, sample, before[batch])] = None
+            self.last_keys[self._key(batch, sample, before[batch])] = None
             before[batch] += 1
 
     def _key(self, batch: int, sample: Any, number: int) -> str:

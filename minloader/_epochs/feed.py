@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
-from minloader._epochs.position import NOTHING_KNOWN, Check, Known, LanePosition
+from minloader._epochs.position import NO_SOURCE_STATE, Check, LanePosition, SourceState
 from minloader._epochs.task import Task
 from minloader._errors import without_frames
 from minloader._pools.base import HeldItem
@@ -90,7 +90,7 @@ class SamplerSource(Source):
         """Return the number of batches of any epoch; None where the next decides it."""
         return None if self.has_epochs else self.length()
 
-    def state_before(self) -> Known:
+    def state_before(self) -> SourceState:
         """Return its state before it was ever read here."""
         sampler = self.items
         if self.is_under_way:
@@ -101,9 +101,9 @@ class SamplerSource(Source):
             if self.is_ours:
                 raise
             logger.debug("%s has no state before it is read: %r", brief_repr(sampler), error)
-            return NOTHING_KNOWN
+            return NO_SOURCE_STATE
         self.stand(state)
-        return Known(0, state)
+        return SourceState(0, state)
 
 
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)
@@ -134,7 +134,7 @@ class Feed:
 
     Attributes:
         next: ordinal of the next item to draw.
-        known: a state of the sampler, from there or before.
+        source_state: a state of the sampler, from there or before.
         at_end: its state at the end of the epoch.
         is_over: whether there are no more items.
         error: raised by the sampler, and to be raised in the place of the next item.
@@ -161,10 +161,10 @@ class Feed:
         self.number = next(numbers)
         self.epoch = epoch
         self.next = position.given
-        self.known = position.known
+        self.source_state = position.source_state
         self.check = position.check
         self.length = length
-        self.at_end = NOTHING_KNOWN
+        self.at_end = NO_SOURCE_STATE
         self.is_over = False
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
@@ -187,10 +187,10 @@ class Feed:
             epoch: its number.
             is_abandoned: whether the consumer has left this one: then it has nothing for the next.
         """
-        known = NOTHING_KNOWN
+        source_state = NO_SOURCE_STATE
         if not is_abandoned and self.at_end.state is not None:
-            known = Known(0, self.at_end.state)
-        return Feed(self.source, epoch, LanePosition(known=known))
+            source_state = SourceState(0, self.at_end.state)
+        return Feed(self.source, epoch, LanePosition(source_state=source_state))
 
     # --- to begin, and to go on
 
@@ -204,18 +204,18 @@ class Feed:
         if self._iterator is not None or self.is_over:
             return
         source = self.source
-        known = self.known
-        is_put = source.prepare(self.epoch, at=known.at, state=known.state)
+        source_state = self.source_state
+        is_put = source.prepare(self.epoch, at=source_state.at, state=source_state.state)
         length = source.length()
         if not source.is_ours:
             check_length(self.epoch, length, self.length)
         self.length = length
         iterator = source.begin(self.number)
-        if is_put and known.at and iterator is source.items:
-            _check_put_back(source.items, known)
+        if is_put and source_state.at and iterator is source.items:
+            _check_put_back(source.items, source_state)
         self.sampler_iterator = iterator
-        self._may_begin_again = is_put and not known.at and not source.is_exact
-        iterator = self._pass_over(iterator, known.at)
+        self._may_begin_again = is_put and not source_state.at and not source.is_exact
+        iterator = self._pass_over(iterator, source_state.at)
         if not self.is_over:
             self._iterator = iterator
 
@@ -349,20 +349,22 @@ class Feed:
         It is not asked after the last item: it may be in the next epoch already.
         """
         now = time.perf_counter()
-        is_first = not self.next and (self.known.state is not None or not self.source.is_ours)
+        is_first = not self.next and (
+            self.source_state.state is not None or not self.source.is_ours
+        )
         if is_first or now < self._state_due or self.next == self.length:
             return
-        self.known = self._known_now(self.next)
+        self.source_state = self._current_state(self.next)
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
 
-    def _known_now(self, ordinal: int) -> Known:
+    def _current_state(self, ordinal: int) -> SourceState:
         """Return the state of the sampler, which is at an ordinal; the last one if it has none."""
         state = self.source.state(self._iterator) if self.source.read_by == self.number else None
-        return self.known if state is None else Known(ordinal, state)
+        return self.source_state if state is None else SourceState(ordinal, state)
 
-    def known_behind_error(self) -> Known:
+    def state_behind_error(self) -> SourceState:
         """Return a state such that a run that goes on does not meet the error again."""
-        return self._known_now(self.next) if self.source.is_ours else self.known
+        return self._current_state(self.next) if self.source.is_ours else self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the sampler gives again what it has given.
@@ -454,7 +456,7 @@ class Feed:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier pass.
         """
-        at_end = self._known_now(ordinal)
+        at_end = self._current_state(ordinal)
         nothing: Iterator[Any] = iter(())
         # Without a call in between, and so without Ctrl-C.
         self._iterator = nothing
@@ -515,7 +517,7 @@ class Feed:
         if self.last is not None and is_compared:  # what was before it, others have seen
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
-        self.known = task.known
+        self.source_state = task.source_state
         self.next = task.first
         self._iterator = None
         self.is_over = False
@@ -532,9 +534,9 @@ def check_length(epoch: int, length: int | None, wanted: int | None) -> None:
         )
 
 
-def _check_put_back(sampler: Any, known: Known) -> None:
+def _check_put_back(sampler: Any, source_state: SourceState) -> None:
     """Check that a sampler that is its own iterator says again what it said then."""
-    changes = differences(sampler.state_dict(), known.state) if is_stateful(sampler) else []
+    changes = differences(sampler.state_dict(), source_state.state) if is_stateful(sampler) else []
     if changes:
         raise ValueError(
             f"the sampler, {brief_repr(sampler)}, does not return to the state that it gave: "

@@ -297,12 +297,12 @@ class Batches(Iterator[B], Generic[B]):
         ahead_of_consumer = (*claims.ahead, claim) if thread is None else claims.ahead
         if task is None:
             feed = lane.feed
-            known = feed.known_behind_error()
+            source_state = feed.state_behind_error()
             # Without a call in between, and so without Ctrl-C.
             if thread is not None:
                 claims.by_thread[thread] = claim
             claims.ahead = ahead_of_consumer
-            feed.known = known
+            feed.source_state = source_state
             feed.error = None
             return
         taken, ahead = lane.taken_after(claim.ordinal)

@@ -137,13 +137,13 @@ class Lane:
         here = LanePosition(given=self.taken, ahead=self.ahead).without(on_the_way)
         given = here.given
         head = next((task for task in self.tasks if task.stop > given), None)
-        known = feed.known if head is None else head.known
+        source_state = feed.source_state if head is None else head.source_state
         check = feed.check_at(given, head)
         is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_over
         return LanePosition(
             given=given,
             ahead=here.ahead,
-            known=feed.at_end if is_ended else known,
+            source_state=feed.at_end if is_ended else source_state,
             check=check,
             beginning=feed.beginning,
             is_ended=is_ended,
@@ -203,7 +203,7 @@ class Lane:
         if feed.is_over or feed.error is not None:
             return None
         feed.note_state()
-        task = Task(first=feed.next, items=[], known=feed.known)
+        task = Task(first=feed.next, items=[], source_state=feed.source_state)
         feed.drawing = task
         self.tasks.append(task)
         limit = self._most_at_once(feed.next)
@@ -491,5 +491,5 @@ class Lane:
 
 def _samples(items: list[Any]) -> int:
     """Return how many samples there are in some items, as far as that can be seen."""
-    known = (item.item if isinstance(item, HeldItem) else item for item in items)
-    return sum(len(item) if isinstance(item, list) else 1 for item in known)
+    bare = (item.item if isinstance(item, HeldItem) else item for item in items)
+    return sum(len(item) if isinstance(item, list) else 1 for item in bare)

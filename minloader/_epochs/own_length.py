@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from minloader._checks import dataset_length
 from minloader._epochs.feed import SamplerSource
-from minloader._epochs.position import Known, Position
+from minloader._epochs.position import Position, SourceState
 from minloader._sampling.batch import BatchSampler
 
 logger = logging.getLogger("minloader")
@@ -53,10 +53,10 @@ def of_length(position: Position, source: SamplerSource) -> Position:
     What "rollover" has left for it comes first, as ever.
     """
     (lane,) = position.lanes
-    known = lane.known
-    if isinstance(source.items, BatchSampler) and isinstance(known.state, dict):
-        if known.state["n"] == source.items.n:
+    source_state = lane.source_state
+    if isinstance(source.items, BatchSampler) and isinstance(source_state.state, dict):
+        if source_state.state["n"] == source.items.n:
             return position
-        known = Known(known.at, {**known.state, "n": source.items.n})
-    lanes = [replace(lane, known=known)]
+        source_state = SourceState(source_state.at, {**source_state.state, "n": source.items.n})
+    lanes = [replace(lane, source_state=source_state)]
     return replace(position, lanes=lanes, length=source.length_between())

@@ -29,8 +29,8 @@ Range = tuple[int, int]
 """From, to: some ordinals."""
 
 
-class Known(NamedTuple):
-    """A state of a sampler, or of a shard of a stream.
+class SourceState(NamedTuple):
+    """A state of what an epoch is read from: of a sampler, or of a shard of a stream.
 
     Attributes:
         at: how many items of the epoch had been read before it. With 0 it may be a state from
@@ -43,7 +43,7 @@ class Known(NamedTuple):
     state: Any = None
 
 
-NOTHING_KNOWN = Known()
+NO_SOURCE_STATE = SourceState()
 
 
 class Check(NamedTuple):
@@ -66,16 +66,16 @@ class LanePosition:
     Attributes:
         given: how many were, without a gap.
         ahead: those after these that were handed over before their turn, ascending.
-        known: a state from there or before.
+        source_state: a state from there or before.
         check: of an item, or a batch, that is not before that state; None: there is none.
         beginning: of a shard, the state that its epoch began with, packed; None if it had none.
-        is_ended: of a shard, whether there is no more of it. Then ``known`` is from its end.
+        is_ended: of a shard, whether there is no more of it. Then ``source_state`` is from its end.
         has_failed: of a shard, whether reading it has failed in this epoch.
     """
 
     given: int = 0
     ahead: tuple[Range, ...] = ()
-    known: Known = NOTHING_KNOWN
+    source_state: SourceState = NO_SOURCE_STATE
     check: Check | None = None
     beginning: Any = None
     is_ended: bool = False
@@ -175,7 +175,7 @@ class Position:
         if epoch == self.epoch:
             return self
         # To leave batches out ahead of an epoch reads nothing of it.
-        if any(lane.known.at or lane.is_ended or lane.check for lane in self.lanes):
+        if any(lane.source_state.at or lane.is_ended or lane.check for lane in self.lanes):
             return None
         lanes = [replace(lane, given=0, ahead=()) for lane in self.lanes]
         return replace(self, epoch=epoch, lanes=lanes, length=None, tally=NOTHING_CAME)
@@ -210,14 +210,14 @@ def to_state(position: Position, seed: int, batch_size: int | None) -> State:
         shards = [_shard_state(lane) for lane in position.lanes]
         return state | {"stream": ({"shards": shards, "batch_size": batch_size},)}
     (lane,) = position.lanes
-    known = None
-    if lane.known.state is not None:
-        known = {"at": lane.known.at, "state": copy.deepcopy(lane.known.state)}
+    sampler = None
+    if lane.source_state.state is not None:
+        sampler = {"at": lane.source_state.at, "state": copy.deepcopy(lane.source_state.state)}
     return state | {
         "length": position.length,
         "batches": lane.given,
         "delivered_ahead": [list(each) for each in lane.ahead],
-        "sampler": (known,),
+        "sampler": (sampler,),
         "check": None if lane.check is None else list(lane.check),
     }
 
@@ -238,8 +238,8 @@ def _shard_state(lane: LanePosition) -> State:
     return {
         "batches": lane.given,
         "delivered_ahead": [list(each) for each in lane.ahead],
-        "at": lane.known.at,
-        "state": _unpacked(lane.known.state),
+        "at": lane.source_state.at,
+        "state": _unpacked(lane.source_state.state),
         "beginning": _unpacked(lane.beginning),
         "ended": lane.is_ended,
         "failed": lane.has_failed,
@@ -350,14 +350,16 @@ def check_version(state: Mapping[str, Any], newest: int) -> None:
 
 def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
     (sampler,) = state["sampler"]
-    known = NOTHING_KNOWN
+    source_state = NO_SOURCE_STATE
     if sampler is not None:
-        known = Known(check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"]))
+        source_state = SourceState(
+            check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"])
+        )
     return _checked(
         LanePosition(
             given=check_int("batches", state["batches"], 0),
             ahead=_ranges(state),
-            known=known,
+            source_state=source_state,
             check=_check(state["check"]),
         )
     )
@@ -368,7 +370,9 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
         LanePosition(
             given=check_int("batches", state["batches"], 0),
             ahead=_ranges(state),
-            known=Known(check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))),
+            source_state=SourceState(
+                check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))
+            ),
             check=_check(state["check"]),
             beginning=_packed(copy.deepcopy(state["beginning"])),
             is_ended=_truth("ended", state),
@@ -415,6 +419,8 @@ def _checked(lane: LanePosition) -> LanePosition:
         bounds += [start, stop]
     if bounds != sorted(bounds):
         raise ValueError("delivered_ahead must be ranges that ascend, after batches")
-    if lane.known.at > lane.given or (lane.check is not None and lane.check.ordinal > lane.given):
+    if lane.source_state.at > lane.given or (
+        lane.check is not None and lane.check.ordinal > lane.given
+    ):
         raise ValueError("a state within it, or what it is checked by, is from later")
     return lane

@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from typing import Any, Protocol
 
-from minloader._epochs.position import Check, Known, LanePosition
+from minloader._epochs.position import Check, LanePosition, SourceState
 from minloader._epochs.task import Task
 from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
 from minloader._worker.run import READING, READING_ON
@@ -47,7 +47,7 @@ class ShardFeed:
     Attributes:
         number: of the pass over the shard, which tells it from others in the same epoch.
         next: ordinal of the next batch to ask for.
-        known: the newest state of the shard that came back.
+        source_state: the newest state of the shard that came back.
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
         at_end: its state at the end of the epoch.
@@ -68,12 +68,12 @@ class ShardFeed:
         self.total = total
         self.epoch = epoch
         self.next = position.given
-        self.known = position.known
+        self.source_state = position.source_state
         self.check = position.check
         self.beginning = position.beginning
         self.is_over = position.is_ended
         self.has_failed = position.has_failed
-        self.at_end = position.known
+        self.at_end = position.source_state
         self._follows = follows
 
     def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
@@ -87,13 +87,18 @@ class ShardFeed:
         begins_anew = is_abandoned or self.has_failed
         if not begins_anew and self.is_over and self.at_end.state is not None:
             beginning = self.at_end.state
-        position = LanePosition(known=Known(0, beginning), beginning=beginning)
+        position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
         follows = None if begins_anew else self.number
         return ShardFeed(self.shard, self.total, epoch, position, follows)
 
     def draw(self, most: int) -> Task:
         """Return a task for the next batches, so many at most."""
-        return Task(first=self.next, items=[self.shard] * most, known=self.known, check=self.check)
+        return Task(
+            first=self.next,
+            items=[self.shard] * most,
+            source_state=self.source_state,
+            check=self.check,
+        )
 
     def shard_of(self, task: Task) -> Shard:
         """Return which batches of the shard a task is for, and how to get there."""
@@ -101,8 +106,8 @@ class ShardFeed:
             id=self.shard,
             total=self.total,
             first=task.first,
-            at=task.known.at,
-            state=task.known.state,
+            at=task.source_state.at,
+            state=task.source_state.state,
             check=task.check,
             number=self.number,
             follows=self._follows,
@@ -116,9 +121,9 @@ class ShardFeed:
         """Return what messages say that a batch is made from: the shard, and its ordinal there."""
         return self.shard, task.first + n
 
-    def known_behind_error(self) -> Known:
+    def state_behind_error(self) -> SourceState:
         """Return a state behind an error, of which there is none here."""
-        return self.known
+        return self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the shard gives again what it has given.
@@ -149,18 +154,18 @@ class ShardFeed:
         read = reply.shard
         assert read is not None
         is_end = read.ended
-        known = task.known
+        source_state = task.source_state
         check = task.check
         if made and read.fingerprints:
             check = Check(task.first + made - 1, read.fingerprints[-1])
         if read.state is not None and not is_end:
-            known = Known(task.first + made, read.state)
+            source_state = SourceState(task.first + made, read.state)
         behind = [each for each in lane.tasks if each.first > task.first]
         for each in behind[:1]:
-            each.known = known
+            each.source_state = source_state
             each.check = check
         if not behind:
-            self.known = known
+            self.source_state = source_state
             self.check = check
         self.has_failed |= any(map(_failed_reading, reply.outcomes))
         stop = task.first + made
@@ -173,7 +178,7 @@ class ShardFeed:
                     self.shard,
                     stop - 1,
                 )
-            self._end(task, Known(stop, read.state), lane)
+            self._end(task, SourceState(stop, read.state), lane)
         # Behind the end: interrupted there, the reply is received again, and tells of it again.
         if is_end:
             task.items = task.items[:made]
@@ -182,7 +187,7 @@ class ShardFeed:
         task.outcomes = reply.outcomes
         task.shipment = None
 
-    def _end(self, task: Task, at_end: Known, lane: TaskQueue) -> None:
+    def _end(self, task: Task, at_end: SourceState, lane: TaskQueue) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
         self.at_end = at_end
@@ -196,7 +201,7 @@ class ShardFeed:
             self.shard,
             task.first - 1,
         )
-        self._end(task, Known(task.first, None), lane)
+        self._end(task, SourceState(task.first, None), lane)
         task.items = []
         task.outcomes = []
         task.shipment = None

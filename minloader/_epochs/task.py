@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._epochs.position import Check, Known
+from minloader._epochs.position import Check, SourceState
 from minloader._errors import BatchError, without_frames
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._memory.slots import Slot, Slots
@@ -37,7 +37,7 @@ class Task:
     Attributes:
         first: ordinal of the first of them in its lane.
         items: what the sampler gave for each; of a shard, its number for each.
-        known: a state of the sampler, or of the shard, from the first of them or before.
+        source_state: a state of the sampler, or of the shard, from the first of them or before.
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
             not get here. Not when another worker of its executor died.
@@ -52,7 +52,7 @@ class Task:
 
     first: int
     items: list[Any]
-    known: Known
+    source_state: SourceState
     check: Check | None = None
     tries: int = 0
     lost: dict[int, BatchError] | None = None
@@ -77,7 +77,7 @@ class Task:
         return Task(
             first=self.first + start,
             items=self.items[start:stop],
-            known=self.known,
+            source_state=self.source_state,
             check=self.check,
             tries=self.tries if tries is None else tries,
             lost=self.lost,
