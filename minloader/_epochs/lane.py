@@ -251,7 +251,7 @@ class Lane:
             if pool.slots is not None:
                 shipment.slot = pool.slots.lend()
                 address = pool.slots.address(shipment.slot)
-            is_retried = task.tries > 0 or task.lost is not None
+            is_retried = task.tries > 0 or task.suspects is not None
             alone = is_retried or not self.shared.options.retries
             message = TaskMessage(
                 ordinal=task.first,
@@ -261,7 +261,7 @@ class Lane:
                 id=shipment.id,
                 shard=self.feed.shard_of(task),
                 alone=alone,
-                lost=task.lost,
+                suspects=task.suspects,
             )
             packed = pool.pack(message)
             is_packed = True
@@ -360,7 +360,7 @@ class Lane:
             return
         shipment.future = None  # it leads here, and would keep the memory
         if shipment.reply is None:
-            self._replace(task, lost.sent_again(self, task, shipment))
+            self._replace(task, lost.replacements(self, task, shipment))
             task.shipment = None
             return
         reply = shipment.reply

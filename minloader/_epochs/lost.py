@@ -34,7 +34,7 @@ class LossyLane(TaskQueue, Protocol):
     pool: Pool
 
 
-def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
+def replacements(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     """Return what takes the place of a task that was lost.
 
     Args:
@@ -45,7 +45,7 @@ def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     lane.shared.check_open()
     lane.pool.end_broken()  # finds out how its workers ended
     death = lane.pool.take_death(shipment.id)
-    error = shipment.lost
+    error = shipment.error
     assert error is not None
     labels = {
         "batch": lane.feed.ordinal_in_epoch(task.first),
@@ -54,18 +54,18 @@ def sent_again(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     }
     lane.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, labels)
     if death is not None:
-        return _without_suspect(lane, task, death)
-    return _again(lane, task, error)
+        return _after_death(lane, task, death)
+    return _after_error(lane, task, error)
 
 
-def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
-    """Return what is sent again, apart from the batch that a dead worker was making."""
+def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
+    """Return what takes the place of a task: the batch that its worker died with is by itself."""
     options = lane.shared.options
     counters = lane.shared.counters
-    if options.concurrency and death.stack is None and task.lost is None:
+    if options.concurrency and death.stack is None and task.suspects is None:
         death = death._replace(sample_number=-1)  # any of those that were read may be to blame
     n = max(0, death.item)
-    suspect = task.part(n, n + 1, tries=task.tries + 1)
+    retry = task.part(n, n + 1, tries=task.tries + 1)
     label = BatchLabel(
         ordinal=lane.feed.ordinal_in_epoch(task.first + n),
         epoch=lane.feed.epoch,
@@ -73,26 +73,26 @@ def _without_suspect(lane: LossyLane, task: Task, death: Death) -> list[Task]:
         sample=_sample_of(lane, task, n, death.sample_number),
     )
     _report_death(lane, death, label)
-    if suspect.tries <= options.retries:
+    if retry.tries <= options.retries:
         counters.errors.retries += 1
     elif death.item < 0 and isinstance(lane.feed, ShardFeed):
         lane.feed.end_before(task, lane)
         return [task]
     else:
-        error = failures.death_error(death, label, suspect.tries)
-        lost = _lost_with(lane, suspect, death, error)
-        if lost is not None:
+        error = failures.death_error(death, label, retry.tries)
+        suspects = _suspect_samples(lane, retry, death, error)
+        if suspects is not None:
             counters.errors.retries += 1
-            suspect.lost = lost
-            suspect.tries = 0  # another sample has tries of its own
+            retry.suspects = suspects
+            retry.tries = 0  # another sample has tries of its own
         else:
-            suspect.failed([error])
-            assert suspect.outcomes is not None
-            suspect.outcomes[0] = suspect.outcomes[0]._replace(sample=label.sample)
-            suspect.reply = Reply(
-                worker=death.worker, pid=death.pid, packed=False, outcomes=suspect.outcomes
+            retry.failed([error])
+            assert retry.outcomes is not None
+            retry.outcomes[0] = retry.outcomes[0]._replace(sample=label.sample)
+            retry.reply = Reply(
+                worker=death.worker, pid=death.pid, packed=False, outcomes=retry.outcomes
             )
-    pieces = [task.part(0, n), suspect, task.part(n + 1, len(task.items))]
+    pieces = [task.part(0, n), retry, task.part(n + 1, len(task.items))]
     return [each for each in pieces if each.items]
 
 
@@ -106,8 +106,8 @@ def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, .
     return tuple(failures.indices_of(item)[number : number + 1])
 
 
-def _lost_with(
-    lane: LossyLane, suspect: Task, death: Death, error: BatchError
+def _suspect_samples(
+    lane: LossyLane, retry: Task, death: Death, error: BatchError
 ) -> dict[int, BatchError] | None:
     """Return which samples of a batch are not made again, since its worker died once too often.
 
@@ -117,19 +117,19 @@ def _lost_with(
     job = lane.shared.job
     if job.options.on_sample_error is None:
         return None
-    lost = suspect.lost
+    suspects = retry.suspects
     if death.sample_number < 0:
         together = lane.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
-        is_hidden = lost is None and together and not job.options.is_stream
+        is_hidden = suspects is None and together and not job.options.is_stream
         return {} if is_hidden else None
-    if lost is None:
+    if suspects is None:
         return {death.sample_number: error}
     # Else what was put in its place, or was asked for that, takes workers along too.
-    return None if death.sample_number in lost else {**lost, death.sample_number: error}
+    return None if death.sample_number in suspects else {**suspects, death.sample_number: error}
 
 
-def _again(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
-    """Return what is sent again of a task that was lost, and no batch of it was suspected."""
+def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task]:
+    """Return what takes the place of a task of which no batch is known to be to blame."""
     pool = lane.pool
     counters = lane.shared.counters
     if isinstance(error, JobMissing):

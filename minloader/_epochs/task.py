@@ -41,8 +41,8 @@ class Task:
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
             not get here. Not when another worker of its executor died.
-        lost: samples of its one batch that took a worker along, by their numbers, each with the
-            error that stands for it; they are not made again. None: it is made as ever.
+        suspects: those of its one batch that took a worker along, by their numbers, each
+            with the error that stands for it; they are not made again. None: it is made as ever.
         shipment: what was sent; None if it was not, or that was lost.
         reply: to that; None where the outcomes are not a worker's.
         memory: that the reply's batches lie in.
@@ -55,7 +55,7 @@ class Task:
     source_state: SourceState
     check: Check | None = None
     tries: int = 0
-    lost: dict[int, BatchError] | None = None
+    suspects: dict[int, BatchError] | None = None
     shipment: Shipment | None = None
     reply: Reply | None = None
     memory: Any = None
@@ -80,7 +80,7 @@ class Task:
             source_state=self.source_state,
             check=self.check,
             tries=self.tries if tries is None else tries,
-            lost=self.lost,
+            suspects=self.suspects,
         )
 
     def failed(self, errors: list[Exception], *, stage: str = "", fatal: bool = False) -> Task:
@@ -131,7 +131,7 @@ class Shipment:
         future: of the pool; None while it is being sent.
         reply: of the worker.
         memory: that the reply's batches lie in.
-        lost: why there is no reply.
+        error: why there is no reply, where it was lost.
         is_unwanted: whether its task was forgotten.
     """
 
@@ -143,13 +143,13 @@ class Shipment:
     future: Future[Reply] | None = None
     reply: Reply | None = None
     memory: Any = None
-    lost: BaseException | None = None
+    error: BaseException | None = None
     is_unwanted: bool = False
 
     @property
     def is_done(self) -> bool:
         """Whether it has come back, or was lost."""
-        return self.reply is not None or self.lost is not None
+        return self.reply is not None or self.error is not None
 
     def arrived(self, future: Future[Reply]) -> None:
         """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes, if there is one."""
@@ -174,7 +174,7 @@ class Shipment:
     def lose(self, error: BaseException) -> None:
         """Note that nothing comes back."""
         self._discard_slot()
-        self.lost = error
+        self.error = error
         if not self.is_unwanted:
             self.arrivals.put(self)
 

@@ -258,8 +258,8 @@ class RemotePool(Pool):
 
     def pack(self, task: TaskMessage) -> TaskMessage:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]
-        lost = None if task.lost is None else pack(task.lost, down=True)
-        return task._replace(items=items, lost=lost)
+        suspects = None if task.suspects is None else pack(task.suspects, down=True)
+        return task._replace(items=items, suspects=suspects)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

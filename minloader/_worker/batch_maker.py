@@ -35,9 +35,9 @@ class BatchMaker:
         turn_to: called with the index of each sample before the user's code makes it.
         sample_cell: its one element is set to the number of that sample in its item, -1 for none.
             It may be shared memory: who finds this worker stuck or dead reads it.
-        lost: samples that took a worker along, by these numbers, each with the error that stands
-            for it: they are not made again, and the others one after the other. None: there was
-            none.
+        suspects: those that took a worker along, by these numbers, each with the error that
+            stands for it: they are not made again, and the others one after the other. None: there
+            was none.
         begin_sample: called before each of these others, which has the loader's ``timeout`` for
             itself.
         transform_seconds: spent in the loader's ``transform``, since they were set to 0.
@@ -54,7 +54,7 @@ class BatchMaker:
     job: Job
     turn_to: Callable[..., None]
     sample_cell: Any
-    lost: dict[int, BatchError] | None = None
+    suspects: dict[int, BatchError] | None = None
     begin_sample: Callable[[], object] = lambda: None
     transform_seconds: float = 0.0
     collate_seconds: float = 0.0
@@ -150,7 +150,7 @@ class BatchMaker:
         # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
         kind = type(dataset)
         has_getitems = hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")
-        is_one_by_one = self.lost is not None and (not as_torch or type(item) is list)
+        is_one_by_one = self.suspects is not None and (not as_torch or type(item) is list)
         if self.early_reads or is_one_by_one or not has_getitems:
             indices = check_indices(item)
             return self.combine(self._read(indices), indices)
@@ -199,8 +199,8 @@ class BatchMaker:
                     self.sample_cell[0] = self._samples_before + number
                 if indices:
                     self.turn_to(indices[number], stage)
-                if self.lost is not None:
-                    self._begin_alone(self.lost, self._samples_before + number)
+                if self.suspects is not None:
+                    self._begin_alone(self.suspects, self._samples_before + number)
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[number : number + 1])
@@ -213,7 +213,7 @@ class BatchMaker:
                 self.failing = ()
         return results
 
-    def _begin_alone(self, lost: dict[int, BatchError], number: int) -> None:
+    def _begin_alone(self, suspects: dict[int, BatchError], number: int) -> None:
         """Begin with a sample of a batch that its worker died with.
 
         Raises:
@@ -224,8 +224,8 @@ class BatchMaker:
         info = current_info.get()
         assert info is not None
         current_batch(info).reads = number  # as where all are read at the same time
-        if number in lost:
-            raise lost.pop(number)  # once: what is put in its place gets to ``transform``
+        if number in suspects:
+            raise suspects.pop(number)  # once: what is put in its place gets to ``transform``
 
     def _failed(self, n: int, error: BaseException) -> BatchError:
         """Return what ``on_sample_error`` is told of a sample that failed."""

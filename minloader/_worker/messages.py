@@ -112,10 +112,10 @@ class TaskMessage(NamedTuple):
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
         job: what it takes along for a worker that lacks the job; or the error of that.
-        lost: of a task of one batch that is not made as ever: the samples that took a worker along,
-            by their numbers in the item, each with the error that stands for it. They are not made
-            again, and the others one after the other, so that it is known with which one a worker
-            dies. Packed if the items are. None: the batch is made as ever.
+        suspects: of a task of one batch that is not made as ever: those that took a worker
+            along, by their numbers in the item, each with the error that stands for it. They are
+            not made again, and the others one after the other, so that it is known with which one
+            a worker dies. Packed if the items are. None: the batch is made as ever.
     """
 
     ordinal: int
@@ -126,7 +126,7 @@ class TaskMessage(NamedTuple):
     shard: Shard | None = None
     alone: bool = False
     job: Any = None
-    lost: Any = None
+    suspects: Any = None
 
 
 class Timings(NamedTuple):

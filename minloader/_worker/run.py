@@ -177,7 +177,7 @@ class Worker:
         work = _Work(began=begin, now=begin)
         self._maker.begin_task()
         early_reads = self._early_reads.pop(task.id, None)
-        if early_reads is None and self.reads_ahead and task.lost is None:
+        if early_reads is None and self.reads_ahead and task.suspects is None:
             early_reads = self.begin(task)
             del self._early_reads[task.id]
         shard: ShardReply | None = None
@@ -251,7 +251,7 @@ class Worker:
                 maker.early_reads = early_reads[n]
             writer.begin()
             try:
-                self._leave_out_lost(task, n)
+                self._leave_out_suspects(task, n)
                 begin_batch(self.info, task.epoch, task.ordinal + n)
                 if type(item) is bytes:
                     item = self._environment.unpack_item(item)
@@ -308,14 +308,15 @@ class Worker:
         work.packing += time.perf_counter() - begin
         return packed
 
-    def _leave_out_lost(self, task: TaskMessage, n: int) -> None:
+    def _leave_out_suspects(self, task: TaskMessage, n: int) -> None:
         """Have the next batch be made without the samples that took a worker along."""
         maker = self._maker
-        maker.lost = None
-        lost = task.lost
-        if lost is not None:
+        maker.suspects = None
+        suspects = task.suspects
+        if suspects is not None:
             # Copies: what is raised has frames, which would stay as long as the task.
-            maker.lost = unpack(lost) if type(lost) is bytes else copy.deepcopy(lost)
+            is_packed = type(suspects) is bytes
+            maker.suspects = unpack(suspects) if is_packed else copy.deepcopy(suspects)
             maker.begin_sample = partial(self._begin_sample, task.id, n)
 
     def _begin_sample(self, task_id: int, n: int) -> None:
@@ -401,7 +402,7 @@ class Worker:
             self._environment.beat(task.id, n, work.now)
             writer.begin()
             try:
-                self._leave_out_lost(task, n)
+                self._leave_out_suspects(task, n)
                 made = [self._read(task, n, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
