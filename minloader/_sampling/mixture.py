@@ -255,7 +255,7 @@ class Draws:
             self._shares[weights.index(max(weights))] += UNIT - sum(self._shares)
 
 
-class _Run(StepRun):
+class _MixtureRun(StepRun):
     def _step(self, ranks: int, size: int | None) -> list[Any]:
         self._reading.weigh(self._begun, self.sampler._weights_at(self.epoch, self._begun))
         return super()._step(ranks, size)
@@ -308,7 +308,7 @@ class MixtureSampler(StepSampler):
     """
 
     _arguments = ("parts", "batch_size", "stop", "shuffle", "by_length")
-    _begin = _Run
+    _begin = _MixtureRun
 
     def __init__(
         self,

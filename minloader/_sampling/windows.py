@@ -469,7 +469,7 @@ def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[An
     return samples, np.stack([starts, np.minimum(starts + capacity, stops[samples])], axis=1)
 
 
-class _Batches(Run):
+class _WindowRun(Run):
     """The batches of an epoch, window by window: ``_start`` is where the present one began."""
 
     def __init__(self, sampler: WindowSampler, epoch: int, start: RunState) -> None:
@@ -559,4 +559,4 @@ class _Batches(Run):
         self._start = beginning | numbers | {"source": reading.position()}
 
 
-WindowSampler._begin = _Batches
+WindowSampler._begin = _WindowRun

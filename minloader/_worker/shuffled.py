@@ -90,15 +90,15 @@ class Half:
 
     Attributes:
         samples: that it has.
-        before: state of the stream before them.
-        is_noted: whether that is known.
-        failed: errors while it was filled.
+        state_before: state of the stream before them.
+        is_state_noted: whether that is known.
+        num_failed: errors while it was filled.
     """
 
     samples: list[Any] = field(default_factory=list)
-    before: Any = None
-    is_noted: bool = False
-    failed: int = 0
+    state_before: Any = None
+    is_state_noted: bool = False
+    num_failed: int = 0
 
 
 class Shuffle:
@@ -114,10 +114,10 @@ class Shuffle:
         self._owner = owner
         self._source = source
         self._size = -(-owner.buffer_size // 2)
-        self._number = -1  # of the half that is given out
+        self._half_number = -1  # of the half that is given out
         self._half = Half()  # that is given out, in its order, the next sample last
         self._given = 0  # of this half
-        self._filled = Half()  # the other one
+        self._next_half = Half()  # the other one
         self._has_failed = False  # with the sample that was to be read last
         self._ended = False
 
@@ -128,35 +128,35 @@ class Shuffle:
         if self._source is None:
             self._open(self._owner.loaded)
         if self._half.samples:
-            self._fill(len(self._filled.samples) + 1)  # first: if that fails, no sample is lost
+            self._fill(len(self._next_half.samples) + 1)  # first: if that fails, no sample is lost
         else:
             self._fill(self._size)
-            self._turn()
+            self._swap_halves()
         if not self._half.samples:
             raise StopIteration
         self._given += 1
         return self._half.samples.pop()
 
-    def _turn(self) -> None:
+    def _swap_halves(self) -> None:
         """Give out the half that was filled, and fill another."""
-        self._number += 1
+        self._half_number += 1
         self._given = 0
         info = get_worker_info()
         key = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
-        rng = generator("shuffled", self._owner.seed, *key, self._number)
-        half = self._filled
+        rng = generator("shuffled", self._owner.seed, *key, self._half_number)
+        half = self._next_half
         half.samples = [half.samples[n] for n in rng.permutation(len(half.samples))]
         self._half = half
-        self._filled = Half()
+        self._next_half = Half()
 
     def _fill(self, size: int) -> None:
         """Read until so many samples are there, of a half at most."""
-        half = self._filled
+        half = self._next_half
         while len(half.samples) < min(size, self._size) and not self._ended:
-            if not half.is_noted:
-                half.before = self._state()
-                half.is_noted = True
-            self._seed(self._number * self._size + len(half.samples))
+            if not half.is_state_noted:
+                half.state_before = self._state()
+                half.is_state_noted = True
+            self._seed(self._half_number * self._size + len(half.samples))
             try:
                 half.samples.append(next(self._source))
                 self._has_failed = False
@@ -166,7 +166,7 @@ class Shuffle:
                     logger.warning("a shuffled stream ended with its error, as a generator does")
             except Exception:
                 self._has_failed = True
-                half.failed += 1
+                half.num_failed += 1
                 raise
 
     def _seed(self, n: int) -> None:
@@ -186,7 +186,7 @@ class Shuffle:
         try:
             return {name: part.state_dict() for name, part in parts.items() if is_stateful(part)}
         except Exception:
-            if self._number < 0:
+            if self._half_number < 0:
                 return None  # before its first sample it may have none, and begins anew
             raise
 
@@ -210,15 +210,15 @@ class StatefulShuffle(Shuffle):
         That may be of the end of the epoch before. Only who reads the shard knows how to begin
         from one, so no state is taken: the shard is read again from its beginning.
         """
-        return self._number < 1 and is_stateful(self._owner.stream)
+        return self._half_number < 1 and is_stateful(self._owner.stream)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been given out, with no samples."""
         return {
-            "number": self._number,
+            "number": self._half_number,
             "given": self._given,
-            "stream": self._half.before,
-            "failed": self._half.failed + self._filled.failed,
+            "stream": self._half.state_before,
+            "failed": self._half.num_failed + self._next_half.num_failed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,26 +234,26 @@ class StatefulShuffle(Shuffle):
             if self._source is self._owner.stream:
                 begin_at_state(self._source, known["iterator"])
         if state["number"] >= 0:
-            self._number = state["number"] - 1
-            self._filled.before = state["stream"]
-            self._filled.is_noted = True
+            self._half_number = state["number"] - 1
+            self._next_half.state_before = state["stream"]
+            self._next_half.is_state_noted = True
             self._fill_again(self._size, state["failed"])
-            self._turn()
+            self._swap_halves()
             self._given = state["given"]
             samples = self._half.samples
             del samples[len(samples) - self._given :]
         # With the first sample of a half none of the other was read.
-        self._fill_again(self._given - 1, state["failed"] - self._half.failed)
+        self._fill_again(self._given - 1, state["failed"] - self._half.num_failed)
 
     def _fill_again(self, size: int, failures: int) -> None:
         """Read until so many samples are there, and past errors that were raised before."""
-        half = self._filled
+        half = self._next_half
         while len(half.samples) < self._size and not self._ended:
-            if len(half.samples) >= size and half.failed >= failures:
+            if len(half.samples) >= size and half.num_failed >= failures:
                 break
             try:
                 self._fill(len(half.samples) + 1)
             except Exception as error:
-                if half.failed > failures:
+                if half.num_failed > failures:
                     raise
                 logger.debug("a sample of a shuffled stream fails again: %r", error)
