@@ -268,7 +268,13 @@ class Batches(Iterator[B], Generic[B]):
             shared.counters.began_epoch(begin)
             self.claims.is_unsure = False
 
-    def _check(self) -> None:
+    def _check_may_go_on(self) -> None:
+        """Raise what ends or forbids a call of ``next``.
+
+        Raises:
+            StopIteration: the epochs are over.
+            RuntimeError: ``on_error`` calls it, the loader is closed, or another state was loaded.
+        """
         if self.claims.is_asking:
             raise RuntimeError(
                 "on_error asks the iterator that it is called by for another batch: take it after "
@@ -327,7 +333,7 @@ class Batches(Iterator[B], Generic[B]):
         shared = self.shared
         while True:
             if shared.is_closed or self._is_over or self.is_superseded or self.claims.is_asking:
-                self._check()
+                self._check_may_go_on()
             epoch, lane, task = self._next_lane()
             claim.lane = lane
             claim.task = task
@@ -491,7 +497,7 @@ class Batches(Iterator[B], Generic[B]):
     def _wait(self) -> tuple[Epoch, Lane, Task | None]:
         has_grown = False
         while True:
-            self._check()
+            self._check_may_go_on()
             epoch = self._enter_epoch()
             lanes = self._in_turn(epoch)
             for lane in self._may_be_next(lanes):

@@ -134,15 +134,15 @@ class Lane:
             on_the_way: ordinals of those that were taken, and have not reached the consumer.
         """
         feed = self.feed
-        here = LanePosition(given=self.taken, ahead=self.ahead).without(on_the_way)
-        given = here.given
+        handed_over = LanePosition(given=self.taken, ahead=self.ahead).without(on_the_way)
+        given = handed_over.given
         head = next((task for task in self.tasks if task.stop > given), None)
         source_state = feed.source_state if head is None else head.source_state
         check = feed.check_at(given, head)
         is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_over
         return LanePosition(
             given=given,
-            ahead=here.ahead,
+            ahead=handed_over.ahead,
             source_state=feed.at_end if is_ended else source_state,
             check=check,
             beginning=feed.beginning,
@@ -175,12 +175,10 @@ class Lane:
     @property
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
-        for task in reversed(self.tasks):  # of hundreds most were sent
+        for task in self.tasks:  # no generator: there may be hundreds
             if task.is_unsent:
-                break
-        else:
-            return None
-        return next(each for each in self.tasks if each.is_unsent)
+                return task
+        return None
 
     def _draw(self) -> Task | None:
         """Draw a task; return None if there is none: at the end, or at an error."""
@@ -335,8 +333,8 @@ class Lane:
         if self.shared.options.in_order or not self.feed.may_overtake:
             task = self.head
             return None if task is None or task.outcomes is None else task
-        here = (task for task in self.tasks if task.outcomes is not None)
-        return next((task for task in here if not self._is_taken(task)), None)
+        received = (task for task in self.tasks if task.outcomes is not None)
+        return next((task for task in received if not self._is_taken(task)), None)
 
     @property
     def head(self) -> Task | None:
@@ -349,9 +347,9 @@ class Lane:
         while tasks and self._is_taken(tasks[0]) and tasks[0] not in on_the_way:
             tasks.popleft()
         if self.ahead:
-            gone = {task for task in tasks if self._is_taken(task)} - on_the_way
-            if gone:
-                self.tasks = deque(task for task in tasks if task not in gone)
+            given = {task for task in tasks if self._is_taken(task)} - on_the_way
+            if given:
+                self.tasks = deque(task for task in tasks if task not in given)
 
     def receive(self, shipment: Shipment) -> None:
         """Make available what has come back, in its place; or prepare to send it again."""
@@ -378,29 +376,29 @@ class Lane:
             return
         pieces = []
         if made:
-            begun = task.part(0, made)
-            begun.reply = reply
-            begun.memory = shipment.memory
-            begun.outcomes = reply.outcomes
-            pieces.append(begun)
+            made_part = task.part(0, made)
+            made_part.reply = reply
+            made_part.memory = shipment.memory
+            made_part.outcomes = reply.outcomes
+            pieces.append(made_part)
         for n in range(made, len(task.items), self._chunk):
             pieces.append(task.part(n, n + self._chunk))
         self._replace(task, pieces)
         task.shipment = None
 
     def _learn(self, task: Task, reply: Reply) -> None:
-        """Learn from a reply how many batches the next task should hold, and how it goes."""
+        """Learn from a reply how many batches a task should hold; count and log what it says."""
         made = len(reply.outcomes)
         slots = self.pool.slots
         shared = self.shared
         counters = shared.counters
         figures = reply.figures
-        quick = CHUNK_SECONDS * made / (figures.timings.seconds or 1e-9)
-        small = CHUNK_BYTES * made / (figures.size or 1)
+        most_by_time = CHUNK_SECONDS * made / (figures.timings.seconds or 1e-9)
+        most_by_size = CHUNK_BYTES * made / (figures.size or 1)
         # What was cut short was slow. Otherwise it may just have had no processor for a while.
         least = self._chunk // 2 if made == len(task.items) else 1
-        fits = shared.chunk = int(min(quick, small, MAX_CHUNK))
-        self._chunk = min(self._chunk, max(1, least, fits))
+        shared.chunk = int(min(most_by_time, most_by_size, MAX_CHUNK))
+        self._chunk = min(self._chunk, max(1, least, shared.chunk))
         counters.workers.chunk_size = self._chunk
         self.pool.forgive_failed_starts()
         if figures.overflowed and not counters.memory.overflowed and slots is not None:
@@ -419,7 +417,7 @@ class Lane:
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 
     def grow(self) -> None:
-        """Let the consumer, which is faster than the workers, wait for larger pieces."""
+        """Have tasks hold more batches: the consumer waits, and larger tasks are quicker."""
         if self.pool.num_workers:
             self._chunk = min(2 * self._chunk, self._max_chunk)
 

@@ -309,10 +309,10 @@ def from_state(
         )
         errors = tuple([_error(each) for each in failed["last"]])
         length = None
-        theirs = None
+        former_batch_size = None
         if is_stream:
             (stream,) = state["stream"]
-            theirs = stream["batch_size"]
+            former_batch_size = stream["batch_size"]
             lanes = [_shard_position(each) for each in stream["shards"]]
             if not lanes:
                 raise ValueError("it has no shards")
@@ -331,10 +331,10 @@ def from_state(
         raise ValueError(
             f"the state is damaged: {error!r}, in {brief_repr(dict(state))}"
         ) from error
-    if is_stream and theirs != batch_size:
+    if is_stream and former_batch_size != batch_size:
         raise ValueError(
-            f"batch_size is {batch_size}, but the state is of a stream with batch_size={theirs}; "
-            "make the loader with that"
+            f"batch_size is {batch_size}, but the state is of a stream with "
+            f"batch_size={former_batch_size}; make the loader with that"
         )
     return position, seed
 
@@ -375,8 +375,8 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
             ),
             check=_check(state["check"]),
             beginning=_packed(copy.deepcopy(state["beginning"])),
-            is_ended=_truth("ended", state),
-            has_failed=_truth("failed", state),
+            is_ended=_check_bool("ended", state),
+            has_failed=_check_bool("failed", state),
         )
     )
 
@@ -393,7 +393,7 @@ def _as_index(sample: Any) -> Any:
     return tuple(map(_as_index, sample)) if isinstance(sample, list) else sample
 
 
-def _truth(name: str, state: Mapping[str, Any]) -> bool:
+def _check_bool(name: str, state: Mapping[str, Any]) -> bool:
     value = state[name]
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {brief_repr(value)}")
@@ -405,12 +405,12 @@ def _check(check: Any) -> Check | None:
 
 
 def _ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
-    found = []
+    ranges = []
     for start, stop in state["delivered_ahead"]:
-        found.append(
+        ranges.append(
             (check_int("delivered_ahead", start, 0), check_int("delivered_ahead", stop, 0))
         )
-    return tuple(found)
+    return tuple(ranges)
 
 
 def _checked(lane: LanePosition) -> LanePosition:
