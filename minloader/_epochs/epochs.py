@@ -115,8 +115,8 @@ class Epochs:
         Raises:
             RuntimeError: it is one of several that an iterator goes through.
         """
-        here = self.under_way[0] if self.under_way else None
-        if here is not None and here.is_in_loop:
+        current = self.under_way[0] if self.under_way else None
+        if current is not None and current.is_in_loop:
             raise RuntimeError(
                 "the number of an epoch cannot be set while epochs() goes through them: call "
                 "set_epoch before such a loop, or iterate each epoch by itself; a loop that "
@@ -166,7 +166,8 @@ class Epochs:
 
     def _follow_dataset(self) -> None:
         """Have the sampler, and the workers, go by the length that the dataset has now."""
-        group, said = self.shared.group, self.shared.said
+        group = self.shared.group
+        said = self.shared.said
         source = of_source(self.source, length_now(self._dataset))
         if source is self.source:
             return
@@ -279,7 +280,8 @@ class Epochs:
 
     def _next_feeds(self) -> list[Any]:
         """Return what the next epoch is drawn from."""
-        resume, number = self.resume, self.number
+        resume = self.resume
+        number = self.number
         if resume is None and self.under_way:
             former = self.under_way[0]
             return self._following(former, number, is_abandoned=not former.is_over)

@@ -376,10 +376,10 @@ class Sampler(Resettable):
                 "without the state"
             )
         if refused:
-            found = [f"{name} is {identity[name]!r}" for name in refused]
-            then = [f"{name} {state[name]!r}" for name in refused]
+            present = [f"{name} is {identity[name]!r}" for name in refused]
+            in_state = [f"{name} {state[name]!r}" for name in refused]
             raise ValueError(
-                f"{' and '.join(found)}, but the state is of {' and '.join(then)}; make the "
+                f"{' and '.join(present)}, but the state is of {' and '.join(in_state)}; make the "
                 f"sampler with that, or give load_state_dict allow={refused}, which deals out anew "
                 "what was not given"
             )

@@ -329,24 +329,24 @@ class WindowSampler(Sampler):
     ) -> tuple[NDArray[Any], dict[int, Exception]]:
         """Return lengths as an array, with 0 for those that are no numbers; and their errors."""
         wanted = self._length_type
-        each = lengths if is_array_like(lengths) else list(lengths)
+        given = lengths if is_array_like(lengths) else list(lengths)
         errors: dict[int, Exception] = {}
         try:
-            values = np.asarray(each)
+            values = np.asarray(given)
         except ValueError:  # some are sequences
             values = np.empty((0, 0))
         if values.ndim == 1 and (not values.size or values.dtype.kind in wanted.dtypes):
             return values, errors
-        numbers = [to_json(one) for one in each]
-        for n, one in enumerate(numbers):
-            if isinstance(one, Exception):
-                errors[n] = one
-            elif not isinstance(one, wanted.type) or isinstance(one, bool):
+        numbers = [to_json(length) for length in given]
+        for n, length in enumerate(numbers):
+            if isinstance(length, Exception):
+                errors[n] = length
+            elif not isinstance(length, wanted.type) or isinstance(length, bool):
                 errors[n] = TypeError(
-                    f"lengths must be one {wanted.word} for each sample, got {brief_repr(one)} for "
-                    f"{brief_repr(names[n])}"
+                    f"lengths must be one {wanted.word} for each sample, got "
+                    f"{brief_repr(length)} for {brief_repr(names[n])}"
                 )
-            numbers[n] = 0 if n in errors else _for_numpy(one)
+            numbers[n] = 0 if n in errors else _for_numpy(length)
         return np.array(numbers), errors
 
     def _out_of_bounds(self, name: Any, length: Any, cost: Any) -> ValueError:

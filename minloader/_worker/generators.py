@@ -134,13 +134,13 @@ def _kinds() -> list[tuple[type, Kind]]:
     """Return the classes of generators that there are in this process."""
     numpy = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
-    known = [
+    classes = [
         (Random, _PYTHON),
         (getattr(numpy, "Generator", None), _NUMPY),
         (getattr(numpy, "RandomState", None), _LEGACY),
         (getattr(torch, "Generator", None), _TORCH),
     ]
-    return [(kind, how) for kind, how in known if kind is not None]
+    return [(kind, how) for kind, how in classes if kind is not None]
 
 
 def _comparable(state: Any) -> Any:
@@ -204,8 +204,8 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
 def locks(job: Job) -> list[Any]:
     """Return the locks of the generators that a job has of its own."""
     roots = {"dataset": job.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
-    found = find(roots, needs_state=False).values()
-    return [own.kind.lock(own.generator) for own in found if own.kind.lock is not None]
+    generators = find(roots, needs_state=False).values()
+    return [own.kind.lock(own.generator) for own in generators if own.kind.lock is not None]
 
 
 def _kind_of(value: Any, kinds: list[tuple[type, Kind]]) -> Kind | None:
@@ -283,8 +283,8 @@ def _parts_of_function(
     code = function.__code__
     defaults = function.__defaults__ or ()
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    known = dict(zip(last, defaults, strict=True)) | (function.__kwdefaults__ or {})
-    yield from ((f"{path}:{name}", part) for name, part in known.items())
+    arguments = dict(zip(last, defaults, strict=True)) | (function.__kwdefaults__ or {})
+    yield from ((f"{path}:{name}", part) for name, part in arguments.items())
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"{path}:{name}", cell.cell_contents
@@ -340,20 +340,20 @@ class OwnGenerators:
         """
         if key[1] < 0:  # worker_init_fn, which may be what makes them
             return None
-        known = current_batch(info).generators
-        found = known
-        if found is None:
-            found = self.find(info) if self.job.options.seed_generators else {}
+        noted = current_batch(info).generators
+        generators = noted
+        if generators is None:
+            generators = self.find(info) if self.job.options.seed_generators else {}
         states = {}
         if self.restores or not self.job.options.seed_generators:
-            states = {name: own.kind.state(own.generator) for name, own in found.items()}
+            states = {name: own.kind.state(own.generator) for name, own in generators.items()}
         return BatchGenerators(
             owner=self,
             info=info,
             key=key,
-            found=found,
+            generators=generators,
             states=states,
-            is_first=known is None,
+            is_first=noted is None,
         )
 
     def find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
@@ -367,13 +367,13 @@ class OwnGenerators:
     def count(self, info: WorkerInfo, changed: list[str]) -> None:
         """Note which of them a batch has drawn from."""
         current = current_batch(info)
-        known = current.generators
-        assert known is not None
+        compared = current.generators
+        assert compared is not None
         self._batches += 1
         self._counts.update(changed)
         several = [name for name in changed if self._counts[name] == 2]
         self.drawn += tuple(several)
-        kept = known if self._batches < COMPARED_BATCHES else {}
+        kept = compared if self._batches < COMPARED_BATCHES else {}
         current.generators = {name: own for name, own in kept.items() if name not in several}
 
 
@@ -385,7 +385,7 @@ class BatchGenerators:
         owner: those of the worker.
         info: that of the batch.
         key: of the batch.
-        found: the generators that were there before it.
+        generators: those that were there before it, by their paths.
         states: of them, then; empty if nobody asks for these.
         is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
     """
@@ -393,20 +393,21 @@ class BatchGenerators:
     owner: OwnGenerators
     info: WorkerInfo
     key: BatchKey
-    found: dict[str, OwnGenerator]
+    generators: dict[str, OwnGenerator]
     states: dict[str, Any]
     is_first: bool
 
     def begin(self) -> None:
         """Seed them, if that is asked for."""
-        for name, own in self.found.items() if self.owner.job.options.seed_generators else ():
+        for name, own in self.generators.items() if self.owner.job.options.seed_generators else ():
             own.kind.seed(own.generator, derive("generator", name, *self.key))
 
     def end(self) -> None:
         """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""
         if self.owner.job.options.seed_generators:
             for name, state in self.states.items():
-                self.found[name].kind.put_back(self.found[name].generator, state)
+                own = self.generators[name]
+                own.kind.put_back(own.generator, state)
             if self.is_first:
                 self._look_again()
         elif self.is_first:
@@ -417,7 +418,7 @@ class BatchGenerators:
             self.owner.count(self.info, changed)
 
     def _has_changed(self, name: str) -> bool:
-        own = self.found[name]
+        own = self.generators[name]
         return bool(_comparable(own.kind.state(own.generator)) != _comparable(self.states[name]))
 
     def _look_again(self) -> None:
@@ -427,18 +428,18 @@ class BatchGenerators:
         found = self.owner.find(self.info)
         kept = {
             id(own.generator)
-            for name, own in self.found.items()
+            for name, own in self.generators.items()
             if found.get(name, own).generator is own.generator
         }
         new = {name: own for name, own in found.items() if id(own.generator) not in kept}
-        made = [name for name in new if name not in self.found]
+        made = [name for name in new if name not in self.generators]
         if made and self.info.id <= 0:
             logger.warning(
                 "%s made in a batch, and seed_generators could not seed that: its worker's first; "
                 "make it in __init__, or in worker_init_fn",
                 name_list(made),
             )
-        current_batch(self.info).generators = self.found | new
+        current_batch(self.info).generators = self.generators | new
 
 
 def name_list(names: Collection[str]) -> str:

@@ -87,7 +87,8 @@ class Heartbeats:
             return ""
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            before, size = size, os.fstat(self._file.fd).st_size
+            before = size
+            size = os.fstat(self._file.fd).st_size
             if size == before > begin:  # all is written
                 break
         return shorten(self._file.text(begin).strip())

@@ -113,8 +113,8 @@ class ImportClock:
             return None
         begin = time.perf_counter()
         others = [each for each in sys.meta_path if each is not self]
-        found = (each.find_spec(fullname, path, target) for each in others)
-        spec = next((each for each in found if each is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         # Others may be loaders of many modules, as that of a zip archive is, and no object of ours
         # to change. What is built in has a class for a loader, and takes no time.
         if spec is None or not isinstance(spec.loader, self._of_one_module):

@@ -150,8 +150,8 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> list[int]:
     try:
         for send in leaders.values():
             _send(send, "SIGSTOP")  # so that it starts nothing more while we look
-        found = (other for pid in leaders for other in _descendants(pid))
-        descendants += [each for each in found if each != os.getpid()]
+        others = (other for pid in leaders for other in _descendants(pid))
+        descendants += [other for other in others if other != os.getpid()]
     finally:  # if Ctrl-C comes meanwhile, too: nobody else would end those that were stopped
         for pid, send in leaders.items():
             kill_group(pid)
@@ -207,13 +207,13 @@ def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
 def _descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that they did."""
     children = defaultdict(list)
-    for each, stat in _read_all("stat"):
+    for child, stat in _read_all("stat"):
         # "pid (name) state ppid": the name may hold anything, spaces and brackets too.
-        children[int(stat[stat.rindex(b")") + 2 :].split()[1])].append(each)
-    found = [pid]
-    for each in found:  # grows while we walk
-        found += children[each]
-    return found[1:]
+        children[int(stat[stat.rindex(b")") + 2 :].split()[1])].append(child)
+    family = [pid]
+    for member in family:  # grows while we walk
+        family += children[member]
+    return family[1:]
 
 
 def kill_marked(name: str, value: str) -> list[int]:
@@ -223,10 +223,10 @@ def kill_marked(name: str, value: str) -> list[int]:
         Their pids.
     """
     mark = f"{name}={value}".encode()
-    found = [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")]
-    for pid in found:
+    pids = [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")]
+    for pid in pids:
         _send(partial(os.kill, pid), "SIGKILL")
-    return found
+    return pids
 
 
 def reap_orphans(leaders: list[int], others: list[int], seconds: float) -> None:
@@ -242,15 +242,16 @@ def reap_orphans(leaders: list[int], others: list[int], seconds: float) -> None:
     if not hasattr(os, "waitpid") or not hasattr(os, "WNOHANG"):
         return
     deadline = time.monotonic() + seconds
-    left = [-pid for pid in leaders if not _exists(pid)] + others
-    while left := [each for each in left if _is_ours(each)]:
+    # A negative number stands for a group.
+    unreaped = [-pid for pid in leaders if not _exists(pid)] + others
+    while unreaped := [which for which in unreaped if _reap(which)]:
         if time.monotonic() > deadline:
             return
         time.sleep(0.005)
 
 
-def _is_ours(which: int) -> bool:
-    """Reap a process that has ended, or all such of a group; return whether some are to end."""
+def _reap(which: int) -> bool:
+    """Reap a process, or those of a group, that have ended; return whether others are to end."""
     try:
         while os.waitpid(which, os.WNOHANG)[0]:
             continue

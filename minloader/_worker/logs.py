@@ -115,8 +115,8 @@ class _LogSender(logging.Handler):
         try:
             data = pickle.dumps(values, 5)
         except Exception:  # something in ``extra``
-            known = logging.makeLogRecord({}).__dict__
-            values = {name: values[name] for name in known if name in values}
+            standard = logging.makeLogRecord({}).__dict__
+            values = {name: values[name] for name in standard if name in values}
             data = pickle.dumps(values, 5)
         if not self._send(data) and logging.lastResort and record.levelno >= logging.WARNING:
             logging.lastResort.handle(record)

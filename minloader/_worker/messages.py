@@ -368,14 +368,14 @@ class WorkerInfo:
         the batch. Made when first asked for in a batch; in ``worker_init_fn`` it depends on the
         worker's id instead.
         """
-        now = self._current
-        if now.rng is None:
-            if now.ordinal is None:
-                now.rng = generator("worker", self.seed, self.rank, max(self.id, 0))
+        batch = self._current
+        if batch.rng is None:
+            if batch.ordinal is None:
+                batch.rng = generator("worker", self.seed, self.rank, max(self.id, 0))
             else:
-                key = self.seed, self.epoch, now.ordinal, self.rank, *now.key
-                now.rng = generator("batch", *key)
-        return now.rng
+                key = self.seed, self.epoch, batch.ordinal, self.rank, *batch.key
+                batch.rng = generator("batch", *key)
+        return batch.rng
 
     @property
     def sample_rng(self) -> np.random.Generator:
@@ -390,17 +390,17 @@ class WorkerInfo:
                 a dataset that is given a whole list of indices, or in a stream.
             TypeError: the index is not made of numbers and strings.
         """
-        now = self._current
-        if now.sample is NO_SAMPLE or type(now.sample) is list:
+        batch = self._current
+        if batch.sample is NO_SAMPLE or type(batch.sample) is list:
             raise RuntimeError(
                 "sample_rng is for code that makes one sample of an index: the dataset's "
                 "__getitem__ (with batch_size or collate_fn) and transform; elsewhere draw from "
                 "rng, which belongs to the batch"
             )
-        if now.sample_rng is None:
-            key = sample_key(now.sample)
-            now.sample_rng = generator("sample", self.seed, self.epoch, key, *now.stage)
-        return now.sample_rng
+        if batch.sample_rng is None:
+            key = sample_key(batch.sample)
+            batch.sample_rng = generator("sample", self.seed, self.epoch, key, *batch.stage)
+        return batch.sample_rng
 
     def __getstate__(self) -> dict[str, Any]:
         # A batch may hold the info: what is large stays here.
@@ -421,9 +421,9 @@ def begin_batch(info: WorkerInfo, epoch: int, ordinal: int, key: tuple[int, ...]
 
 def info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:
     """Return what holds for one sample of a batch, which may be made beside others."""
-    found = replace(info)
-    found._current = info._current.of_sample(index)
-    return found
+    sample_info = replace(info)
+    sample_info._current = info._current.of_sample(index)
+    return sample_info
 
 
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)

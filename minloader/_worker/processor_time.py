@@ -20,8 +20,8 @@ COST = 0.002
 
 def thread_times(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
     """Return the nanoseconds that each thread computed, and waited for a processor."""
-    found = ((each, words(f"{folder}/{each}", "schedstat")) for each in names(folder))
-    return {each: (int(values[0]), int(values[1])) for each, values in found if values}
+    lines = ((thread, words(f"{folder}/{thread}", "schedstat")) for thread in names(folder))
+    return {thread: (int(line[0]), int(line[1])) for thread, line in lines if line}
 
 
 class CpuMeter:

@@ -74,7 +74,7 @@ class _Work:
 
     Attributes:
         began: when it began, by ``time.perf_counter``.
-        now: when it was done with the last batch.
+        done_at: when it was done with the last batch.
         item: index of the item that it has come to.
         outcomes: a batch or a failure for each item before that.
         failed: samples that failed, as in :class:`Reply`.
@@ -84,7 +84,7 @@ class _Work:
     """
 
     began: float
-    now: float
+    done_at: float
     item: int = 0
     outcomes: list[Any] = field(default_factory=list)
     failed: list[tuple[int, Any, str]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Worker:
             )
         writer = self._environment.open_slot(task.slot)
         begin = time.perf_counter()
-        work = _Work(began=begin, now=begin)
+        work = _Work(began=begin, done_at=begin)
         self._maker.begin_task()
         early_reads = self._early_reads.pop(task.id, None)
         if early_reads is None and self.reads_ahead and task.suspects is None:
@@ -208,7 +208,7 @@ class Worker:
     def _figures(self, work: _Work, writer: NoSlot) -> Figures:
         """Return what is counted of a task that is done."""
         maker = self._maker
-        seconds = work.now - work.began
+        seconds = work.done_at - work.began
         usage = self._environment.measure(
             seconds, exactly=self._job.options.memory_limit is not None
         )
@@ -246,7 +246,7 @@ class Worker:
         maker = self._maker
         for n, item in enumerate(task.items):
             work.item = n
-            self._environment.beat(task.id, n, work.now)
+            self._environment.beat(task.id, n, work.done_at)
             if early_reads:
                 maker.early_reads = early_reads[n]
             writer.begin()
@@ -267,7 +267,7 @@ class Worker:
                 outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
             del outcome
-            if work.now - work.began > 2 * CHUNK_SECONDS and not early_reads:
+            if work.done_at - work.began > 2 * CHUNK_SECONDS and not early_reads:
                 break
 
     def _add(self, outcome: Any, work: _Work, writer: NoSlot) -> None:
@@ -278,7 +278,7 @@ class Worker:
         if errors:
             work.failed += [(work.item, self._packed(index), text) for index, text in errors]
             errors.clear()
-        work.now = time.perf_counter()
+        work.done_at = time.perf_counter()
 
     def _pack(self, made: list[Any], work: _Work, writer: NoSlot) -> Any:
         """Return a batch as it leaves this process, if it does; or the failure of that.
@@ -399,7 +399,7 @@ class Worker:
             return NOTHING_READ
         for n in range(len(task.items)):
             work.item = n
-            self._environment.beat(task.id, n, work.now)
+            self._environment.beat(task.id, n, work.done_at)
             writer.begin()
             try:
                 self._leave_out_suspects(task, n)

@@ -226,13 +226,13 @@ class StatefulShuffle(Shuffle):
 
         What the buffer held is read at once: a batch finds the generators as they would be.
         """
-        known = state["stream"] or {}
+        states = state["stream"] or {}
         if self._source is None:
-            self._open(known.get("dataset"))
-        if "iterator" in known:
-            self._source.load_state_dict(known["iterator"])
+            self._open(states.get("dataset"))
+        if "iterator" in states:
+            self._source.load_state_dict(states["iterator"])
             if self._source is self._owner.stream:
-                begin_at_state(self._source, known["iterator"])
+                begin_at_state(self._source, states["iterator"])
         if state["number"] >= 0:
             self._half_number = state["number"] - 1
             self._next_half.state_before = state["stream"]

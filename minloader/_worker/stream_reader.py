@@ -135,11 +135,11 @@ class ShardReader:
         state = self.shard.state
         self.reading = True
         try:
-            known = {} if state is None or not self.is_fresh else unpack(state)
-            if "dataset" in known:
-                self.info.dataset.load_state_dict(known["dataset"])
+            states = {} if state is None or not self.is_fresh else unpack(state)
+            if "dataset" in states:
+                self.info.dataset.load_state_dict(states["dataset"])
             if self.shard.at:
-                self._open(known)
+                self._open(states)
         except Exception:
             self.ended = True  # what cannot be begun is over
             raise
@@ -199,8 +199,8 @@ class ShardReader:
         self.reading = self._failed and self.reading and not self.is_inline
         return self.position == shard.first or (self.ended and self.position < shard.first)
 
-    def _open(self, known: dict[str, Any]) -> None:
-        """Begin to read, in one step; ``known`` may have a state of the iterator."""
+    def _open(self, states: dict[str, Any]) -> None:
+        """Begin to read, in one step; ``states`` may have one of the iterator."""
         dataset = self.info.dataset
         is_own = False
         self._is_inside = True
@@ -210,10 +210,10 @@ class ShardReader:
         if is_stateful(dataset) and is_stateful(iterator):
             # Not compared themselves: both may stand for the same object of the user's.
             is_own = iterator.state_dict == dataset.state_dict
-        if "iterator" in known:
-            iterator.load_state_dict(known["iterator"])
+        if "iterator" in states:
+            iterator.load_state_dict(states["iterator"])
             if is_own:
-                begin_at_state(dataset, known["iterator"])
+                begin_at_state(dataset, states["iterator"])
         self.iterator = iterator
         self._is_own_iterator = is_own
         self._samples = []
