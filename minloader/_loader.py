@@ -30,7 +30,7 @@ from minloader._insight.timeline import EventFile
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
-from minloader._worker.batch_maker import OnSampleError, asked_about_samples
+from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
 
 logger = logging.getLogger("minloader")
@@ -197,7 +197,7 @@ class Loader(Generic[B]):
                 memory_limit=worker_memory_limit,
                 batch_size=batch_size if is_stream else None,
                 keep_last=last_batch == "keep",
-                on_sample_error=asked_about_samples(on_sample_error),
+                on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
                 rank=rank_of_stream(dataset) if is_stream else rank_of(made),
                 seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),

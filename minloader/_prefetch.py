@@ -162,7 +162,7 @@ class Prefetched(Generic[B]):
         else:
             error, value = made.wait()
             self._stage.check_open()  # another thread may have closed it meanwhile
-            outcome, error = self._stage.finished(error, value)
+            outcome, error = self._stage.received(error, value)
         rest = self._ahead[1:]
         # No call behind this line, so no Ctrl-C: the batch is the consumer's.
         self._ahead = rest

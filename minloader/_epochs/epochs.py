@@ -30,7 +30,7 @@ from minloader._epochs.feed import Feed, SamplerSource, check_length
 from minloader._epochs.iterator import Batches
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
-from minloader._epochs.own_length import length_now, of_length, of_source
+from minloader._epochs.own_length import current_size, position_of_size, source_of_size
 from minloader._epochs.position import (
     NOTHING_CAME,
     LanePosition,
@@ -137,7 +137,7 @@ class Epochs:
         """Return where the next epoch begins, as far as a state can say."""
         source = self._next_source()
         position = self._next_position(source)
-        return of_length(position, source) if self._begins_anew else position
+        return position_of_size(position, source) if self._begins_anew else position
 
     def _next_position(self, source: SamplerSource) -> Position:
         if self.resume is not None:
@@ -161,21 +161,21 @@ class Epochs:
     def _next_source(self) -> SamplerSource:
         """Return the sampler of the next epoch."""
         if self._begins_anew and self.shared.group.can_follow_dataset:
-            return of_source(self.source, length_now(self._dataset))
+            return source_of_size(self.source, current_size(self._dataset))
         return self.source
 
     def _follow_dataset(self) -> None:
         """Have the sampler, and the workers, go by the length that the dataset has now."""
         group = self.shared.group
-        said = self.shared.said
-        source = of_source(self.source, length_now(self._dataset))
+        logged = self.shared.logged
+        source = source_of_size(self.source, current_size(self._dataset))
         if source is self.source:
             return
         if group.can_follow_dataset:
             group.fork_again()
             self.source = source
-        elif "length" not in said:
-            said.add("length")
+        elif "length" not in logged:
+            logged.add("length")
             logger.warning(
                 "the dataset has another length than when the loader was made, but the workers "
                 "have it as it was: the epochs keep their length; make another Loader, or one with "
@@ -310,7 +310,8 @@ class Epochs:
         ]
         if not self._follows_length or feeds[0].source is self.source:
             return feeds
-        position = of_length(Position(epoch=number, lanes=[_beginning(feeds[0])]), self.source)
+        position = Position(epoch=number, lanes=[_beginning(feeds[0])])
+        position = position_of_size(position, self.source)
         return [Feed(self.source, number, position.lanes[0])]
 
     def _make(self, batches: Batches[Any], feeds: list[Any], resume: Position | None) -> Epoch:
@@ -394,8 +395,8 @@ class Epochs:
         source = self.source
         if self._follows_length and not position.has_begun:
             if self.shared.group.can_follow_dataset:
-                source = of_source(source, length_now(self._dataset))
-            position = of_length(position, source)
+                source = source_of_size(source, current_size(self._dataset))
+            position = position_of_size(position, source)
         sampler = source.items
         if allow and not isinstance(sampler, Sampler):
             raise ValueError(

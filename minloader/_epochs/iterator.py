@@ -189,7 +189,7 @@ class Batches(Iterator[B], Generic[B]):
         with claims.lock:
             former = self._stage
             ahead = claims.ahead if former is None else stage.take_over(former, claims.ahead)
-            threads = stage.running
+            threads = stage.threads
             # Without a call in between, and so without Ctrl-C.
             self._stage = stage
             claims.ahead = ahead

@@ -50,7 +50,8 @@ class Shared:
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
         is_closed: whether the loader is.
-        said: what the log has said of a stream: "compared" its shards, or that some are "empty".
+        logged: what the log says once at most, and has said, or need not: that the dataset's
+            "length" is another; of a stream, how its shards "compared", and that some are "empty".
     """
 
     options: Options
@@ -58,7 +59,7 @@ class Shared:
     counters: Counters = field(default_factory=Counters)
     chunk: int = 1
     is_closed: bool = False
-    said: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
     @property
     def job(self) -> Job:

@@ -14,7 +14,7 @@ from minloader._sampling.batch import BatchSampler
 logger = logging.getLogger("minloader")
 
 
-def length_now(dataset: Any) -> int | None:
+def current_size(dataset: Any) -> int | None:
     """Return how many samples a dataset has; None if it cannot tell any more."""
     try:
         return dataset_length(dataset)
@@ -23,10 +23,10 @@ def length_now(dataset: Any) -> int | None:
         return None
 
 
-def of_source(source: SamplerSource, size: int | None) -> SamplerSource:
-    """Return a sampler, or one like it for another number of samples.
+def source_of_size(source: SamplerSource, size: int | None) -> SamplerSource:
+    """Return the source of a sampler for a number of samples: the same, or one like it.
 
-    It is another object, since epochs that are under way read the former.
+    One like it is another object, since epochs that are under way read the former.
 
     Args:
         source: a range, or a BatchSampler that the loader has made.
@@ -47,8 +47,8 @@ def of_source(source: SamplerSource, size: int | None) -> SamplerSource:
     return source if size in (None, len(sampler)) else SamplerSource(range(size))
 
 
-def of_length(position: Position, source: SamplerSource) -> Position:
-    """Return the beginning of an epoch as one of a sampler of another length.
+def position_of_size(position: Position, source: SamplerSource) -> Position:
+    """Return where an epoch begins, of a sampler of which only the number of samples is another.
 
     What "rollover" has left for it comes first, as ever.
     """

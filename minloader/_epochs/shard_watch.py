@@ -24,13 +24,13 @@ class ShardWatch:
         self._total = total
         self._shared = shared
         if total == 1 or not compares:
-            shared.said.add("compared")
+            shared.logged.add("compared")
         # Shard and beginning of the first batch.
         self._first: tuple[int, dict[str, Any]] | None = None
 
     def compare(self, lane: Lane, batch: Any) -> None:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
-        if "compared" in self._shared.said:
+        if "compared" in self._shared.logged:
             return
         shard: int = lane.feed.shard  # type: ignore[union-attr]
         leaves: dict[str, Any] = {}
@@ -44,7 +44,7 @@ class ShardWatch:
         self._first = (shard, leaves)
         if first is None:
             return
-        self._shared.said.add("compared")
+        self._shared.logged.add("compared")
         if shard != first[0] and leaves == first[1] != {}:
             logger.warning(
                 "shards %d and %d of the stream begin with the same batch: unless that is chance, "
@@ -59,8 +59,8 @@ class ShardWatch:
     def count_empty(self, lanes: list[Lane]) -> None:
         """Count the shards that gave nothing in an epoch that has ended."""
         empty = sum(not lane.taken for lane in lanes)
-        if 0 < empty < self._total and "empty" not in self._shared.said:
-            self._shared.said.add("empty")
+        if 0 < empty < self._total and "empty" not in self._shared.logged:
+            self._shared.logged.add("empty")
             logger.warning(
                 "%d of the %d shards of the stream gave no batch, so not every worker had work: "
                 "share the data out evenly, by get_worker_info(), or set num_workers=%d",

@@ -104,7 +104,7 @@ class Stage:
             over; returns the batch. None: that is the batch.
 
     Attributes:
-        running: the threads that were started; the first of them calls the functions.
+        threads: those that were started; the first of them calls the functions.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Stage:
         self._receive = receive
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # the one that was started last
-        self.running: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._end: Any = None
         self.is_closed = False
 
@@ -135,12 +135,12 @@ class Stage:
         """
         former.check_open()
         former.send([staged.work for staged in ahead])
-        claims = tuple([self._going_on(former, staged) for staged in ahead])
+        claims = tuple([self._staged_again(former, staged) for staged in ahead])
         handing_over = [] if former._receive is None else [former._receive]
         self._functions = [*former._functions, *handing_over, *self._functions]
         return claims
 
-    def _going_on(self, former: Stage, staged: StagedClaim) -> StagedClaim:
+    def _staged_again(self, former: Stage, staged: StagedClaim) -> StagedClaim:
         """Return a batch that another stage has made, as one to call only these functions on."""
         claim = StagedClaim(lane=staged.lane, task=staged.task, ordinal=staged.ordinal)
         former.receive(staged, claim)
@@ -170,13 +170,13 @@ class Stage:
         another one is started where none is seen; one of them calls the functions.
         """
         thread = self._thread
-        if self.running or (thread is not None and thread.is_alive()):
+        if self.threads or (thread is not None and thread.is_alive()):
             return
         if self._end is None:  # at exit it runs before the loader's, which was made earlier
-            self._end = weakref.finalize(self, _end, self._tasks, self.running)
+            self._end = weakref.finalize(self, _end, self._tasks, self.threads)
         self._thread = threading.Thread(
             target=self._context.copy().run,
-            args=(_run, self._tasks, self.running),
+            args=(_run, self._tasks, self.threads),
             name="minloader-prefetch",
             daemon=True,
         )
@@ -188,10 +188,10 @@ class Stage:
             claim.error = staged.error
             return
         error, value = staged.work.wait()
-        claim.outcome, claim.error = self.finished(error, value)
+        claim.outcome, claim.error = self.received(error, value)
 
-    def finished(self, error: BaseException | None, value: Any) -> tuple[Any, BaseException | None]:
-        """Make the last of a batch, in the consumer's thread."""
+    def received(self, error: BaseException | None, value: Any) -> tuple[Any, BaseException | None]:
+        """Return a batch as it is handed over, or an error. In the consumer's thread."""
         if error is not None or self._receive is None:
             return value, error
         return self._receive(value), None
@@ -208,10 +208,10 @@ class Stage:
             self._end()
 
 
-def _run(tasks: queue.SimpleQueue[Any], running: list[threading.Thread]) -> None:
+def _run(tasks: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
     """Call the functions on each batch. Runs in the thread, which has none while it waits."""
-    running.append(threading.current_thread())
-    if running[0] is not threading.current_thread():
+    threads.append(threading.current_thread())
+    if threads[0] is not threading.current_thread():
         return
     while (work := tasks.get()) is not None:
         with suppress(IndexError):  # it was made already, or is not wanted any more
@@ -237,8 +237,8 @@ def _attempt(
         return error, None
 
 
-def _end(tasks: queue.SimpleQueue[Any], running: list[threading.Thread]) -> None:
+def _end(tasks: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
     """End the thread. Called from any thread."""
     tasks.put(None)
-    if running and running[0] is not threading.current_thread():
-        running[0].join(GRACE)
+    if threads and threads[0] is not threading.current_thread():
+        threads[0].join(GRACE)

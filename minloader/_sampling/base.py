@@ -196,10 +196,10 @@ class Sampler(Resettable):
 
     def _counts(self) -> tuple[int, int]:
         run_state = self._run_state()
-        foreseen = self._foreseen(run_state)
+        expected = self._expected_counts(run_state)
         if run_state["between"] and run_state["batches"]:  # the epoch has ended
             return run_state["batches"], run_state["dropped"]
-        return foreseen
+        return expected
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the iterator made last, as a small dict that is fit for JSON.
@@ -267,7 +267,7 @@ class Sampler(Resettable):
 
     # --- what kinds of samplers have of their own
 
-    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
+    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
         """Return how many batches a rank gets of the epoch, and how many samples none gets.
 
         Raises:

@@ -78,7 +78,7 @@ class StepSampler(Sampler):
         super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
 
-    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
+    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
         items = len(run_state["left"]) + self._num_unread(run_state["source"])
         batches = run_state["begun"]
         for ranks, size, until in self._history(run_state):

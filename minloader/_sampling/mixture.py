@@ -168,37 +168,37 @@ class Draws:
         """Add draws to a list, each the number of a part and its next item; fewer at the end."""
         most += len(into)
         while len(into) < most and any(self._shares):
-            number = self._choose()
+            part = self._choose()
             try:
-                items = self._next(number)
-                draws = [(number, item) for item in items]
+                items = self._next(part)
+                draws = [(part, item) for item in items]
                 # No map(): it would take a StopIteration of the user's function for its end.
                 length = max([self._length(draw) for draw in draws], default=0)
             except Exception:  # the part had its turn
-                self._count_draw(number, self._longest)
+                self._count_draw(part, self._longest)
                 raise
             if draws:
-                self._count_draw(number, length)
+                self._count_draw(part, length)
                 into += draws
             else:
                 self._due = [0] * len(self._due)  # what is due to the part cannot be given
                 self._compute_shares()
 
-    def _next(self, number: int) -> list[Any]:
+    def _next(self, part: int) -> list[Any]:
         """Return the next item of a part, in a list, or an empty one if it has ended."""
         items: list[Any] = []
         while not items:
-            reading = self._readings[number]
+            reading = self._readings[part]
             reading.take(items, 1)
             if items or self._stop != "never":
                 break
             if reading.read <= 1:  # the first was not there
                 raise ValueError(
-                    f"{self._parts[number].name} has no items, so it cannot be begun anew; give it "
+                    f"{self._parts[part].name} has no items, so it cannot be begun anew; give it "
                     "the weight 0, or leave it out"
                 )
-            self._passes[number] += 1
-            self._readings[number] = self._read(number, reading.following())
+            self._passes[part] += 1
+            self._readings[part] = self._read(part, reading.following())
         return items
 
     def _length(self, draw: tuple[int, Any]) -> int:
@@ -236,12 +236,12 @@ class Draws:
                 turns.append((is_ahead, behind_in, part))
         return min(turns)[2]
 
-    def _count_draw(self, number: int, length: int) -> None:
+    def _count_draw(self, part: int, length: int) -> None:
         """Count a draw of a part."""
         self._longest = max(self._longest, length)
         pairs = zip(self._due, self._shares, strict=True)
         self._due = [due + share * length for due, share in pairs]
-        self._due[number] -= UNIT * length
+        self._due[part] -= UNIT * length
 
     def _compute_shares(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""

@@ -252,7 +252,7 @@ class WindowSampler(Sampler):
             digest.update(self._all.samples.data)
         self.lengths = digest.hexdigest()
 
-    def _foreseen(self, run_state: RunState) -> tuple[int, int]:
+    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
         if self._all is None:
             raise TypeError("lengths are read lazily, so the number of batches is not known")
         planned = self._plan_window(self._all, self.epoch, run_state)

@@ -255,7 +255,7 @@ class BatchMaker:
         return [samples[n] for n in kept], kept
 
 
-def asked_about_samples(on_sample_error: OnSampleError) -> Callable[[BatchError], Any] | None:
+def sample_error_handler(on_sample_error: OnSampleError) -> Callable[[BatchError], Any] | None:
     """Return what is called for each sample that fails; None if nothing is."""
     if on_sample_error == "raise":
         return None

@@ -28,8 +28,8 @@ from minloader._worker.processor_time import CpuMeter
 from minloader._worker.seeds import BatchKey, seed_globals
 from minloader._worker.torch_conventions import (
     save_with_torch,
-    tell_torch,
-    tell_torch_of_shards,
+    set_torch_info,
+    set_torch_info_of_shards,
 )
 
 
@@ -135,7 +135,7 @@ class InlineEnvironment(Environment):
         return save_with_torch()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
-        tell_torch_of_shards(info)
+        set_torch_info_of_shards(info)
         seed_globals(key)
 
     def ends_program(self, error: BaseException) -> bool:
@@ -198,7 +198,7 @@ class ProcessEnvironment(PackingEnvironment):
         self.memory_at_start = private_memory()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
-        tell_torch(info)
+        set_torch_info(info)
         seed_globals(key)
 
     def measure(self, seconds: float, *, exactly: bool) -> Usage:

@@ -116,7 +116,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         with ImportClock() as imports:
             job = setup.address.load(inherited=inherited)
         if not info.id:
-            _tell_long_start(time.perf_counter() - begin, imports.seconds, modules)
+            _log_long_start(time.perf_counter() - begin, imports.seconds, modules)
         setup.log_settings.set_filters()  # only now: modules that the job imports may warn
         seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
@@ -158,13 +158,13 @@ def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Call
     """
     if isinstance(address, JobAddress):
         return lambda: address.load(inherited=inherited).dataset
-    copies = _Copies(job.dataset)
+    copies = _DatasetCopies(job.dataset)
     if job.options.is_stream and not getattr(job.dataset, "read_once", False):
         copies.write()
     return copies.load
 
 
-class _Copies:
+class _DatasetCopies:
     """Copies of the dataset of a forked worker, made in the worker.
 
     What processes share by ``multiprocessing``, or in shared memory, is the same in all of them.
@@ -205,7 +205,7 @@ LONG_START = 3.0
 """Seconds that the job may take to be loaded before the log says so."""
 
 
-def _tell_long_start(seconds: float, importing: float, before: set[str]) -> None:
+def _log_long_start(seconds: float, importing: float, before: set[str]) -> None:
     """Say in the log what a long start took, and which argument makes it shorter.
 
     Not if the worker waited for a processor, or a disk, for longer than it computed.

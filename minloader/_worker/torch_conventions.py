@@ -189,7 +189,7 @@ _torch_info: WorkerInfo | None = None
 _MODULE = "torch.utils.data._utils.worker"
 
 
-def tell_torch(info: WorkerInfo) -> None:
+def set_torch_info(info: WorkerInfo) -> None:
     """Make torch's ``get_worker_info`` answer in this process, also if torch is imported later."""
     global _torch_info
     if info is not _torch_info:
@@ -197,10 +197,10 @@ def tell_torch(info: WorkerInfo) -> None:
         when_imported(_MODULE, _write_worker_info)
 
 
-def tell_torch_of_shards(info: WorkerInfo) -> None:
+def set_torch_info_of_shards(info: WorkerInfo) -> None:
     """The same, if a stream is read that has several shards: without workers too it reads one."""
     if info.num_workers > 1:
-        tell_torch(info)
+        set_torch_info(info)
 
 
 def save_with_torch() -> Callable[[], None]:
