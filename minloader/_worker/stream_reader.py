@@ -89,12 +89,14 @@ class ShardReader:
     _is_own_iterator: bool = False  # of the stream
     _failed: bool = False  # the stream's own code has, before
 
-    @property
-    def serves_next_pass(self) -> bool:
-        """Whether the pass was read to its end, so that the next can begin with the same copy."""
+    def is_followed_by(self, shard: Shard) -> bool:
+        """Return whether the pass of a task can begin with the same copy, after this one."""
+        dataset = self.info.dataset
+        if shard.follows != self.shard.number or shard.first or serves_one_pass(dataset):
+            return False
         # Where a state was put back in mid-epoch, the stream may begin there each time.
         is_put = self.is_fresh and self.shard.at and not self._is_own_iterator
-        return self.ended and not self._failed and not (is_put and is_stateful(self.info.dataset))
+        return self.ended and not self._failed and not (is_put and is_stateful(dataset))
 
     @property
     def was_just_put_back(self) -> bool:
@@ -340,29 +342,22 @@ class ShardReaders:
         """
         if self.is_inline:
             self._take_over(shard)
-        before = self._readers.get(shard.id)
-        if before is not None and before.shard.number == shard.number:
-            if before.stands_at(shard):
-                return before
-            if before.was_interrupted and before.cannot_begin_again:
+        former = self._readers.get(shard.id)
+        if former is not None and former.shard.number == shard.number:
+            if former.stands_at(shard):
+                return former
+            if former.was_interrupted and former.cannot_begin_again:
                 raise RuntimeError(
-                    f"dataset, {brief_repr(before.info.dataset)}, is an iterator that can be read "
+                    f"dataset, {brief_repr(former.info.dataset)}, is an iterator that can be read "
                     "once, and Ctrl-C came while its own code ran: what it gives from now on may "
                     "lack a sample; give an object whose __iter__ begins anew, or one with "
                     "state_dict and load_state_dict"
                 )
         if shard.state is None and self.is_inline and self._beginning is not None:
             shard = shard._replace(state=self._beginning)
-        goes_on = (
-            before is not None
-            and shard.follows == before.shard.number
-            and not shard.first
-            and before.serves_next_pass
-            and not serves_one_pass(before.info.dataset)
-        )
-        if goes_on:
-            assert before is not None
-            info = before.info
+        is_fresh = former is None or not former.is_followed_by(shard)
+        if former is not None and not is_fresh:
+            info = former.info
         else:
             dataset, is_prepared = self._copy(shard)
             info = WorkerInfo(
@@ -380,7 +375,7 @@ class ShardReaders:
             info=info,
             epoch=epoch,
             shard=shard,
-            is_fresh=not goes_on,
+            is_fresh=is_fresh,
             is_inline=self.is_inline,
             beginning=self._beginning,
         )
