@@ -489,7 +489,7 @@ class Loader(Generic[B]):
                 )
             checks.warn_idle_workers(self.num_workers, len(position.lanes))
         else:
-            position = epochs.fitting(position, seed, allow)
+            position = epochs.adapt(position, seed, allow)
         # Only now: the epoch under way goes on after a state that was refused.
         epochs.load(position, seed)
 

@@ -381,8 +381,8 @@ class Epochs:
         batch_size = self.shared.job.options.batch_size
         return from_state(state, seed, is_stream=self.shards is not None, batch_size=batch_size)
 
-    def fitting(self, position: Position, seed: int, allow: str | Iterable[str]) -> Position:
-        """Return a position that was loaded, as one of the sampler here.
+    def adapt(self, position: Position, seed: int, allow: str | Iterable[str]) -> Position:
+        """Return a position that was loaded, adapted to the sampler here; refuse what does not fit.
 
         Args:
             position: as the state says.

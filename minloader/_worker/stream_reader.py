@@ -188,8 +188,8 @@ class ShardReader:
         self.last_fingerprint = fingerprint(samples)
         return samples
 
-    def stands_at(self, shard: Shard) -> bool:
-        """Return whether it can go on with the first batch of a task; then it is there."""
+    def go_on_with(self, shard: Shard) -> bool:
+        """Get ready for the first batch of a task, if it is there; return whether it is."""
         if self.position == shard.first + 1 and self._last_samples is not None:
             # Ctrl-C came before the batch was delivered. Its samples are still here.
             self._samples = self._last_samples
@@ -344,7 +344,7 @@ class ShardReaders:
             self._take_over(shard)
         former = self._readers.get(shard.id)
         if former is not None and former.shard.number == shard.number:
-            if former.stands_at(shard):
+            if former.go_on_with(shard):
                 return former
             if former.was_interrupted and former.cannot_begin_again:
                 raise RuntimeError(
