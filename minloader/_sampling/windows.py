@@ -277,16 +277,16 @@ class WindowSampler(Sampler):
 
     # --- windows
 
-    def _window_of(self, found: list[Any], numbers: list[int]) -> tuple[Window, list[Exception]]:
+    def _window_of(self, items: list[Any], numbers: list[int]) -> tuple[Window, list[Exception]]:
         """Return the window of what was read of the source; and errors, as :meth:`_window`.
 
         Args:
-            found: lazy lengths, or items of an inner sampler.
+            items: lazy lengths, or items of an inner sampler.
             numbers: of these, as they came.
         """
         if self._length_of is None:
-            return self._window(found, numbers)
-        return self._window(list(map(self._length_of, found)), found)
+            return self._window(items, numbers)
+        return self._window(list(map(self._length_of, items)), items)
 
     def _window(self, lengths: Any, names: Sequence[Any]) -> tuple[Window, list[Exception]]:
         """Return the window of some samples, and the errors of those that it leaves out.
