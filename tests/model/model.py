@@ -89,7 +89,10 @@ class Model:
         place.begun = True
         for ordinal in [k for k in place.rest if k <= fits[0]] if self.ordered else fits[:1]:
             del place.rest[ordinal]
-        known = self.draws.setdefault((place.epoch, fits[0], item), draw)
+        # Of what stands for a bad sample nobody sees which batch it was of: that follows from the
+        # epochs before, where batches go over from one to the next.
+        before = place.chain if item == "mended" else ()
+        known = self.draws.setdefault((place.epoch, before, fits[0], item), draw)
         assert known == draw, f"{item} has drawn {draw}, but before {known}"
 
     def stop(self, run: Run) -> None:
