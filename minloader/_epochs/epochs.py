@@ -514,9 +514,9 @@ def _beginning(feed: Any) -> LanePosition:
 
 def _position_of(sampler: Sampler) -> Position | None:
     """Return where a sampler of ours stands, if the user has put it somewhere; else None."""
-    if sampler._run is not None or sampler._start is None:
+    if sampler._run is not None or sampler._begins_at is None:
         return None
-    epoch, run_state = sampler._start
+    epoch, run_state = sampler._begins_at
     given = 0 if run_state["between"] else run_state["batches"]
     lane = LanePosition(given=given, source_state=SourceState(given, sampler.state_dict()))
     return Position(epoch=epoch, lanes=[lane])

@@ -138,7 +138,7 @@ class Sampler(Resettable):
         self._run: Run | None = None  # made last
         # The epoch of that run, and where it began. If a state was loaded since, there is no run,
         # and this is where the next one begins.
-        self._start: tuple[int, RunState] | None = None
+        self._begins_at: tuple[int, RunState] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -153,7 +153,7 @@ class Sampler(Resettable):
             TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
         self.epoch = check_int("epoch", epoch, 0)
-        loaded = self._start if self._run is None else None
+        loaded = self._begins_at if self._run is None else None
         if loaded is None or loaded[0] != epoch:  # what was put back might begin anew
             for source in self._sources():
                 source.set_epoch(epoch)
@@ -164,7 +164,7 @@ class Sampler(Resettable):
             start = self._beginning()
         if start["between"]:
             start = start | NONE_GIVEN
-        self._start = (self.epoch, start)
+        self._begins_at = (self.epoch, start)
         self._run = self._begin(self, self.epoch, start)
         return self._run
 
@@ -178,10 +178,10 @@ class Sampler(Resettable):
 
     def __getstate__(self) -> dict[str, Any]:
         run = self._run
-        start = self._start  # a copy begins where the epoch has begun
+        start = self._begins_at  # a copy begins where the epoch has begun
         if run is not None and run.ended:
             start = (run.epoch, run.run_state())
-        return vars(self) | {"_run": None, "_start": start}
+        return vars(self) | {"_run": None, "_begins_at": start}
 
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
@@ -263,7 +263,7 @@ class Sampler(Resettable):
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
         self.epoch = epoch
         self._run = None
-        self._start = (epoch, start)
+        self._begins_at = (epoch, start)
 
     # --- what kinds of samplers have of their own
 
@@ -299,7 +299,7 @@ class Sampler(Resettable):
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
         self._run = None
-        self._start = None
+        self._begins_at = None
         for source in self._sources():
             source.forget()
 
@@ -313,9 +313,9 @@ class Sampler(Resettable):
 
     def _run_state(self) -> RunState:
         """Return where the present epoch is, or begins."""
-        if self._start is None:
+        if self._begins_at is None:
             return self._beginning()
-        epoch, run_state = self._start
+        epoch, run_state = self._begins_at
         run = self._run
         if run is not None and run.touched:
             epoch = run.epoch

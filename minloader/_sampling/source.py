@@ -42,11 +42,11 @@ class Resettable:
 
     Attributes:
         _run: the iterator made last; None if a state was loaded since, or there is none.
-        _start: where that began, or the state that was loaded.
+        _begins_at: where that began, or the state that was loaded.
     """
 
     _run: Any = None
-    _start: Any = None
+    _begins_at: Any = None
 
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
@@ -207,7 +207,7 @@ class Source:
         """Of a sampler of ours the iterator made last, or else what was loaded last."""
         if not isinstance(self.items, Resettable):
             return None
-        return self.items._start if self.items._run is None else self.items._run
+        return self.items._begins_at if self.items._run is None else self.items._run
 
 
 def to_json(item: Any) -> Any:
