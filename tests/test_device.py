@@ -512,22 +512,29 @@ def test_a_fork_is_told():
 # --- memory
 
 
-def test_the_idle_thread_keeps_no_batch(no_collector):
-    class Batch:
-        pass
+class Batch:
+    """It can be seen to die."""
 
-    made: list[weakref.ref[Batch]] = []
 
-    def make(_: int) -> Batch:
+class Noted:
+    """Makes a batch of whatever it is given."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Batch]] = []
+
+    def __call__(self, _: Any) -> Batch:
         batch = Batch()
-        made.append(weakref.ref(batch))
+        self.made.append(weakref.ref(batch))
         return batch
 
+
+def test_the_idle_thread_keeps_no_batch(no_collector):
+    make = Noted()
     batches = prefetch(map(make, range(3)), lambda batch: None)
     next(batches)
-    assert eventually(lambda: made[0]() is None)
+    assert eventually(lambda: make.made[0]() is None)
     assert list(batches) == [None, None]
-    assert eventually(lambda: [ref() for ref in made] == [None] * 3)
+    assert eventually(lambda: [ref() for ref in make.made] == [None] * 3)
 
 
 @pytest.mark.parametrize(
@@ -536,26 +543,16 @@ def test_the_idle_thread_keeps_no_batch(no_collector):
 @pytest.mark.parametrize("end", ["close", "collect"])
 def test_what_was_made_ahead_is_let_go(no_collector, source, end):
     """It may fill a device, while the loader lives on."""
-
-    class Made:
-        pass
-
-    made: list[weakref.ref[Made]] = []
-
-    def make(_: int) -> Made:
-        value = Made()
-        made.append(weakref.ref(value))
-        return value
-
+    make = Noted()
     loader = source()
     batches = prefetch(loader, make, 3)
     next(batches)
-    assert eventually(lambda: len(made) == 4)
+    assert eventually(lambda: len(make.made) == 4)
     if end == "close":
         batches.close()
     else:
         del batches
-    assert eventually(lambda: [ref() for ref in made] == [None] * 4)
+    assert eventually(lambda: [ref() for ref in make.made] == [None] * 4)
 
 
 def test_slots_are_free_again():

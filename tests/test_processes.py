@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -421,6 +423,43 @@ def test_the_parent_is_killed_while_its_workers_are_stopped(tmp_path):
     assert eventually(lambda: {each.status() for each in threads} == {psutil.STATUS_STOPPED})
     program.send_signal(signal.SIGKILL)
     assert_gone(program, pids)
+
+
+def test_a_worker_waits_until_its_parent_is_gone(monkeypatch):
+    """Its pipe is closed before: what is stopped in between is made to go on by the kernel."""
+    parent = subprocess.Popen(["sleep", "600"])
+    sentinel, writer = os.pipe()
+    os.close(writer)
+    waited_for: list[list[int]] = []
+    has_waited = threading.Event()
+    was_alive: list[bool] = []
+    wait = multiprocessing.connection.wait
+
+    def noted(handles: list[int], timeout: float | None = None) -> Any:
+        waited_for.append(handles)
+        if len(waited_for) == 2:
+            has_waited.set()
+        return wait(handles, timeout)
+
+    def clean_up() -> None:
+        was_alive.append(alive(parent.pid))
+        has_waited.set()
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", noted)
+    monkeypatch.setattr(lifetimes, "LONGEST_END", AT_LAST)
+    for name in ("_end_from_outside", "kill_descendants", "kill_group"):
+        monkeypatch.setattr(lifetimes, name, lambda *_: None)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    seen = SimpleNamespace(pid=parent.pid, sentinel=sentinel)
+    watchdog = threading.Thread(target=lifetimes._watch, args=(seen, clean_up))
+    watchdog.start()
+    assert has_waited.wait(AT_LAST)
+    parent.kill()
+    watchdog.join()
+    parent.wait()
+    for handle in waited_for[0]:
+        os.close(handle)
+    assert was_alive == [False]
 
 
 def test_the_parent_is_killed_while_a_fork_of_it_lives(tmp_path):

@@ -13,9 +13,9 @@ from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError
 from minloader._diagnosis.leaves import leaves
+from minloader._memory import tensors
 from minloader._memory.job_file import JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
-from minloader._memory.tensors import reduce_elsewhere
 from minloader._sampling import torch_collate
 
 torch = require("torch")
@@ -75,6 +75,17 @@ def there_and_back(batch: Any) -> Any:
     return unpack_batch(data, None) if isinstance(data, PackedBatch) else unpack(data)
 
 
+def sent(obj: Any, send: str) -> Any:
+    """What arrives of it in a batch, or in a job."""
+    if send == "batch":
+        return there_and_back([obj])[0]
+    job_file = JobFile(obj)
+    try:
+        return job_file.address.load()
+    finally:
+        job_file.close()
+
+
 @pytest.mark.parametrize("n", [4, 100])
 def test_strides_are_kept(n):
     """Of small tensors, in the pickle, and of large ones."""
@@ -120,12 +131,7 @@ def test_attributes_of_a_tensor_are_kept(send, size):
         if name == "float32":
             tensor.itself = tensor
             tensor.requires_grad_()
-        if send == "batch":
-            arrived = there_and_back([tensor])[0]
-        else:
-            job_file = JobFile(tensor)
-            arrived = job_file.address.load()
-            job_file.close()
+        arrived = sent(tensor, send)
         assert (arrived.dtype, arrived.label) == (tensor.dtype, name)
         assert arrived.requires_grad == tensor.requires_grad
         assert (getattr(arrived, "itself", None) is arrived) == (name == "float32")
@@ -134,12 +140,23 @@ def test_attributes_of_a_tensor_are_kept(send, size):
         assert torch.equal(arrived.detach().view(bits), tensor.detach().view(bits))
 
 
-def test_what_is_on_a_device_goes_there_again():
-    """The processor stands for the device here: ``test_cuda`` has one."""
-    tensor = torch.arange(9)
-    for obj in (tensor, tensor.untyped_storage()):
-        move, args = reduce_elsewhere(obj)
-        assert move(*args).tolist() == obj.tolist()
+@pytest.mark.parametrize("send", ["batch", "job"])
+def test_what_is_on_a_device_goes_there_again(send, monkeypatch):
+    """Sparse tensors stand for those on a device here: ``test_cuda`` has one."""
+    monkeypatch.setattr(tensors, "is_elsewhere", lambda obj: obj.layout == torch.sparse_coo)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.to_dense)
+    tensor = torch.eye(3).to_sparse().requires_grad_()
+    tensor.label = "far away"
+    arrived = sent(tensor, send)
+    assert (arrived.layout, arrived.label) == (torch.strided, "far away")
+    assert arrived.requires_grad
+    assert torch.equal(arrived, torch.eye(3))
+
+
+def test_a_storage_on_a_device_goes_there_again():
+    storage = torch.arange(9).untyped_storage()
+    move, args = tensors.reduce_elsewhere(storage)
+    assert move(*args).tolist() == storage.tolist()
 
 
 def test_wide_gaps_are_left_out():

@@ -86,8 +86,7 @@ class StagedClaim(Claim):
 
     def drop(self) -> None:
         """Let go of the batch, which the thread does not make if it has not begun."""
-        self.outcome = None
-        self.error = None
+        Claim.drop(self)
         if self.work is not None:
             self.work.drop()
 

@@ -50,6 +50,8 @@ def reduce_elsewhere(obj: Any) -> tuple[Any, ...]:
 
     Torch's own way cannot load all of them.
     """
+    if getattr(obj, "requires_grad", False):
+        return require_gradient, (obj.detach(),)
     return move_to, (obj.cpu(), obj.device)
 
 
@@ -85,16 +87,16 @@ def numpy_like(dtype: Any) -> Any:
 
 def reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
-    if is_elsewhere(tensor) or is_plain_tensor(tensor):
+    if is_plain_tensor(tensor):
         return with_attributes(tensor, _reduce_numbers(tensor))
+    if is_elsewhere(tensor):
+        return with_attributes(tensor, reduce_elsewhere(tensor))
     return tensor.__reduce_ex__(5)
 
 
 def _reduce_numbers(tensor: Any) -> tuple[Any, ...]:
     if tensor.requires_grad:
         return require_gradient, (tensor.detach(),)
-    if is_elsewhere(tensor):
-        return reduce_elsewhere(tensor)
     shape = stride = None
     if not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
