@@ -284,15 +284,18 @@ def signals_of(index: int) -> tuple[list[int], bool, set[int]]:
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no such signals here")
 @variants("method", METHODS)
 def test_workers_have_none_of_the_scripts_handlers(method, server):
-    """SIGINT has one of their own, since the parent decides what Ctrl-C means."""
+    """They have their own for SIGINT, and for SIGHUP unless it is ignored, as by nohup."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGINT]
+    own = [signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        own.insert(0, signal.SIGHUP)
     former = {number: signal.signal(number, lambda *args: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writer)
     try:
         with Loader(signals_of, [0], num_workers=1, mp_context=method) as loader:
-            assert list(loader) == [([signal.SIGINT], False, set())]
+            assert list(loader) == [(own, False, set())]
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     finally:
         signal.set_wakeup_fd(wakeup)
