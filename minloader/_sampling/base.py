@@ -370,10 +370,13 @@ class Sampler(Resettable):
         # What else is another may follow from the first, as a digest of lengths from their number.
         for name in fixed[:1]:
             label = "n, the number of samples," if name == "n" else name
+            former = state[name]
+            difference = f"{label} is {identity[name]!r}, but the state is of {name} {former!r}"
+            if name == "lengths":  # digests, which tell a reader nothing
+                difference = "the lengths, or their costs, are not those that the state is of"
             raise ValueError(
-                f"{label} is {identity[name]!r}, but the state is of {name} {state[name]!r}; give "
-                "the dataset and the arguments of the sampler that there were then, or start anew "
-                "without the state"
+                f"{difference}; give the dataset and the arguments of the sampler that there were "
+                "then, or start anew without the state"
             )
         if refused:
             present = [f"{name} is {identity[name]!r}" for name in refused]
