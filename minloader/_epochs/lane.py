@@ -118,9 +118,7 @@ class Lane:
     def is_taken(self) -> bool:
         """Whether the iterator has taken all that there is."""
         feed = self.feed
-        if not feed.is_over or feed.error is not None:
-            return False
-        return all(map(self._is_taken, self.tasks))
+        return feed.is_over and feed.error is None and self.head is None
 
     @property
     def is_at_error(self) -> bool:
@@ -339,7 +337,10 @@ class Lane:
     @property
     def head(self) -> Task | None:
         """The first task that has something to hand over, made or not."""
-        return next((task for task in self.tasks if task.stop > self.next_in(task)), None)
+        for task in self.tasks:  # no generator: it is asked for several times a batch
+            if not self._is_taken(task):
+                return task
+        return None
 
     def drop_given(self, on_the_way: set[Task]) -> None:
         """Forget tasks of which all was handed over."""
