@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 
 from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful
 from minloader._memory.pickling import pack, unpack
+from minloader._sampling.source import is_read_once
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
@@ -58,6 +59,7 @@ class ShardReader:
         shard: as the task says that it was opened for.
         is_fresh: whether the stream's state, if there is one, must be put back.
         is_inline: whether it runs in the calling process, where an interrupt may come.
+        is_read_again: whether the stream is its own iterator, and was read before.
         position: ordinal of the next batch to draw.
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
@@ -74,6 +76,7 @@ class ShardReader:
     shard: Shard
     is_fresh: bool
     is_inline: bool
+    is_read_again: bool = False
     position: int = 0
     ended: bool = False
     reading: bool = False
@@ -166,6 +169,9 @@ class ShardReader:
                     self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
                     self._open({})  # it begins each time where it was put last
                     samples = self._take(size)
+            if not samples and not self.position and self.is_read_again:
+                self.ended = True
+                raise _read_once(self.info.dataset)
         except Exception:
             # What cannot be begun is over, and so is a generator that has raised. It must be known
             # now: what has that for its place would be read on by who has its state.
@@ -356,6 +362,7 @@ class ShardReaders:
         if shard.state is None and self.is_inline and self._beginning is not None:
             shard = shard._replace(state=self._beginning)
         is_fresh = former is None or not former.is_followed_by(shard)
+        is_prepared = False
         if former is not None and not is_fresh:
             info = former.info
         else:
@@ -377,6 +384,7 @@ class ShardReaders:
             shard=shard,
             is_fresh=is_fresh,
             is_inline=self.is_inline,
+            is_read_again=is_prepared and serves_one_pass(info.dataset),
             beginning=self._beginning,
         )
         self._readers[shard.id] = reader
@@ -464,6 +472,8 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
+        if is_used and self.is_inline and not is_read_once(dataset):
+            return dataset, True  # a class of Python's may begin anew in __iter__
         if serves_one_pass(dataset) and (is_used or not (alone or self.reload)):
             raise _read_once(dataset)
         self._is_job_object_used = True
