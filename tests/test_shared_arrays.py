@@ -16,6 +16,7 @@ import pytest
 from conftest import require, variants
 
 from minloader import Loader
+from minloader._memory.shared_arrays import Mappings, address_of
 
 METHODS = ["fork", "spawn", "forkserver"]
 METHOD = variants("method", METHODS, quick=2)
@@ -130,6 +131,57 @@ def test_what_has_no_name_is_refused(method, tmp_path):
         Loader({"it": [array]}, ["it"], num_workers=1, mp_context=method)
     assert "dataset['it'][0] is a ndarray (an array over memory that proc" in str(told.value)
     assert "or a copy of the array; or start the workers by 'fork'" in str(told.value)
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "a view": np.asarray,
+    "a part": lambda array: np.asarray(array)[10:],
+    "every third": lambda array: array[::3],
+    "windows": lambda array: np.lib.stride_tricks.sliding_window_view(array, 10),
+    "a buffer": lambda array: np.frombuffer(array._mmap, np.uint8),
+}
+
+
+class Whereabouts:
+    """Says which file an array is a mapping of, and what it begins with."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.arrays = arrays
+
+    def __getitem__(self, name: str) -> tuple[str | None, list[Any]]:
+        array = self.arrays[name]
+        mapping = Mappings().at(address_of(array))
+        return mapping and mapping.path, array[:2].tolist()
+
+
+@METHOD
+def test_a_large_file_that_is_mapped_to_be_read_is_not_copied(method, tmp_path):
+    path = tmp_path / "tokens"
+    np.arange(20_000).tofile(path)
+    tokens = np.memmap(path, np.int64, "r")
+    path.chmod(0o400)
+    arrays = {name: view(tokens) for name, view in READ.items()}
+    with Loader(Whereabouts(arrays), list(READ), num_workers=1, mp_context=method) as loader:
+        found = dict(zip(READ, loader, strict=True))
+    assert found == {name: (str(path), each[:2].tolist()) for name, each in arrays.items()}
+
+
+@METHOD
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_parts_of_a_file_take_one_mapping(mode, method, tmp_path):
+    """Each mapping takes a descriptor, and a file of tokens has many documents."""
+    path = tmp_path / "tokens"
+    np.arange(20_000).tofile(path)
+    tokens = np.memmap(path, np.int64, mode)
+    parts = [tokens[n : n + 10] for n in range(1_000)]
+    parts += [np.asarray(tokens)[n : n + 5_000] for n in range(1_000)]
+
+    def look(index: int) -> tuple[int, int]:
+        with open("/proc/self/maps") as file:
+            return int(parts[index][0]), sum(line.endswith(f" {path}\n") for line in file)
+
+    with Loader(look, range(0, 2_000, 500), num_workers=1, mp_context=method) as loader:
+        assert list(loader) == [(0, 1), (500, 1), (0, 1), (500, 1)]
 
 
 @METHOD

@@ -31,8 +31,7 @@ from minloader._memory.shared_arrays import (
     Mappings,
     address_of,
     check_mapped,
-    identity,
-    open_memmap,
+    memmap_of,
     reduce_shared,
     view_of,
 )
@@ -122,8 +121,9 @@ class JobPickler(Pickler):
         is_mapped = type(array).__name__ == "memmap" and array.filename is not None
         is_mapped = is_mapped and array.mode in ("r", "r+", "w+")
         has_gaps = not array.flags.forc and order_in_memory(array) is None
+        is_same_machine = self._start_method is not None
         if has_gaps or not is_mapped:
-            shared = reduce_shared(array, self._mappings)
+            shared = reduce_shared(array, self._mappings, is_same_machine=is_same_machine)
             if shared is not None:
                 return shared
         if not array.flags.forc:
@@ -147,13 +147,15 @@ class JobPickler(Pickler):
             # A slice keeps the offset of what it is a slice of: find its own from the addresses.
             first = address_of(np.frombuffer(array._mmap, np.uint8))
             start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+            offset = start + address_of(array) - first
             order = "C" if array.flags.c_contiguous else "F"
             mode = "r" if array.mode == "r" else "r+"
-            offset = start + address_of(array) - first
-            # Workers of an executor may be on another machine, whose file it is then.
-            known = None if self._start_method is None else identity(array.filename)
-            place = array.dtype, mode, offset, array.shape, order
-            return open_memmap, (type(array), array.filename, known, *place)
+            path = os.fspath(array.filename)
+            file = self._mappings.file(
+                path, is_writable=mode == "r+", is_same_machine=is_same_machine
+            )
+            place = array.dtype, offset, array.shape, order
+            return memmap_of, (file, array.filename, mode, *place)
         return NotImplemented
 
     def reduce_tensor(self, tensor: Any) -> Any:

@@ -5,6 +5,7 @@ A copy would be another memory: what one process writes there, the others do not
     over a ctypes object of multiprocessing, or a shared tensor    that is inherited, and viewed
     over a file that was mapped to be written, /dev/shm counted    the file is mapped again
     over any other mapping that is shared and writable             refused
+    over a file that was mapped to be read, where that is large    the file is mapped again
 
 What is mapped, and from which file, ``/proc/self/maps`` says. Where there is none, only the first
 kind is known.
@@ -18,7 +19,7 @@ import mmap
 import os
 from typing import Any, NamedTuple
 
-from minloader._memory.files import is_leased
+from minloader._memory.files import LARGE, is_leased
 from minloader._memory.inherited import is_shared, must_be_inherited
 from minloader._memory.tensors import bytes_of
 
@@ -31,13 +32,15 @@ class Mapping(NamedTuple):
     Attributes:
         start: its first address.
         stop: the address behind it.
-        is_shared: whether other processes may see what is written there.
+        is_writable: whether this process may write there.
+        is_shared: whether it is the file itself, or memory of several processes, and no copy.
         offset: its place in its file.
         path: of the file, or what else the system calls it.
     """
 
     start: int
     stop: int
+    is_writable: bool
     is_shared: bool
     offset: int
     path: str
@@ -53,6 +56,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._known: list[Mapping] | None = None
+        self._files: dict[tuple[str, bool], MappedFile] = {}
 
     def at(self, address: int) -> Mapping | None:
         """Return the mapping of an address; None if it is not known."""
@@ -62,6 +66,32 @@ class Mappings:
         if place < 0 or address >= self._known[place].stop:
             return None
         return self._known[place]
+
+    def file(self, path: str, *, is_writable: bool, is_same_machine: bool = True) -> MappedFile:
+        """Return a file that was mapped: one object for all arrays over it."""
+        key = path, is_writable
+        if key not in self._files:
+            # Workers of an executor may be on another machine, whose file it is then.
+            known = identity(path) if is_same_machine else None
+            self._files[key] = MappedFile(path, is_writable, known)
+        return self._files[key]
+
+
+class MappedFile(NamedTuple):
+    """A file that each process which loads a job maps once: a mapping takes a descriptor.
+
+    Attributes:
+        path: of the file.
+        is_writable: whether it is mapped to be written.
+        known: its :func:`identity`; None: it may be that of another machine.
+    """
+
+    path: str
+    is_writable: bool
+    known: tuple[int, int] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _map_again, tuple(self)
 
 
 def _start(mapping: Mapping) -> int:
@@ -75,8 +105,15 @@ def _read_mappings() -> list[Mapping]:
             for line in file:
                 addresses, flags, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
                 start, stop = (int(each, 16) for each in addresses.split("-"))
-                name = path[0] if path else ""
-                found.append(Mapping(start, stop, flags[1::2] == "ws", int(offset, 16), name))
+                mapping = Mapping(
+                    start=start,
+                    stop=stop,
+                    is_writable=flags[1] == "w",
+                    is_shared=flags[3] == "s",
+                    offset=int(offset, 16),
+                    path=path[0] if path else "",
+                )
+                found.append(mapping)
     except OSError:  # another system
         return []
     return found
@@ -105,8 +142,13 @@ def _owner_of(array: Any) -> Any:
         owner = base
 
 
-def reduce_shared(array: Any, mappings: Mappings) -> Any:
+def reduce_shared(array: Any, mappings: Mappings, *, is_same_machine: bool) -> Any:
     """Reduce an array over shared memory, such that it is over the same memory in a worker.
+
+    Args:
+        array: of numpy.
+        mappings: of this process.
+        is_same_machine: whether workers surely have the files that this process has.
 
     Returns:
         How it is made there; None if the array has memory of this process alone.
@@ -129,10 +171,15 @@ def reduce_shared(array: Any, mappings: Mappings) -> Any:
         return None
     if is_leased(array) or (is_tensor and owner.is_pinned()):
         return None  # a batch is nobody else's, nor what a GPU reads
+    if not mapping.is_writable and (
+        not is_same_machine or array.nbytes < LARGE or not mapping.has_file
+    ):
+        return None  # a copy does
     if not mapping.has_file:
         raise TypeError("an array over memory that processes share, which has no name")
     place = address - mapping.start + mapping.offset
-    return _map_again, (mapping.path, identity(mapping.path), place, *view)
+    file = mappings.file(mapping.path, is_writable=mapping.is_writable)
+    return view_of, (file, place, *view)
 
 
 def _is_device(path: str) -> bool:
@@ -152,16 +199,6 @@ def view_of(
     return array
 
 
-def _map_again(
-    path: str, known: Any, offset: int, dtype: Any, shape: Any, strides: Any, is_writable: bool
-) -> Any:
-    """Return an array over a file that another process has mapped."""
-    with open(path, "r+b") as file:
-        check_identity(path, known)
-        memory = mmap.mmap(file.fileno(), 0)
-    return view_of(memory, offset, dtype, shape, strides, is_writable)
-
-
 # --- files that are opened once more
 
 
@@ -171,18 +208,18 @@ def identity(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def check_identity(path: str, known: tuple[int, int] | None) -> None:
-    """Look whether a path still leads to the file that it has led to.
-
-    Args:
-        path: of the file.
-        known: the file's :func:`identity`; None: it may be that of another machine.
+def _map_again(path: str, is_writable: bool, known: tuple[int, int] | None) -> mmap.mmap:
+    """Map a file that another process has mapped.
 
     Raises:
-        FileNotFoundError: it leads to another one, or to none.
+        FileNotFoundError: its path leads to another file, or to none.
     """
-    if known is not None and (not os.path.exists(path) or identity(path) != known):
-        raise _replaced(path)
+    with open(path, "r+b" if is_writable else "rb") as file:
+        found = os.fstat(file.fileno())
+        if known is not None and known != (found.st_dev, found.st_ino):
+            raise _replaced(path)
+        access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
+        return mmap.mmap(file.fileno(), 0, access=access)
 
 
 def _replaced(path: str) -> FileNotFoundError:
@@ -207,17 +244,21 @@ def _is_same(path: str, other: str) -> bool:
     return os.path.exists(other) and os.path.samefile(path, other)
 
 
-def open_memmap(
-    kind: Any, path: str, known: Any, dtype: Any, mode: str, offset: int, shape: Any, order: str
+def memmap_of(
+    memory: mmap.mmap, path: str, mode: str, dtype: Any, offset: int, shape: Any, order: str
 ) -> Any:
-    """Return a ``numpy.memmap`` over the file that another process has opened.
+    """Return a ``numpy.memmap`` over a file that is mapped, as numpy makes it when it maps one.
 
     Args:
-        kind: class of the array.
+        memory: the whole file.
         path: of the file.
-        known: what :func:`check_identity` compares.
-        dtype: as numpy takes it, and all that follow.
+        mode: as numpy takes it, and all that follow.
     """
-    array = kind(path, dtype, mode, offset, shape, order)
-    check_identity(path, known)  # behind it: the file may be replaced at any time
+    import numpy as np
+
+    array: Any = np.ndarray.__new__(np.memmap, shape, dtype, memory, offset, order=order)
+    array._mmap = memory
+    array.filename = path
+    array.mode = mode
+    array.offset = offset
     return array
