@@ -86,6 +86,7 @@ UNKNOWN: dict[str, Any] = {
     "sparse rows": lambda: of_torch("torch.eye(3).to_sparse_csr()"),
     "nested": nested_tensor,
     "meta": lambda: of_torch("torch.ones(3, device='meta')"),
+    "masked": lambda: np.ma.masked_array([1, 2], [True, False]),
 }
 
 
@@ -100,7 +101,9 @@ def test_what_samples_are_recognized_by_stays_the_same(kind):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_cannot_be_fingerprinted_is_not(kind):
     make = UNKNOWN[kind]
-    assert fingerprint([make()]) is None
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        assert fingerprint([make()]) is None
+    assert not [each for each in warned if "masked" in str(each.message)]
     assert fingerprint([{"odd": make(), "label": 3}]) == fingerprint([3])
 
 

@@ -48,7 +48,8 @@ def _plain(value: Any, depth: int) -> Any:
         flat: Any = getattr(value, "flat", None)  # a numpy array
         if flat is None and hasattr(value, "flatten"):  # a tensor
             flat = value.flatten()
-        return None if flat is None else list(map(float, flat[:DEPTH]))
+        # As a list first: a masked number is None there, and float() of it would warn.
+        return None if flat is None else list(map(float, flat[:DEPTH].tolist()))
     except Exception as error:  # of the user's own objects; the batch matters more
         logger.debug("a sample of type %s has no fingerprint: %r", type(value).__name__, error)
         return None
