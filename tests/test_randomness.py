@@ -82,6 +82,13 @@ class OfAccelerate:
         return iter([[1, 3], [5, 7]])
 
 
+class OfDetectron:
+    _world_size, _rank = 2, 1
+
+    def __iter__(self) -> Any:
+        return iter(range(1, 40, 2))
+
+
 class OfNumpy(OfTorch):
     num_replicas, rank = np.int64(2), np.int64(1)
 
@@ -127,6 +134,7 @@ def of_rank_1() -> Any:
 RANKED: dict[str, Any] = {
     "none": (lambda: range(3), 0),
     "torch's": (OfTorch, 1),
+    "detectron2's": (OfDetectron, 1),
     "numpy's": (OfNumpy, 1),
     "within torch's": (lambda: BatchSampler(OfTorch(), 3), 1),
     "Accelerate's": (OfAccelerate, 1),

@@ -68,8 +68,13 @@ class Dealer(NamedTuple):
 
 def _dealer(found: Iterable[Any]) -> Dealer | None:
     """Return the first of some samplers or streams that deals an epoch out; None if none does."""
-    # As torch, Accelerate and minloader name it.
-    words = {"num_replicas": "rank", "num_processes": "process_index", "world_size": "rank"}
+    # As torch, Accelerate, minloader and detectron2 name it.
+    words = {
+        "num_replicas": "rank",
+        "num_processes": "process_index",
+        "world_size": "rank",
+        "_world_size": "_rank",
+    }
     for each in found:
         for of_all, of_one in words.items():
             ranks = _whole_number(getattr(each, of_all, None))
