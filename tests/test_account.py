@@ -1159,12 +1159,24 @@ class Follows:
             yield self.step
 
 
+class FollowsAndDerives(BatchSampler):
+    """The same, of a class that derives from one which does not look."""
+
+    step = 0
+
+    def __init__(self) -> None:
+        super().__init__(50, None)
+
+    __iter__ = Follows.__iter__  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("way", "most"), [("inline", 0), ("threads", 4), pytest.param("processes", 4, marks=SLOW)]
 )
-def test_a_sampler_may_follow_the_loop(way, most):
+@pytest.mark.parametrize("kind", [Follows, FollowsAndDerives])
+def test_a_sampler_may_follow_the_loop(kind, way, most):
     """It is read as far ahead as tasks may be under way, however quick batches are."""
-    sampler = Follows()
+    sampler = kind()
     with Loader(Echo(), sampler, **WAYS[way] | {"prefetch_factor": 2}) as loader:
         for _ in range(2):
             for k, seen in enumerate(loader):
