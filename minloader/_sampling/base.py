@@ -383,8 +383,8 @@ class Sampler(Resettable):
             in_state = [f"{name} {state[name]!r}" for name in refused]
             raise ValueError(
                 f"{' and '.join(present)}, but the state is of {' and '.join(in_state)}; make the "
-                f"sampler with that, or give load_state_dict allow={refused}, which deals out anew "
-                "what was not given"
+                f"sampler with that, or give load_state_dict of a Loader over it allow={refused}, "
+                "which deals out anew what was not given"
             )
 
     def _check_run_state(self, state: dict[str, Any]) -> None:
