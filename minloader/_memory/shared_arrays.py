@@ -245,7 +245,7 @@ def _is_same(path: str, other: str) -> bool:
 
 
 def memmap_of(
-    memory: mmap.mmap, path: str, mode: str, dtype: Any, offset: int, shape: Any, order: str
+    memory: mmap.mmap, path: str, mode: str, dtype: Any, offset: int, shape: Any, order: Any
 ) -> Any:
     """Return a ``numpy.memmap`` over a file that is mapped, as numpy makes it when it maps one.
 
