@@ -198,6 +198,19 @@ def _can_be_called_alone(method: Any) -> bool:
     return True
 
 
+def state_of(thing: Any) -> Any:
+    """Return the state of something, or None if it has none.
+
+    It may have inherited methods that do nothing: those of an abstract class, or of a protocol.
+    """
+    if not is_stateful(thing):
+        return None
+    try:
+        return thing.state_dict()
+    except NotImplementedError:
+        return None
+
+
 RANKS = "rank", "process_index"
 """What states call the rank of the process that they are of."""
 

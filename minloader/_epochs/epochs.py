@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from minloader import _checks as checks
-from minloader._checks import brief_repr, has_epochs, is_stateful
+from minloader._checks import brief_repr, has_epochs, is_stateful, state_of
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed, SamplerSource, check_length
@@ -188,13 +188,12 @@ class Epochs:
             length = source.length_between()
             return Position(epoch=number, lanes=[lane], length=length)
         state = None
-        if is_stateful(self._dataset):
-            try:
-                state = pack({"dataset": self._dataset.state_dict()}, down=True)
-            except Exception as error:  # many have none before their first item
-                logger.debug(
-                    "%s has no state before it is read: %r", brief_repr(self._dataset), error
-                )
+        try:  # many have none before their first item
+            state = state_of(self._dataset)
+            if state is not None:
+                state = pack({"dataset": state}, down=True)
+        except Exception as error:
+            logger.debug("%s has no state before it is read: %r", brief_repr(self._dataset), error)
         lane = LanePosition(source_state=SourceState(0, state), beginning=state)
         return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
 

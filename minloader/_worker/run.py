@@ -462,7 +462,7 @@ class Worker:
         try:
             if reader.parts and reader.iterator is not None:
                 # Seeded for the next batch: a generator in the state is as that will find it.
-                state: bytes = self._call(reader.begin(), reader.state)
+                state: bytes | None = self._call(reader.begin(), reader.state)
                 return state
         except BaseException as error:
             failure = self._failure(error, "when the stream was asked for its state")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from minloader._checks import check_int, check_iterable, is_stateful
+from minloader._checks import check_int, check_iterable, is_stateful, state_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import begin_batch, current_batch
@@ -184,7 +184,8 @@ class Shuffle:
         if self._source is self._owner.stream:
             del parts["dataset"]
         try:
-            return {name: part.state_dict() for name, part in parts.items() if is_stateful(part)}
+            known = {name: state_of(part) for name, part in parts.items()}
+            return {name: state for name, state in known.items() if state is not None}
         except Exception:
             if self._half_number < 0:
                 return None  # before its first sample it may have none, and begins anew
@@ -212,8 +213,10 @@ class StatefulShuffle(Shuffle):
         """
         return self._half_number < 1 and is_stateful(self._owner.stream)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has been given out, with no samples."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what has been given out, with no samples; None if the stream has no state."""
+        if self._half.state_before == {}:
+            return None
         return {
             "number": self._half_number,
             "given": self._given,

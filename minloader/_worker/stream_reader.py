@@ -27,7 +27,7 @@ from types import GeneratorType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful
+from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful, state_of
 from minloader._memory.pickling import pack, unpack
 from minloader._sampling.source import is_read_once
 from minloader._worker.batch_maker import BatchMaker
@@ -302,10 +302,11 @@ class ShardReader:
             parts = {"dataset": dataset if whole and not serves_one_pass(dataset) else None}
         return {name: part for name, part in parts.items() if is_stateful(part)}
 
-    def state(self) -> bytes:
-        """Return the state of the stream, packed."""
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        self.last_state = pack(states, down=False)
+    def state(self) -> bytes | None:
+        """Return the state of the stream, packed; None if it has none."""
+        known = {name: state_of(part) for name, part in self.parts.items()}
+        states = {name: state for name, state in known.items() if state is not None}
+        self.last_state = pack(states, down=False) if states else None
         return self.last_state
 
 
@@ -482,13 +483,15 @@ class ShardReaders:
     def _note_beginning(self, dataset: Any) -> None:
         """Note where the stream begins: a pass that is left early moves the user's own object."""
         if self._beginning is None and is_stateful(dataset):
-            try:
-                self._beginning = pack({"dataset": dataset.state_dict()}, down=False)
-            except Exception as error:  # many have none before their first sample
+            try:  # many have none before their first sample
+                state = state_of(dataset)
+                if state is not None:
+                    self._beginning = pack({"dataset": state}, down=False)
+            except Exception as error:
                 logger.debug("the stream has no state before it is read: %r", error)
-                if self.is_inline:
-                    with suppress(Exception):  # what cannot be copied cannot be begun anew either
-                        self._original = copy.deepcopy(dataset)
+            if self._beginning is None and self.is_inline:
+                with suppress(Exception):  # what cannot be copied cannot be begun anew either
+                    self._original = copy.deepcopy(dataset)
 
 
 _last_users: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from minloader._checks import brief_repr, has_epochs, is_stateful
+from minloader._checks import brief_repr, has_epochs, is_stateful, state_of
 from minloader._epochs.failures import Raised
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
@@ -233,11 +233,12 @@ class Order:
             return self._state if name == "state_dict" else self._load
         raise AttributeError(name)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any] | None:
         if self._is_left:
-            raise NotImplementedError("the next epoch begins with nothing of the one before")
+            return None  # the next epoch begins with nothing of the one before
         within = self._last is not None and self._last.is_within
-        return {"within": within, "state": self._stateful.state_dict()}
+        state = state_of(self._stateful)
+        return None if state is None else {"within": within, "state": state}
 
     def _load(self, state: Any) -> None:
         # Later: the sampler is set to an epoch before or after.
