@@ -158,15 +158,20 @@ import fcntl, os, subprocess, sys, termios
 from minloader import Loader
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+PROGRAMS = [
+    ["stty", "-F", "/dev/tty", "echo"],  # as ffmpeg or ssh does
+    ["sh", "-c", "read line"],
+    ["sh", "-i", "-c", "exit 3"],  # it asks until it is in the foreground
+]
 def touch(item):
-    if item == 0:  # a program, as ffmpeg or ssh does
-        return subprocess.run(["stty", "-F", "/dev/tty", "echo"]).returncode
-    with open("/dev/tty") as terminal:
-        try:
+    if item < len(PROGRAMS):
+        return subprocess.run(PROGRAMS[item], stderr=subprocess.DEVNULL).returncode
+    try:
+        with open("/dev/tty") as terminal:
             return terminal.readline()
-        except OSError as error:
-            return error.strerror
-with Loader(touch, [0, 1], num_workers=1, mp_context=sys.argv[1]) as loader:
+    except OSError as error:
+        return error.strerror
+with Loader(touch, range(4), num_workers=1, mp_context=sys.argv[1]) as loader:
     print(list(loader))
 """
 
@@ -190,7 +195,7 @@ def test_a_worker_that_touches_the_terminal_is_not_stopped(method):
     finally:
         os.close(ours)
         os.close(theirs)
-    assert told == "[0, 'Input/output error']\n"
+    assert told == "[1, 1, 3, 'No such device or address']\n"
 
 
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())

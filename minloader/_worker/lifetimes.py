@@ -50,13 +50,30 @@ def lead_group() -> None:
     signal.signal(signal.SIGINT, _ignore)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # no nohup
         signal.signal(signal.SIGHUP, _ignore)
-    # These are to be inherited. A group in the background that sets or reads the terminal is
-    # stopped, for ever: nobody brings it to the foreground. Now it may set it, and reads nothing.
-    for name in ("SIGTTOU", "SIGTTIN"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    _leave_terminal()
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *handled])  # parent's doing
+
+
+def _leave_terminal() -> None:
+    """Let the worker, and all it will start, have no terminal, also not as standard input.
+
+    A group in the background that sets or reads it is stopped, for ever: nobody brings it to the
+    foreground, for which an interactive shell even waits.
+    """
+    with suppress(OSError, ImportError):  # there is none, or no such thing on this system
+        terminal = os.open("/dev/tty", os.O_RDWR)
+        try:
+            from fcntl import ioctl
+            from termios import TIOCNOTTY
+
+            ioctl(terminal, TIOCNOTTY)
+        finally:
+            os.close(terminal)
+        if os.isatty(0):  # now nothing would keep it from reading what is typed there
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
+            os.close(nothing)
 
 
 def handled_signals() -> list[int]:
