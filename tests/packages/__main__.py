@@ -1,21 +1,23 @@
 """Writes what works with which package into docs/packages.md: ``python -m tests.packages``.
 
-Each package is read without workers and by each start method, and resumed: each time in a process
-of its own, for three minutes at most, in one folder. Arguments take some of the packages by their
-names; the rows of the others stay, and so does that of a package that is not installed.
+Each package is read without workers and by each start method, and resumed in another process: each
+time for three minutes at most. Arguments take some of the packages by their names; the rows of the
+others stay, and so does that of a package that is not installed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +30,66 @@ TABLE = re.compile(r"(?<=<!-- packages -->\n\n).*?(?=\n\n<!-- end of packages --
 METHODS = ["spawn", "fork", "forkserver"]
 HEAD = ["package", "version", *METHODS, "without workers", "state"]
 SECONDS = 180
+OUTCOME = "outcome: "
+Task = tuple[str, str]
+"""The name of a package, and a start method, or "none"."""
 
 
 def main(names: list[str]) -> None:
     """Try the packages, and write each row as soon as it is known."""
-    for name in names or CASES:
-        row = tried(name)
-        print(table([row]), end="\n\n", flush=True)
-        page = PAGE.read_text()
-        PAGE.write_text(TABLE.sub(lambda match: with_row(match.group(), row), page))  # noqa: B023
+    for distribution, group in groupby(names or CASES, lambda name: CASES[name].distribution):
+        for row in tried(distribution, list(group)):
+            print(table([row]), end="\n\n", flush=True)
+            page = PAGE.read_text()
+            PAGE.write_text(TABLE.sub(lambda match: with_row(match.group(), row), page))  # noqa: B023
 
 
-def tried(name: str) -> list[str]:
-    """Return the row of a package."""
+def tried(distribution: str, names: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of the packages of a distribution, which a process imports once for all."""
     try:
-        version = metadata.version(CASES[name].distribution)
+        version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return [name, "not tried", *[""] * (len(HEAD) - 2)]
-    works, states = {}, {}
+        yield from ([name, "not tried", *[""] * (len(HEAD) - 2)] for name in names)
+        return
+    with_workers = [(name, method) for name in names for method in reversed(METHODS)]
+    without = [(name, "none") for name in names]
     with tempfile.TemporaryDirectory() as folder:
-        outcome(name, "none", "make", folder)  # elsewhere: what has threads must not be forked
-        for method in ["none", *METHODS]:
-            works[method] = outcome(name, method, "read", folder)
-            if (Path(folder) / f"state {method}").exists():
-                states[method] = outcome(name, method, "resume", folder)
-    cells = [works[method] for method in [*METHODS, "none"]]
-    return [name, version, *cells, in_words(states)]
+        # What is made or read in a process may leave threads there, which must not be forked.
+        works = outcomes("read", without, folder) | outcomes("read", with_workers, folder)
+        states = outcomes("resume", [*with_workers, *without], folder)
+    for name in names:
+        cells = [works[name, method] for method in [*METHODS, "none"]]
+        state = in_words({method: states[name, method] for method in ["none", *METHODS]})
+        yield [name, version, *cells, state]
 
 
 def in_words(states: dict[str, str]) -> str:
     """Return what becomes of a state: once, if it is the same by each start method."""
     methods: dict[str, list[str]] = {}
     for method, outcome in states.items():
-        methods.setdefault(outcome, []).append("no workers" if method == "none" else method)
+        if outcome:
+            methods.setdefault(outcome, []).append("no workers" if method == "none" else method)
     if len(methods) < 2:
         return "".join(methods)
     return "; ".join(f"{', '.join(each)}: {outcome}" for outcome, each in methods.items())
 
 
-def outcome(name: str, method: str, step: str, folder: str) -> str:
-    """Return what a step says, or how it fails."""
-    command = [sys.executable, "-m", "tests.packages", f"--{step}", name, method]
+def outcomes(step: str, tasks: list[Task], folder: str) -> dict[Task, str]:
+    """Return what a step says of each task, in one process, and a new one after each that fails."""
+    command = [sys.executable, "-m", "tests.packages", f"--{step}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
-    try:
+    found: list[str] = []
+    while rest := tasks[len(found) :]:
         done = subprocess.run(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS
+            [*command, json.dumps(rest)], cwd=folder, env=env, stdout=subprocess.PIPE, text=True
         )
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    said = done.stdout.splitlines()
-    return said[-1] if said and done.returncode == 0 else f"exit code {done.returncode}"
+        said = [line for line in done.stdout.splitlines() if line.startswith(OUTCOME)]
+        found += [line.removeprefix(OUTCOME) for line in said]
+        if done.returncode or not said:  # at its end, if all tasks are done
+            hangs = done.returncode == -signal.SIGALRM
+            found[len(tasks) - 1 :] = ["hangs" if hangs else f"exit code {done.returncode}"]
+    return dict(zip(tasks, found, strict=True))
 
 
 # --- the table
@@ -106,45 +117,56 @@ def with_row(text: str, row: list[str]) -> str:
 # --- the steps, in processes of their own
 
 
-def step(what: str, name: str, method: str) -> str:
-    try:
-        dataset, options = CASES[name].make()
-        options["num_workers"] = 0 if method == "none" else 2
-        if method != "none":
-            options["mp_context"] = method
-        if what == "read":
-            return read(dataset, options, method)
-        return resume(dataset, options, method) if what == "resume" else "made"
-    except Exception as error:
-        print(repr(error), file=sys.stderr)
-        return type(error).__name__
+def step(what: str, tasks: list[Task]) -> None:
+    """Print what comes of each task."""
+    made = functools.cache(lambda name: CASES[name].make())
+    for name, method in tasks:
+        signal.alarm(SECONDS)  # it ends this process, and the workers follow
+        try:
+            dataset, options = made(name)
+            options = options | {"num_workers": 0 if method == "none" else 2}
+            if method != "none":
+                options["mp_context"] = method
+            function = read if what == "read" else resume
+            outcome = function(dataset, options, name, method)
+        except Exception as error:
+            print(repr(error), file=sys.stderr)
+            outcome = type(error).__name__
+        print(OUTCOME + outcome, flush=True)
 
 
-def read(dataset: Any, options: dict[str, Any], method: str) -> str:
-    """Read an epoch twice; note a state in the midst of it, and what follows."""
-    with Loader(dataset, **options) as loader:
-        whole = [samples_of(batch) for batch in loader]
+def read(dataset: Any, options: dict[str, Any], name: str, method: str) -> str:
+    """Read an epoch; note a state in the midst of it, and what follows.
+
+    It is read once more by the first method that has workers, and by that which has none; the
+    epochs of the others are compared with that one.
+    """
     with Loader(dataset, **options) as loader:
         batches = iter(loader)
         begun = [samples_of(batch) for batch in islice(batches, 2)]
         state = loader.state_dict()
         rest = [samples_of(batch) for batch in batches]
-    Path(f"state {method}").write_text(json.dumps([state, rest]))
-
-    samples = sorted(sample for batch in whole for sample in batch)
+    Path(f"{name}, {method}, state").write_text(json.dumps([state, rest]))
+    samples = sorted(sample for batch in begun + rest for sample in batch)
     if len(samples) != N:
         return f"{len(samples)} samples instead of {N}"
-    without_workers = Path("samples")
-    if not without_workers.exists():
-        without_workers.write_text(json.dumps(samples))
-    if json.loads(without_workers.read_text()) != samples:
+    if noted(f"{name}, samples", lambda: samples) != samples:
         return "other samples"
+
+    def again() -> list[list[str]]:
+        with Loader(dataset, **options) as loader:
+            return [samples_of(batch) for batch in loader]
+
+    whole = noted(f"{name}, {options['num_workers']} workers", again)
     return "yes" if begun + rest == whole else "other batches each time"
 
 
-def resume(dataset: Any, options: dict[str, Any], method: str) -> str:
+def resume(dataset: Any, options: dict[str, Any], name: str, method: str) -> str:
     """Read the rest of an epoch."""
-    state, rest = json.loads(Path(f"state {method}").read_text())
+    path = Path(f"{name}, {method}, state")
+    if not path.exists():
+        return ""
+    state, rest = json.loads(path.read_text())
     with Loader(dataset, **options) as loader:
         loader.load_state_dict(state)
         resumed = [samples_of(batch) for batch in loader]
@@ -152,6 +174,14 @@ def resume(dataset: Any, options: dict[str, Any], method: str) -> str:
     if resumed != rest:
         return "other batches"
     return "exact, read again" if reread else "exact"
+
+
+def noted(name: str, value: Callable[[], Any]) -> Any:
+    """Return what was written into a file, which the first who asks writes."""
+    path = Path(name)
+    if not path.exists():
+        path.write_text(json.dumps(value()))
+    return json.loads(path.read_text())
 
 
 def samples_of(batch: Any) -> list[str]:
@@ -177,6 +207,6 @@ def plain(sample: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].startswith("--"):
-        print(step(sys.argv[1][2:], *sys.argv[2:]))
+        step(sys.argv[1][2:], json.loads(sys.argv[2]))
     else:
         main(sys.argv[1:])
