@@ -80,21 +80,21 @@ def check_webdataset(folder: Path) -> None:
     for workers, persistent in [(2, False), (2, True), (3, False)]:
         options = {"num_workers": workers, "persistent_workers": persistent}
         with DataLoader(webdataset(folder, True), 8, **options) as loader:
-            for _ in range(20):
+            for _ in range(5):
                 assert sorted(chain.from_iterable(rows(loader))) == EVERY, options
             assert loader.stats.errors.reread == 0
     check_rest(lambda: webdataset(folder, False))
 
 
 def check_datasets(folder: Path) -> None:
-    for kind in ("map", "streaming", "shuffled"):
+    for kind in ("map", "shuffled"):
         epochs = []
         for make in (TorchLoader, DataLoader):
             torch.manual_seed(1)
             data = datasets(folder, kind)
             loader = make(data, 8, shuffle=kind == "map" or None, num_workers=2)
             epochs.append([])
-            for epoch in range(3):
+            for epoch in range(2):
                 data.set_epoch(epoch) if kind != "map" else None
                 epochs[-1].append(rows(loader))
                 assert sorted(chain.from_iterable(epochs[-1][-1])) == EVERY, (kind, epoch)
