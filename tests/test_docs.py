@@ -335,6 +335,7 @@ INSTALLED = {each.name for each in metadata.distributions()}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     "distribution", sorted({each.distribution for each in CASES.values()} & INSTALLED)
 )
