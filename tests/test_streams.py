@@ -214,7 +214,7 @@ def test_torch_streams():
                 yield torch.full((3,), n)
 
     for num_workers in (0, 1, 2):
-        with Loader(Stream(), num_workers=num_workers) as loader:
+        with Loader(Stream(), num_workers=num_workers, mp_context="fork") as loader:
             batches = list(loader)
         assert all(isinstance(batch, torch.Tensor) for batch in batches)
         expected = in_turns(10, max(1, num_workers), 1)

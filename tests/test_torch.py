@@ -654,10 +654,10 @@ def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(stream, caplog):
 
 def test_torchs_worker_info_in_workers_of_a_loader():
     """An IterableDataset shards itself by that. Torch's answer has the shard's own dataset."""
-    with Loader(Sharded(11), num_workers=2) as loader:
+    with Loader(Sharded(11), num_workers=2, mp_context="fork") as loader:
         for _ in range(2):
             assert sorted(int(each[0]) for each in loader) == list(range(11))
-    with Loader(Whereabouts(8), range(8), num_workers=1) as loader:
+    with Loader(Whereabouts(8), range(8), num_workers=1, mp_context="fork") as loader:
         assert all(each[:2] == (0, 1) and each[3] for each in loader)
 
 
