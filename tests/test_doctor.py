@@ -147,6 +147,7 @@ def test_a_dataset_that_depends_on_its_worker():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_a_sampler_that_is_the_limit():
     limited(
         lambda: Loader(lambda index: time.perf_counter(), patients.Slow()),
@@ -155,11 +156,13 @@ def test_a_sampler_that_is_the_limit():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_workers_that_wait_for_each_other():
     limited(lambda: Loader(patients.Locked()), "a lock: more workers do not help")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_threads_and_one_processor():
     def threads() -> Loader:
         return Loader(patients.Computing(), executor="thread")
@@ -176,6 +179,7 @@ def test_threads_and_one_processor():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_starts")
 def test_a_stream_has_its_shards():
     examined(
         lambda num_workers: Loader(patients.Stream(), num_workers=num_workers),
