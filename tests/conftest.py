@@ -460,11 +460,14 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers come from the fork server in place of "spawn", in a fourth of the time.
 
-    For modules to whose subject it is all the same how a worker starts.
+    For modules to whose subject it is all the same how a worker starts, but for tests that have
+    "spawn" among their parameters.
     """
+    if "spawn" in request.node.name:
+        return
 
     def choose(method: str) -> Any:
         return get_context("forkserver" if method == "spawn" else method)

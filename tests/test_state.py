@@ -37,6 +37,8 @@ from minloader import (
 from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, Feed
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 N = 40  # batches of an epoch of each of SAMPLERS
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -32,6 +32,8 @@ from test_streams import in_turns
 from minloader import Loader, get_worker_info, shuffled
 from minloader._epochs import iterator, lane
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 ways = pytest.mark.parametrize("way", ["thread", "process"])
 
 

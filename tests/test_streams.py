@@ -61,6 +61,8 @@ from minloader._worker.messages import (
 )
 from minloader._worker.run import Worker
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
 
