@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from conftest import variants
 
@@ -18,20 +20,24 @@ QUICKEST = ["own shuffled", "told with state", "failing", "counting"]
 SHORT = ["discarding", "over rolling"]
 """Those of which nothing is left behind what is skipped."""
 
-OTHERS = [[kind] for kind in KINDS if kind not in QUICKEST + SHORT][::3]
-"""Some others, one by one and at fewer places: it takes long."""
+OTHERS = [kind for kind in KINDS if kind not in QUICKEST + SHORT][::3]
+"""Some others, at fewer places: it takes long."""
 
-some_kinds = variants(
-    "kinds", [QUICK, [kind for kind in KINDS if kind not in QUICK]], ids=["some", "others"]
-)
+
+def in_turns(kinds: list[str], programs: Iterable[str], name: str, way: str) -> list[str]:
+    """Every second kind: each is run with each program, in one of the two ways in turns."""
+    turn = list(programs).index(name) + (way == "threads")
+    return [kind for n, kind in enumerate(kinds) if KINDS[kind].opened or (n + turn) % 2]
 
 
 @pytest.mark.parametrize("way", ["here", "threads"])
 @pytest.mark.parametrize("name", FOUND)
-@some_kinds
-def test_found(name, way, kinds, monkeypatch):
+@variants("some", [True, False], ids=["some", "others"])
+def test_found(name, way, some, monkeypatch):
     if way == "here":
         monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
+    others = [kind for kind in KINDS if kind not in QUICK]
+    kinds = QUICK if some else in_turns(others, FOUND, name, way)
     for kind in possible(FOUND[name], way, kinds):
         run(kind, way, FOUND[name]).end()
 
@@ -45,12 +51,13 @@ def test_found_in_processes(name, kind):
 
 @pytest.mark.parametrize("way", ["here", "threads"])
 @pytest.mark.parametrize("name", PRESSES)
-@variants("kinds", [QUICKEST, *OTHERS], ids=str)
-def test_an_interrupt_at_each_place(name, way, kinds):
+@variants("some", [True, False], ids=["some", "others"])
+def test_an_interrupt_at_each_place(name, way, some):
     pressed = PRESSES[name]
+    kinds = QUICKEST if some else in_turns(OTHERS, PRESSES, name, way)
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
-    stride = pressed.stride * (1 if kinds is QUICKEST else 3)
+    stride = pressed.stride * (1 if some else 3)
     most = max([press(kind, way, pressed, stride) for kind in those], default=1)
     # Of others not each has such a place.
-    if kinds is QUICKEST:
+    if some:
         assert most > 0 or name == "the end"  # which threads have seen before
