@@ -363,7 +363,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads": {"num_workers": 2, "executor": "thread"},
     "three threads": {"num_workers": 3, "executor": "thread"},
     "process": {"num_workers": 1},
-    "processes": {"num_workers": 2},
+    "processes": {"num_workers": 2, "mp_context": "forkserver"},
     "user's threads": {"num_workers": 2, "executor": users_threads},
     "user's processes": {"num_workers": 2, "executor": users_processes},
 }
