@@ -63,10 +63,10 @@ def test_a_client(name: str, loader: str, ranks: int, unlike: Any, tmp_path: Pat
 
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
-    """Two ranks on gloo with two workers each: torch's losses, also if a worker dies."""
+    """Two ranks on gloo with two workers each: torch's losses, though a worker dies."""
     need("torch")
     runs = []
-    for arguments in ["torch", "--workers=0"], ["minloader"], ["minloader", "--kill=worker"]:
+    for arguments in ["torch", "--workers=0"], ["minloader", "--kill=worker"]:
         code, steps = programs.run_torchrun(arguments[0], tmp_path, *arguments[1:])
         assert code == 0, (tmp_path / "log-0.txt").read_text()
         assert len(steps) == 2
@@ -74,7 +74,7 @@ def test_torchrun(tmp_path: Path) -> None:
         assert_nothing_left(tmp_path)
         for noted in tmp_path.glob("?.json"):
             noted.unlink()
-    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == runs[1]
 
 
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
