@@ -155,6 +155,30 @@ class Reusing:
             yield self.item
 
 
+class BeginsAnew:
+    """Is its own iterator, and begins anew with each ``iter``."""
+
+    begun = 0
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left = iter(self.items)
+        self.begun += 1
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+class ServesOnce(BeginsAnew):
+    """The same, but it can be read once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if self.begun else super().__iter__()
+
+
 BAD_ITEM = 999
 """What an error of :class:`Failing` names."""
 

@@ -67,11 +67,13 @@ def test_order(options, depth):
 
 
 def test_any_iterable():
-    """Whose batches the function is called with in another thread."""
+    """Which is read in the consumer's thread, and the function called in another one."""
     assert list(prefetch(iter("abc"), str.upper, np.int64(2))) == ["A", "B", "C"]
     assert list(prefetch([], str)) == []
     assert list(prefetch((n for n in range(3)), str)) == ["0", "1", "2"]
-    assert threading.get_ident() not in set(prefetch(range(3), lambda n: threading.get_ident()))
+    here = threading.get_ident()
+    assert here not in set(prefetch(range(3), lambda n: threading.get_ident()))
+    assert set(prefetch((threading.get_ident() for _ in range(3)), same)) == {here}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])

@@ -336,6 +336,7 @@ def test_states_that_do_not_fit():
     refuses(state | {"batches": -1}, "damaged.*at least 0")
     refuses(state | {"batches": "x"}, "damaged.*must be an int")
     refuses(state | {"delivered_ahead": [[1]]}, "damaged")
+    refuses(state | {"delivered_ahead": [[6, 5]]}, "damaged")
     refuses(state | {"sampler": {}}, "damaged")
     refuses(state | {"check": 5}, "damaged")
     refuses(state | {"check": [10**6, "x"]}, "damaged.*from later")

@@ -81,7 +81,11 @@ def test_an_object_that_the_user_has_moved_is_read_from_there():
         given = [next(batches), next(batches)]
         shared.load_state_dict({"epoch": 0, "i": 5})
         with Loader(shared, num_workers=0) as other:
+            state = other.state_dict()
             assert list(other) == list(range(5, 14))
+        with Loader(Counting(), num_workers=0) as resumed:
+            resumed.load_state_dict(state)
+            assert list(resumed) == list(range(5, 14))
         assert given + list(batches) == list(range(14))
 
 

@@ -377,6 +377,8 @@ FOUND: dict[str, str] = {
     "finish; move 1; begin 2; finish; begin 3; finish",
     "not restored": "begin 0; take 1; note; finish; begin 1; finish; load, not restored 0; go on; "
     "finish",
+    "a state before anything, not restored": "note; torch.rand; load, not restored 0; begin 0; "
+    "finish",
     "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
     "go on; take each; verify",
 }
