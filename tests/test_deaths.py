@@ -477,36 +477,37 @@ def assert_equal(left: Any, right: Any) -> None:
     np.testing.assert_equal(left, right)
 
 
-@variants("size", [4, 300_000])
-@variants("num_workers", [1, 2, 3])
-def test_a_disturbed_epoch_equals_an_undisturbed_one(num_workers, size, tmp_path):
+DEATHS = {0: trouble.die, 5: trouble.Exit(0), 6: trouble.Exit(3), 15: trouble.die}
+
+
+@variants(
+    ("deeds", "num_workers", "size"),
+    [
+        (DEATHS, 1, 4),
+        ({4: trouble.hang}, 2, 4),
+        ({4: trouble.holds_the_interpreter}, 2, 4),
+        ({4: trouble.stops}, 2, 4),
+        (DEATHS, 1, 300_000),
+        (DEATHS, 2, 4),
+        (DEATHS, 2, 300_000),
+        (DEATHS, 3, 4),
+        (DEATHS, 3, 300_000),
+    ],
+    quick=2,
+)
+def test_a_disturbed_epoch_equals_an_undisturbed_one(deeds, num_workers, size, tmp_path):
     """Random data of every kind; tiny batches, and large ones in shared memory."""
     with Loader(Noisy({}, size=size), range(16), num_workers=0) as loader:
         expected = list(loader)
-    deeds = {0: trouble.die, 5: trouble.Exit(0), 6: trouble.Exit(3), 15: trouble.die}
-    dataset = Noisy(deeds, tmp_path, size)
-    with Loader(dataset, range(16), num_workers=num_workers, retries=1) as loader:
+    options = {"num_workers": num_workers, "retries": 1}
+    if deeds is not DEATHS:
+        options["timeout"] = HANG
+    with Loader(Noisy(deeds, tmp_path, size), range(16), **options) as loader:
         assert_equal(list(loader), expected)
-        assert (
-            1 <= loader.stats.errors.retries <= 4
-        )  # two may die at once, and one be taken for ended
+        # Two may die at once, and one be taken for ended.
+        assert 1 <= loader.stats.errors.retries <= len(deeds)
         assert loader.stats.errors.replaced == loader.stats.errors.retries
         assert loader.stats.batches == 16
-
-
-def test_several_disturbed_epochs_at_once(tmp_path):
-    """They share the workers, so each loses batches by what happens in the other."""
-    dataset = Noisy({4: trouble.die, 9: trouble.die}, tmp_path)
-    with Loader(Noisy({}), range(12), num_workers=0) as loader:
-        expected = [list(loader), list(loader)]
-    with Loader(dataset, range(12), num_workers=2) as loader:
-        epochs = [iter(loader), iter(loader)]
-        got: list[list[Any]] = [[], []]
-        for _ in range(12):
-            for batches, epoch in zip(got, epochs, strict=True):
-                batches.append(next(epoch))
-        assert_equal(got, expected)
-        assert [next(epoch, None) for epoch in epochs] == [None, None]
 
 
 def test_batches_that_are_finished_are_not_made_again(tmp_path):
@@ -547,17 +548,17 @@ def test_the_neighbour_of_a_killer_arrives(tmp_path):
         assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
 
 
-def test_two_killers_at_once(tmp_path):
-    """Each has its own try."""
-    script = {
-        n: [("touch", tmp_path / f"{n}"), ("wait", tmp_path / "go"), ("die",)] for n in range(2)
-    }
-    with Loader(Scripted(script), range(6), num_workers=2, retries=0) as loader:
+@variants(("step", "error_type"), [(("die",), WorkerDied), (("hang",), BatchTimeout)])
+def test_two_workers_are_lost_at_once(step, error_type, tmp_path):
+    """Each batch has its own try."""
+    script = {n: [("touch", tmp_path / f"{n}"), ("wait", tmp_path / "go"), step] for n in range(2)}
+    options = {"num_workers": 2, "retries": 0, "timeout": HANG}
+    with Loader(Scripted(script), range(6), **options) as loader:
         batches = iter(loader)
         assert eventually(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
         (tmp_path / "go").touch()
         results = outcomes(batches)
-        assert [type(result) for result in results[:2]] == [WorkerDied] * 2
+        assert [type(result) for result in results[:2]] == [error_type] * 2
         assert results[2:] == [2, 3, 4, 5]
         assert [result.ordinal for result in results[:2]] == [0, 1]
         assert loader.stats.errors.replaced == 2
@@ -580,14 +581,19 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         assert len(lines(tmp_path / "begun")) == 2
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("deed", "always", "retries"),
+    [(trouble.die, False, 1), (trouble.die, True, 1), (trouble.hang, True, 0)],
+)
+def test_who_is_lost_in_the_middle_of_a_chunk_is_found(
+    deed, always, retries, tmp_path, monkeypatch
+):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    deeds = {700: trouble.die}
-    dataset = Noisy(deeds, None if always else tmp_path)
+    dataset = Noisy({700: deed}, None if always else tmp_path)
     with Loader(Noisy({}), range(1000), num_workers=0) as loader:
         expected = list(loader)
-    with Loader(dataset, range(1000), num_workers=1, retries=1) as loader:
+    options = {"num_workers": 1, "retries": retries, "timeout": HANG}
+    with Loader(dataset, range(1000), **options) as loader:
         batches = iter(loader)
         assert_equal([next(batches) for _ in range(600)], expected[:600])
         assert loader.stats.workers.chunk_size > 1
@@ -595,10 +601,11 @@ def test_a_killer_in_the_middle_of_a_chunk_is_found(always, tmp_path, monkeypatc
         error = results.pop(100) if always else None
         assert_equal(results, expected[600:700] + expected[700 + always :])
         if always:
-            assert (type(error), error.ordinal, error.item) == (WorkerDied, 700, 700)
-            assert "(tried 2 times)" in str(error)
-        assert loader.stats.errors.retries == 1
-        assert loader.stats.errors.replaced == 1 + always
+            error_type = WorkerDied if deed is trouble.die else BatchTimeout
+            assert (type(error), error.ordinal, error.item) == (error_type, 700, 700)
+            assert ("(tried 2 times)" in str(error)) == retries
+        assert loader.stats.errors.retries == retries
+        assert loader.stats.errors.replaced == always + retries
 
 
 def test_large_items_on_their_way_down(tmp_path):
@@ -713,9 +720,18 @@ class BadAfterwards(Bad):
 ITEMS = [[0, 1], [9, 3, 8, 7, 5], [2, 4]]
 
 
-def test_a_hang_names_its_sample(caplog):
+class BadAwaited(Bad):
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
+@variants("kind", [Bad, "read at the same time", BadAwaited], quick=2)
+def test_a_hang_names_its_sample(kind):
+    """Though others are read at the same time, and ahead. They are found in the stack, too."""
     options = {"num_workers": 1, "timeout": HANG, "retries": 0}
-    with Loader(Bad(trouble.hang), ITEMS, collate_fn=sum, **options) as loader:
+    bad = Bad(trouble.hang) if kind is not BadAwaited else BadAwaited(trouble.hang)
+    dataset = bad if kind is Bad else concurrent(bad, limit=2)
+    with Loader(dataset, ITEMS, collate_fn=sum, **options) as loader:
         first, error, last = outcomes(iter(loader))
     assert (first, last) == (1, 6)
     assert type(error) is BatchTimeout
@@ -723,25 +739,6 @@ def test_a_hang_names_its_sample(caplog):
     assert "batch 1 of epoch 0, item [9, 3, 8, 7, 5], sample 7, took longer" in str(error)
     assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', error.stack)
     assert "batch_maker.py" not in error.stack  # frames of ours are left out
-
-
-class BadAwaited(Bad):
-    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        return super().__getitem__(index)
-
-
-@variants("kind", [Bad, BadAwaited])
-def test_a_read_that_hangs_names_its_sample(kind):
-    """Though others are read at the same time, and ahead. They are found in the stack, too."""
-    options = {"num_workers": 1, "timeout": HANG, "retries": 0}
-    bad = concurrent(kind(trouble.hang), limit=2)
-    with Loader(bad, ITEMS, collate_fn=sum, **options) as loader:
-        batches = iter(loader)
-        assert next(batches) == 1
-        with pytest.raises(BatchTimeout) as caught:
-            next(batches)
-    assert (caught.value.ordinal, caught.value.item, caught.value.sample) == (1, ITEMS[1], 7)
-    assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', caught.value.stack)
 
 
 @variants("where", ["dataset", "transform"])
@@ -847,16 +844,6 @@ def test_what_a_hung_worker_started_is_killed(tmp_path):
         assert eventually(lambda: not any(map(alive, children)))
 
 
-@variants("way", [trouble.hang, trouble.holds_the_interpreter, trouble.stops])
-def test_a_batch_that_hangs_once_is_made_again(way, tmp_path):
-    with Loader(Noisy({}), range(10), num_workers=0) as loader:
-        expected = list(loader)
-    dataset = Noisy({4: way}, tmp_path)
-    with Loader(dataset, range(10), num_workers=2, timeout=HANG, retries=1) as loader:
-        assert_equal(list(loader), expected)
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
-
-
 def test_a_hang_that_uses_up_its_tries(caplog):
     with Loader(Scripted({1: [("hang",)]}), range(3), timeout=HANG, retries=1) as loader:
         first, error, last = outcomes(iter(loader))
@@ -865,31 +852,6 @@ def test_a_hang_that_uses_up_its_tries(caplog):
         assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 2)
     assert [line for line in caplog.messages if "a batch took too long" in line] == caplog.messages
     assert len(caplog.messages) == 2
-
-
-def test_a_hang_in_the_middle_of_a_chunk(monkeypatch):
-    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    dataset = Noisy({700: trouble.hang})
-    with Loader(dataset, range(1000), num_workers=1, timeout=HANG, retries=0) as loader:
-        batches = iter(loader)
-        assert [next(batches)[0] for _ in range(600)] == list(range(600))
-        assert loader.stats.workers.chunk_size > 1
-        results = outcomes(batches)
-        error = results.pop(100)
-        assert [batch[0] for batch in results] == [n for n in range(600, 1000) if n != 700]
-        assert (type(error), error.ordinal, error.item) == (BatchTimeout, 700, 700)
-
-
-@pytest.mark.slow
-def test_two_workers_hang_at_once():
-    script = {0: [("hang",)], 1: [("hang",)]}
-    with Loader(Scripted(script), range(4), num_workers=2, timeout=HANG, retries=0) as loader:
-        loader.start()
-        results = outcomes(iter(loader))
-        assert [type(error) for error in results[:2]] == [BatchTimeout] * 2
-        assert [error.ordinal for error in results[:2]] == [0, 1]
-        assert loader.stats.errors.replaced == 2
-        assert results[2:] == [2, 3]
 
 
 def test_a_hang_found_out_of_order():
@@ -995,17 +957,6 @@ def test_a_worker_whose_reply_comes_when_it_is_looked_at_is_not_killed(monkeypat
         assert loader.stats.errors.replaced == 0
 
 
-@variants("share", [0, 0.5])
-def test_a_worker_that_stands_still_with_its_reply(share, tmp_path):
-    """It has made its batch, and is stopped before it has sent all of it."""
-    init = trouble.StopsSending(tmp_path / "did", share=share)
-    options = {"num_workers": 2, "worker_init_fn": init, "shared_memory": False}
-    with Loader(trouble.Large(5_000_000), range(4), timeout=HANG / 2, **options) as loader:
-        assert [batch[0] for batch in loader] == [0, 1, 2, 3]
-        assert (tmp_path / "did").exists()
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
-
-
 def test_a_slow_chunk_of_quick_batches_is_no_hang(tmp_path):
     """The time is each batch's own."""
     script = {n: [("once", tmp_path / f"{n}", ("work", HANG / 4))] for n in range(300, 306)}
@@ -1096,17 +1047,30 @@ def test_wrong_arguments_for_a_foreign_executor():
 # --- in the middle of a message ------------------------------------------------------------------
 
 
-@variants("num_workers", [1, 2])
-def test_a_death_in_the_middle_of_a_reply(num_workers, tmp_path):
-    """The executor waits for the rest of it, and would for ever."""
-    init = trouble.DiesSending(tmp_path / "did")
-    options = {"num_workers": num_workers, "worker_init_fn": init, "shared_memory": False}
-    with Loader(trouble.Large(50_000_000), range(4), **options) as loader:
-        for n, batch in enumerate(loader):
-            assert len(batch) == 50_000_000
-            assert batch[0] == batch[-1] == n
+@variants(
+    ("act", "how", "num_workers"),
+    [
+        (trouble.DiesSending, {}, 1),  # the executor waits for the rest of it, and would for ever
+        (trouble.StopsSending, {"share": 0}, 2),
+        # With the lock of the queue: before it knows what it would have made, or with half of it.
+        (trouble.DiesReceiving, {"reads": 0}, 2),
+        (trouble.DiesSending, {}, 2),
+        (trouble.StopsSending, {"share": 0.5}, 2),
+        (trouble.DiesReceiving, {"reads": 1}, 2),
+    ],
+    quick=3,
+)
+def test_a_worker_is_lost_in_the_middle_of_a_message(act, how, num_workers, tmp_path):
+    """What it has not begun costs no try."""
+    options = {"num_workers": num_workers, "worker_init_fn": act(tmp_path / "did", **how)}
+    options |= {"retries": int(act is not trouble.DiesReceiving), "shared_memory": False}
+    if act is trouble.StopsSending:
+        options["timeout"] = HANG / 2
+    with Loader(trouble.Large(5_000_000), range(4), **options) as loader:
+        assert list(loader) == [bytes([n]) * 5_000_000 for n in range(4)]
         assert (tmp_path / "did").exists()
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (1, 1)
+        assert loader.stats.errors.retries == options["retries"]
+        assert loader.stats.errors.replaced == 1
 
 
 def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
@@ -1119,17 +1083,6 @@ def test_close_after_a_death_in_the_middle_of_a_reply(tmp_path):
         loader.close()
         with pytest.raises(RuntimeError, match="this Loader is closed"):
             next(batches)
-
-
-@variants("reads", [0, 1])
-def test_a_death_with_the_lock_of_the_queue(reads, tmp_path):
-    """Before it knows what it would have made, or with half of it."""
-    init = trouble.DiesReceiving(tmp_path / "did", reads)
-    options = {"num_workers": 2, "worker_init_fn": init, "retries": 0}
-    with Loader(Squares(20), **options) as loader:
-        assert list(loader) == [n * n for n in range(20)]
-        assert (tmp_path / "did").exists()
-        assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
 
 
 def test_a_death_in_the_middle_of_a_reply_beside_new_workers(tmp_path):
