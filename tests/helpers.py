@@ -513,13 +513,18 @@ SAMPLERS: dict[str, Any] = {
 """Samplers of 40 batches in epoch 2, one of each kind."""
 
 
-def once_in(folder: str, number: int) -> bool:
-    """Whether this is the first to ask for the number."""
+def once(path: str) -> bool:
+    """Whether this is the first call for that path, in whichever process."""
     try:
-        os.close(os.open(f"{folder}/did-{number}", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True
+
+
+def once_in(folder: str, number: int) -> bool:
+    """Whether this is the first to ask for the number."""
+    return once(f"{folder}/did-{number}")
 
 
 def _same(number: int) -> int:

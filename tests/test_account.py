@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import SLOW, WAYS, eventually, in_a_fork, making, outcomes, plain, require, variants
-from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, once_in
+from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, Scripted, once_in
 from interrupts import OURS, at_each_step, each_place, interrupted, some_steps, taken_through
 from kinds import (
     BAD_ITEM,
@@ -707,17 +707,6 @@ def unmounted(item: Any) -> Any:
     raise OSError(f"{item} is on a disk that is not there")
 
 
-@pytest.mark.parametrize("argument", ["on_error", "on_sample_error"])
-@pytest.mark.parametrize("way", ["iter", "epochs", "endless"])
-def test_an_epoch_in_which_every_batch_failed_is_an_error(make, argument, way):
-    loader = make(unmounted, BatchSampler(6, 2), collate_fn=list, **{argument: "skip"})
-    batches: Any = iter(loader)
-    if way != "iter":
-        batches = loader.epochs(2) if way == "epochs" else loader.epochs()
-    with pytest.raises((RuntimeError, ValueError, OSError), match=r"batch|epoch"):
-        next(batches)
-
-
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_batch_that_came_early_comes_once(kind):
     """Also where a state says of the very next batch that it was handed over."""
@@ -812,16 +801,6 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(way, where, no_collector
     assert {each() for each in run()} == {None}
 
 
-class Spoilt(Numbers):
-    """A stream that fails at its fourth number."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(6):
-            if number == 3:
-                raise ValueError(number)
-            yield number
-
-
 class AwaitedFaulty(Numbers):
     async def __getitem__(self, index: int) -> int:
         if index == 0:
@@ -859,7 +838,7 @@ WAITING: dict[str, tuple[Any, Any]] = {
     "sampler": (Echo(), Failing(6, 3)),
     "item": (Echo(), [0, 1, 2, threading.Lock(), 4]),  # which cannot be pickled
     "dataset": (Faulty(6, {3: ValueError}), range(6)),
-    "stream": (Spoilt(6), None),
+    "stream": (Scripted(6, {3: ("raises",)}), None),
 }
 
 

@@ -300,6 +300,7 @@ def test_close(make):
     loader = make(Squares())
     batches = iter(loader)
     next(batches)
+    state = loader.state_dict()
     loader.close()
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -308,6 +309,8 @@ def test_close(make):
         iter(loader)
     with pytest.raises(RuntimeError, match="closed"):
         loader.start()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.load_state_dict(state)
 
 
 # --- errors ----------------------------------------------------------------------------------

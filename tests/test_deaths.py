@@ -762,12 +762,8 @@ def test_a_crash_names_its_sample_and_shows_its_stack(where, caplog):
     assert "it was making batch 1 of epoch 0, item [9, 3, 8, 7, 5], sample 7;" in line
 
 
-def test_where_no_sample_is_made_none_is_named():
-    """In ``collate_fn``. Where a sample was left out, those behind it keep their places."""
+def test_samples_behind_one_that_was_left_out_keep_their_places():
     options = {"num_workers": 1, "retries": 0}
-    with Loader(Echo(), [[1, 2]], collate_fn=lambda batch: os._exit(7), **options) as loader:
-        (error,) = outcomes(iter(loader))
-    assert (type(error), error.sample) == (WorkerDied, None)
     leaves_out = trouble.LeavesOut(9)
     transform = BadAfterwards(*EXITS)
     with Loader(leaves_out, ITEMS[1:2], collate_fn=sum, transform=transform, **options) as loader:

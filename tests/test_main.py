@@ -358,34 +358,27 @@ older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
 
 
 @pytest.mark.parametrize(
-    ("program", "options"),
+    ("program", "options", "packages"),
     [
         # From cloudpickle 3.1.3, code is without them.
-        pytest.param(FILE_NAMES, [], id="names of files"),
-        pytest.param(DECORATED, [], id="decorated functions"),
-        pytest.param(BY_NAME_ONLY, [], id="by name only"),
-        pytest.param(WITH_GETATTR, [], id="__getattr__"),
-        pytest.param(LAZY_IMPORTS, [], id="lazy import", marks=older),
+        pytest.param(FILE_NAMES, [], [], id="names of files"),
+        pytest.param(DECORATED, [], [], id="decorated functions"),
+        pytest.param(BY_NAME_ONLY, [], [], id="by name only"),
+        pytest.param(WITH_GETATTR, [], [], id="__getattr__"),
+        pytest.param(OF_OTHER_PACKAGES, [], ["cachetools", "msgspec"], id="other packages"),
+        pytest.param(OF_PYDANTIC, [], ["pydantic"], id="generic models"),
+        pytest.param(LAZY_IMPORTS, [], [], id="lazy import", marks=older),
         pytest.param(
-            *(LAZY_IMPORTS.replace("\nlazy ", "\n"), ["-X", "lazy_imports=all"]),
+            *(LAZY_IMPORTS.replace("\nlazy ", "\n"), ["-X", "lazy_imports=all"], []),
             id="lazy_imports=all",
             marks=older,
         ),
     ],
 )
-def test_what_a_main_module_defines_arrives(program, options, tmp_path):
+def test_what_a_main_module_defines_arrives(program, options, packages, tmp_path):
+    for package in packages:
+        require(package)
     run(program, tmp_path, *options)
-
-
-def test_what_other_packages_make_of_functions_and_classes_arrives(tmp_path):
-    require("cachetools")
-    require("msgspec")
-    run(OF_OTHER_PACKAGES, tmp_path)
-
-
-def test_a_generic_model_with_its_types_arrives(tmp_path):
-    require("pydantic")
-    run(OF_PYDANTIC, tmp_path)
 
 
 @pytest.mark.parametrize(

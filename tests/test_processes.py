@@ -403,13 +403,19 @@ def assert_gone(program: subprocess.Popen[str], pids: list[int]) -> tuple[int, s
 
 
 @variants("hang", HANGS)
-@variants("number", [signal.SIGKILL, signal.SIGTERM])
+@variants("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], quick=2)
 def test_the_parent_is_killed(tmp_path, number, hang):
+    """Or Ctrl-C is pressed at its terminal."""
     program, pids = run_program(tmp_path, "next(batches)", hang)
     assert len(pids) >= 8
-    program.send_signal(number)
+    send = os.killpg if number == signal.SIGINT else os.kill
+    send(program.pid, number)
     code, errors = assert_gone(program, pids)
     assert code == -number
+    if number == signal.SIGINT:
+        assert errors.count("Traceback") == 1
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+        return
     # The standard library's tracker clears the executor's semaphores away, and says so.
     assert "Traceback" not in errors
     assert "leaked semaphore" in errors or not errors
@@ -565,16 +571,6 @@ def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
         with pytest.raises(KeyboardInterrupt):
             lifetimes.kill_trees({sleep.pid: sleep.send_signal})
     assert sleep.wait() == -signal.SIGKILL
-
-
-@variants("hang", HANGS)
-def test_ctrl_c(tmp_path, hang):
-    program, pids = run_program(tmp_path, "next(batches)", hang)
-    os.killpg(program.pid, signal.SIGINT)
-    code, errors = assert_gone(program, pids)
-    assert code == -signal.SIGINT
-    assert errors.count("Traceback") == 1
-    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_impatient_ctrl_c(tmp_path):
@@ -750,33 +746,39 @@ def test_loaders_in_threads():
     assert in_threads(*[use] * 4) == [[i * i for i in range(10)]] * 4
 
 
-def test_other_processes_still_get_their_main_module(tmp_path):
+STARTS_A_PROCESS = """
+import multiprocessing, minloader, __main__
+def f():
+    print("f of", __name__, flush=True)
+def start(item):
+    process = multiprocessing.get_context("spawn").Process(target=__main__.f)
+    process.start()
+    process.join()
+if __name__ == "__main__":
+    CALL
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            "print(list(minloader.Loader(str, [1])), flush=True); start(1)",
+            "['1']\nf of __mp_main__",
+        ),
+        # The worker begins while its parent is just starting it.
+        (
+            "print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))",
+            "f of __mp_main__\n[None]",
+        ),
+    ],
+    ids=["beside workers", "in a forked one"],
+)
+def test_other_processes_still_get_their_main_module(call, said, tmp_path):
     """Only our own workers go without it."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing, minloader\n"
-        "def f(): print('f of', __name__)\n"
-        "if __name__ == '__main__':\n"
-        "    print(list(minloader.Loader(str, [1])))\n"
-        "    p = multiprocessing.get_context('spawn').Process(target=f)\n"
-        "    p.start(); p.join()\n"
-    )
-    assert printed_by(script) == "['1']\nf of __mp_main__\n"
-
-
-def test_what_a_forked_worker_starts_gets_its_main_module(tmp_path):
-    """The worker begins while its parent is just starting it."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing, minloader, __main__\n"
-        "def f(): print('f of', __name__)\n"
-        "def start(item):\n"
-        "    p = multiprocessing.get_context('spawn').Process(target=__main__.f)\n"
-        "    p.start(); p.join()\n"
-        "if __name__ == '__main__':\n"
-        "    print(list(minloader.Loader(start, [1], num_workers=1, mp_context='fork')))\n"
-    )
-    assert printed_by(script, options=["-W", "ignore"]) == "f of __mp_main__\n[None]\n"
+    script.write_text(STARTS_A_PROCESS.replace("CALL", call))
+    assert printed_by(script, options=["-W", "ignore"]) == f"{said}\n"
 
 
 BUSY = """

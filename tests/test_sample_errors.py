@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trouble
-from conftest import require, variants
+from conftest import outcomes, require, variants
 from helpers import Deadly, Numbers
 
 from minloader import (
@@ -94,6 +94,7 @@ def bad(loader: Any) -> list[Any]:
     return sorted((batch, sample) for _, batch, sample, _ in loader.stats.errors.last)
 
 
+SKIPPING: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
 WITHOUT = [[0, 2], [3], [6, 7, 8], [10, 11]]
 MENDED = [[0, -1, 2], [3, -4, -5], [6, 7, 8], [-9, 10, 11]]
 BAD = [(0, 1), (1, 4), (1, 5), (3, 9)]
@@ -370,23 +371,10 @@ def pairs(n: int) -> list[list[int]]:
     return [[2 * k, 2 * k + 1] for k in range(n)]
 
 
-def tried(loader: Loader) -> list[Any]:
-    """The batches of an epoch, or errors in their places."""
-    found: list[Any] = []
-    batches = iter(loader)
-    for _ in range(10_000):
-        try:
-            found.append(next(batches))
-        except BatchError as error:
-            found.append(error)
-        except StopIteration:
-            return found
-    raise AssertionError("it does not end")
-
-
 def told(loader: Loader) -> list[tuple[int, str]]:
     """The errors of an epoch: the places of their batches, -1 for the end, and what they say."""
-    return [(e.ordinal, str(e)) for e in tried(loader) if isinstance(e, BatchError)]
+    found = outcomes(iter(loader), 10_000)
+    return [(error.ordinal, str(error)) for error in found if isinstance(error, BatchError)]
 
 
 @pytest.mark.parametrize(
@@ -486,11 +474,10 @@ FAULTY = dict.fromkeys((1, 4, 5, 9), fail)
 @pytest.mark.parametrize("there", [{"num_workers": 0}, {"num_workers": 2, "in_order": False}])
 def test_bad_samples_survive_a_resume(k, there, make):
     """The list of them, and what max_errors compares, in JSON, with another number of workers."""
-    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
-    with make(Troubled(FAULTY), max_errors=4, **options) as loader:
+    with make(Troubled(FAULTY), max_errors=4, **SKIPPING) as loader:
         whole = lists(loader)
         errors = sorted(loader.stats.errors.last)
-    with make(Troubled(FAULTY), max_errors=4, **options) as loader:
+    with make(Troubled(FAULTY), max_errors=4, **SKIPPING) as loader:
         batches = iter(loader)
         given = [list(next(batches)) for _ in range(k)]
         state = json.loads(json.dumps(loader.state_dict()))
@@ -499,7 +486,7 @@ def test_bad_samples_survive_a_resume(k, there, make):
     assert failed["failed"] == len(failed["last"]) == known == [0, 1, 3, 3, 4][k]
     for most, is_enough in ((4, True), (3, False)):
         with Loader(
-            Troubled(FAULTY), max_errors=most, seed=state["seed"], **options | there
+            Troubled(FAULTY), max_errors=most, seed=state["seed"], **SKIPPING | there
         ) as loader:
             loader.load_state_dict(state)
             assert json.loads(json.dumps(loader.state_dict())) == state
@@ -558,8 +545,7 @@ def odd_fails(number: int) -> int:
 
 def test_errors_after_a_state_count_once_more():
     """Where it is loaded by the loader that has met them."""
-    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
-    with Loader(Troubled(FAULTY), num_workers=0, max_errors=3, **options) as loader:
+    with Loader(Troubled(FAULTY), num_workers=0, max_errors=3, **SKIPPING) as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
@@ -582,8 +568,7 @@ def test_what_is_taken_ahead_of_the_next_epoch_is_not_of_this_one():
 
 def test_what_a_stage_has_taken_ahead_does_not_count_twice():
     """What failed is known when it was taken; the samples that have come are the consumer's."""
-    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "on_sample_error": "skip"}
-    options |= {"num_workers": 0, "max_errors": 0.34}
+    options = SKIPPING | {"num_workers": 0, "max_errors": 0.34}
     with Loader(Troubled(FAULTY), **options) as loader, prefetch(loader, list, depth=2) as batches:
         assert [next(batches), next(batches)] == WITHOUT[:2]
         state = loader.state_dict()
@@ -597,8 +582,7 @@ def test_what_a_stage_has_taken_ahead_does_not_count_twice():
 
 
 def test_the_next_epoch_of_a_state_counts_anew():
-    options: dict[str, Any] = {"collate_fn": list, "on_sample_error": "skip", "num_workers": 0}
-    options |= {"max_errors": 4, "batch_size": 3}
+    options = SKIPPING | {"num_workers": 0, "max_errors": 4}
     with Loader(Troubled(FAULTY), **options) as loader:
         list(loader)
         state = loader.state_dict()

@@ -349,10 +349,7 @@ def bench(monkeypatch):
     def trip(dataset: Any, items: list[Any]) -> list[Any]:
         """The batches of one task."""
         if dataset not in workers:
-            job = Job(dataset, None, None, None)
-            workers[dataset] = Worker(
-                job, WorkerInfo(0, 1, os.getpid(), 0), PackingEnvironment(BatchPacker())
-            )
+            workers[dataset] = packing_worker(Job(dataset, None, None, None))
         slot = pool.lend()
         lent.append(slot)
         packed = [pack(item, down=True) for item in items]
@@ -545,18 +542,6 @@ def test_a_fork_of_a_worker_has_no_share_in_its_slot():
 
 
 # --- no room -----------------------------------------------------------------------------------
-
-
-def test_without_shared_memory():
-    with Loader(numbered, range(20), num_workers=2, shared_memory=False) as loader:
-        for n, batch in enumerate(list(loader)):
-            assert (batch == n).all()
-            batch += 1
-        assert (
-            loader.stats.memory.slots,
-            loader.stats.memory.slot_bytes,
-            loader.stats.memory.overflowed,
-        ) == (0, 0, 0)
 
 
 def test_beyond_the_budget_batches_come_through_the_pipe(caplog):

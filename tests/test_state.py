@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import (
+    WAYS,
     alive,
     eventually,
     lists,
@@ -41,13 +42,6 @@ pytestmark = pytest.mark.usefixtures("quick_starts")
 
 N = 40  # batches of an epoch of each of SAMPLERS
 
-WAYS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "thread-3": {"executor": "thread", "num_workers": 3},
-    "process-1": {"num_workers": 1},
-    "process-2": {"num_workers": 2},
-}
-
 
 @pytest.fixture(params=["inline", "thread", "process-2", "foreign-process"])
 def make(request):
@@ -56,7 +50,7 @@ def make(request):
         yield factory
 
 
-@pytest.mark.parametrize("way", ["inline", "thread-3", "process-2"])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_ready_first_is_not_given_again(way, tmp_path):
     """Batch 0 is held up while 20 others are delivered."""
     gate = tmp_path / "open"
@@ -449,14 +443,6 @@ def test_within_an_epoch_the_length_of_another_is_compared_when_that_begins():
         assert list(loader) == list(range(6))
 
 
-def test_a_closed_loader_takes_no_state():
-    loader = Loader(Guarded(), range(3), num_workers=0)
-    state = loader.state_dict()
-    loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        loader.load_state_dict(state)
-
-
 # --- several epochs without a gap ----------------------------------------------------------------
 
 
@@ -478,10 +464,6 @@ def test_to_ask_for_the_length_does_not_disturb_the_epoch_that_is_read_ahead(inn
     with Loader(Echo(), sampler, num_workers=num_workers, executor="thread") as loader:
         found = [(epoch, batch, len(loader)) for epoch, batch in loader.epochs(3)]
     assert found == [(n, batch, 6 + n) for n in range(3) for batch in range(6 + n)]
-
-
-def rollover() -> BatchSampler:
-    return BatchSampler(5, 2, last_batch="rollover")
 
 
 def test_the_next_epoch_is_under_way_before_the_last_batch_is_taken(monkeypatch):
@@ -513,7 +495,7 @@ def test_epochs_need_a_number(n):
 
 FOLLOWS: dict[str, dict[str, Any]] = {
     "inline": WAYS["inline"],
-    "threads": WAYS["thread-3"],
+    "threads": WAYS["threads"],
     "fork": {"num_workers": 2, "mp_context": "fork"},
 }
 """Where workers have the dataset itself, or as it is when they are forked."""
@@ -565,15 +547,17 @@ def test_a_dataset_that_has_grown(kind, way):
         loader.load_state_dict(json.loads(within))
 
 
-def test_a_dataset_that_has_grown_after_workers_had_it():
-    """They would have the copy from before, if there are workers again."""
+def test_a_dataset_that_has_grown_after_workers_had_it(caplog):
+    """They have the copy from before, also where there are none for a while."""
     data = [0, 1, 2]
     with Loader(data, num_workers=1) as loader:
-        assert list(loader) == [0, 1, 2]
+        first = list(loader)
         data.append(3)
-        for count in (0, 1):
+        for count in (1, 0, 1):
             loader.num_workers = count
-            assert list(loader) == [0, 1, 2]
+            assert [list(loader) for _ in range(2)] == [first] * 2
+    (told,) = [each.message for each in caplog.records if "another length" in each.message]
+    assert "make another Loader" in told
 
 
 @pytest.mark.parametrize("way", ["inline", "threads"])  # forked workers are forked once
@@ -592,16 +576,6 @@ def test_a_dataset_that_grows_while_epochs_are_under_way(way):
         data += [6]
         assert list(loader) == [*range(1, 6)]
         assert list(loader) == [*range(7)]
-
-
-def test_a_dataset_that_has_grown_where_workers_have_it_as_it_was(caplog):
-    data = [0, 1, 2, 3]
-    with Loader(data, **WAYS["process-1"]) as loader:
-        first = list(loader)
-        data += [4]
-        assert [list(loader) for _ in range(2)] == [first] * 2
-    (told,) = [each.message for each in caplog.records if "another length" in each.message]
-    assert "make another Loader" in told
 
 
 def test_epochs_that_are_over_are_let_go():
@@ -625,15 +599,17 @@ def test_epochs_of_what_serves_one(make):
         next(run)
 
 
-def test_epochs_without_batches_end(make):
+@pytest.mark.parametrize("argument", ["on_error", "on_sample_error"])
+def test_epochs_without_batches_end(make, argument):
     run = make(Guarded(), []).epochs()
     with pytest.raises(ValueError, match="epoch 0 has no batches"):
         next(run)
     with pytest.raises(StopIteration):
         next(run)
-    run = make(Guarded(faulty=[0, 1]), range(2), on_error=lambda error: SKIP).epochs()
-    with pytest.raises(BatchError, match="nothing is left of epoch 0, of which 2 batches failed"):
-        next(run)
+    options = {argument: lambda error: SKIP}
+    for run in iter, Loader.epochs:
+        with pytest.raises(BatchError, match="nothing is left of epoch 0, of which 2 "):
+            next(run(make(Guarded(faulty=[0, 1]), range(2), **options)))
 
 
 # --- other numbers of workers --------------------------------------------------------------------
@@ -665,7 +641,7 @@ def test_resized_to_workers_that_cannot_have_the_dataset():
 # --- the end of the program ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["inline", "thread-3", "process-1"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_program_that_ends_in_the_middle_says_nothing(way):
     """Iterators that are collected last of all still note where they are."""
     code = f"""

@@ -8,12 +8,10 @@ import logging
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,13 @@ import pytest
 from minloader import SKIP, Loader, concurrent
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
-from minloader._insight.stats import ErrorStats, MemoryStats, Stats, TimeStats, WorkerStats
+from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import WorkerCount
 from minloader._worker import lifetimes, processor_time
 from minloader._worker.messages import Figures, Reply
 from tests.conftest import WAYS, eventually, variants
-from tests.helpers import Squares, stats_of
+from tests.helpers import Deadly, Squares, stats_of
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -65,11 +63,6 @@ class Uneven(Sleepy):
         return index
 
 
-class Quick(Sleepy):
-    def __getitem__(self, index):
-        return index
-
-
 class SlowToPack:
     def __reduce__(self):
         time.sleep(SLOW)
@@ -89,12 +82,7 @@ def unpack_slowly(index):
     return SlowToUnpack()
 
 
-def large(index):
-    return np.full(2_000_000, index, np.uint8)
-
-
-def small(index):
-    return np.full(16_000, index, np.float32)
+LARGE = partial(np.full, 2_000_000, dtype=np.uint8)
 
 
 def start_slowly(info):
@@ -238,7 +226,7 @@ def test_what_is_between_epochs_is_nobodys(way):
 
 
 def test_work_before_the_first_next_is_no_start_of_workers():
-    with Loader(Quick(), num_workers=1) as loader:
+    with Loader(range(40), num_workers=1) as loader:
         batches = iter(loader)
         assert eventually(lambda: inspect(loader).workers[0].is_ready)
         time.sleep(0.5)  # its own work
@@ -259,7 +247,7 @@ def test_the_verdict_and_the_table_use_one_clock():
 
 @pytest.mark.parametrize("started", [False, True])
 def test_starting_earlier_is_no_advice_for_who_does(started):
-    with Loader(Quick(), num_workers=1) as loader:
+    with Loader(range(40), num_workers=1) as loader:
         if started:
             loader.start()
         stats = loader.stats
@@ -293,33 +281,6 @@ def test_tasks_in_flight():
         assert loader.stats.workers.in_flight == 0
 
 
-def test_stats_are_for_any_thread_to_ask():
-    """Another one may begin an epoch while the epochs are looked through.
-
-    Until CPython 3.13 they are looked through again then; from 3.14 a WeakSet is walked in a copy.
-    """
-    looks = 1 if sys.version_info >= (3, 14) else 2
-
-    class Disturbed(type(inspect(Loader(Squares(), num_workers=0)).group.users)):
-        times = 0
-
-        def __iter__(self):
-            first = super().__iter__()
-            yield next(first)
-            Disturbed.times += 1
-            if Disturbed.times == 1:
-                epochs.append(iter(loader))
-            yield from first
-
-    with Loader(Sleepy(), range(40), num_workers=2) as loader:
-        epochs = [iter(loader)]
-        inspect(loader).group.users = Disturbed(epochs)
-        assert loader.stats.workers.in_flight == 4 * looks
-        assert Disturbed.times == looks + 1  # once for the beginning of the other
-        assert loader.stats.workers.in_flight == 8
-        epochs.clear()
-
-
 # --- the verdict
 
 BUSY = "all 2 workers were busy"
@@ -328,9 +289,9 @@ IDLE = "workers were idle"
 SETUPS = {
     # name: what the loader is made of, its options beside two workers, what is to be said
     "dataset": ((Sleepy(),), {}, ["the dataset is the limit", BUSY]),
-    "transform": ((Quick(),), {"transform": sleepy}, ["transform is the limit", BUSY]),
+    "transform": ((range(40),), {"transform": sleepy}, ["transform is the limit", BUSY]),
     "collate": (
-        (Quick(), [[n] for n in range(40)]),
+        (range(40), [[n] for n in range(40)]),
         {"collate_fn": sleepy},
         ["collate_fn is the limit", BUSY],
     ),
@@ -351,12 +312,12 @@ SETUPS = {
     ),
     "one": ((Sleepy(),), {"num_workers": 1}, ["the worker was busy"]),
     "sampler": (
-        (Quick(), SlowItems()),
+        (range(40), SlowItems()),
         {},
         ["the sampler is the limit: it takes 2", "ms a batch", IDLE],
     ),
     "sampler-inline": (
-        (Quick(), SlowItems()),
+        (range(40), SlowItems()),
         {"num_workers": 0},
         ["the sampler is the limit: it takes 2"],
     ),
@@ -370,12 +331,12 @@ SETUPS = {
         {"num_workers": 0},
         ["the dataset is the limit", "num_workers=1 makes"],
     ),
-    "inline-consumer": ((Quick(),), {"num_workers": 0}, ["the consumer is the limit"]),
-    "pipe": ((large, range(60)), {"shared_memory": 100_000}, ["shared_memory would help", "pipe"]),
+    "inline-consumer": ((range(40),), {"num_workers": 0}, ["the consumer is the limit"]),
+    "pipe": ((LARGE, range(60)), {"shared_memory": 100_000}, ["shared_memory would help", "pipe"]),
     "uneven": ((Uneven(64),), {}, ["some batches are slow", "prefetch_factor", "in_order=False"]),
-    "tiny": ((Quick(30_000),), {}, ["a batch takes", "µs", "larger batches", "batch_size"]),
+    "tiny": ((range(30_000),), {}, ["a batch takes", "µs", "larger batches", "batch_size"]),
     "start": (
-        (Quick(20),),
+        (range(20),),
         {"worker_init_fn": start_slowly},
         ["the first batch took", "loader.start()"],
     ),
@@ -404,27 +365,33 @@ def test_the_verdict_names_the_bottleneck(name):
     assert eventually(is_said), texts[-1]
 
 
+FIGURES: dict[str, Any] = {
+    "batches": 100,
+    "time_wait": 1.0,
+    "workers_count": 2,
+    "workers_computing": 0.01,
+    "workers_queued": 0.05,
+}
+
+
 @pytest.mark.parametrize(
-    ("times", "said"),
+    ("figures", "said"),
     [
-        (TimeStats(sampler=0.9), "the sampler is the limit: it takes 9 ms a batch"),
-        (TimeStats(consumer=99.0), "the consumer is the limit: it waited 1 % of the time"),
-        (TimeStats(dataset=0.4), "through the pipe, so more shared_memory would help"),
-        (TimeStats(collate=1.9), "collate_fn is the limit, with 100 % of the work"),
-        (TimeStats(dataset=0.2, startup=0.0), "3 workers had to be replaced, which takes time"),
+        ({"time_sampler": 0.9}, "the sampler is the limit: it takes 9 ms a batch"),
+        ({"time_consumer": 99.0}, "the consumer is the limit: it waited 1 % of the time"),
+        (
+            {"time_dataset": 0.4, "memory_overflowed": 50},
+            "through the pipe, so more shared_memory would help",
+        ),
+        ({"time_collate": 1.9}, "collate_fn is the limit, with 100 % of the work"),
+        (
+            {"time_dataset": 0.2, "errors_replaced": 3},
+            "3 workers had to be replaced, which takes time",
+        ),
     ],
 )
-def test_the_verdict_on_figures(times, said):
-    overflowed = 50 if times.dataset == 0.4 else 0
-    replaced = 3 if times.dataset == 0.2 else 0
-    stats = Stats(
-        batches=100,
-        time=replace(times, wait=1.0),
-        workers=WorkerStats(count=2, computing=0.01, queued=0.05),
-        memory=MemoryStats(overflowed=overflowed),
-        errors=ErrorStats(replaced=replaced),
-    )
-    assert said in stats.verdict
+def test_the_verdict_on_figures(figures, said):
+    assert said in stats_of(**FIGURES | figures).verdict
 
 
 # --- what the workers did in their time
@@ -643,7 +610,7 @@ def test_idle_workers_that_wait_for_a_processor(monkeypatch, queued, cpus, said)
 
 def test_shared_memory_is_what_is_used_and_the_limit_apart():
     """While tasks are under way, each of which may take a part of the limit."""
-    with Loader(small, range(50), num_workers=2, shared_memory=10**9) as loader:
+    with Loader(partial(np.full, 16_000), range(50), num_workers=2, shared_memory=10**9) as loader:
         for _ in loader:
             stats = loader.stats
             assert stats.memory.slot_bytes <= stats.memory.slots * 2**20
@@ -789,16 +756,8 @@ def test_a_fork_writes_nothing_into_the_trace(tmp_path):
     assert epochs == [0, 0, 0, 1, 1, 1]
 
 
-def die_once(path, n):
-    if n == 3 and not os.path.exists(path):
-        Path(path).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return n
-
-
 def test_deaths_and_what_is_sent_again_are_in_the_timeline(tmp_path):
-    marker = str(tmp_path / "died")
-    with Loader(lambda n: die_once(marker, n), range(8), num_workers=2) as loader:
+    with Loader(Deadly({3}, str(tmp_path)), range(8), num_workers=2) as loader:
         assert list(loader) == list(range(8))
         stats = loader.stats
     died = [event for event in stats.events if event.name == "died"]

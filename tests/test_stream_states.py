@@ -11,6 +11,7 @@ from conftest import lists, plain
 from helpers import Refuses
 from kinds import (
     IDIOMS,
+    BeginsAnew,
     Counting,
     Logged,
     Noisy,
@@ -89,25 +90,9 @@ def test_an_object_that_the_user_has_moved_is_read_from_there():
         assert given + list(batches) == list(range(14))
 
 
-class Resetting:
-    """Its own iterator, which begins anew with ``iter``."""
-
-    left = 0
-
-    def __iter__(self) -> Resetting:
-        self.left = 9
-        return self
-
-    def __next__(self) -> int:
-        if not self.left:
-            raise StopIteration
-        self.left -= 1
-        return 8 - self.left
-
-
 @pytest.mark.parametrize(
     "stream",
-    [Resetting, lambda: iter(range(9)), lambda: (k for k in range(9))],
+    [lambda: BeginsAnew(range(9)), lambda: iter(range(9)), lambda: (k for k in range(9))],
     ids=["a class", "an iterator", "a generator"],
 )
 def test_two_loaders_over_one_iterator_are_refused(stream):
@@ -120,10 +105,11 @@ def test_two_loaders_over_one_iterator_are_refused(stream):
         assert given + list(batches) == list(range(9))
 
 
-class Interrupts(Resetting):
+class Interrupts(BeginsAnew):
     """Ctrl-C comes once, when it has moved on and not given a sample."""
 
     def __init__(self, at: int) -> None:
+        super().__init__(range(9))
         self.at = at
 
     def __next__(self) -> int:

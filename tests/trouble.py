@@ -21,19 +21,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from helpers import Squares, TwoArguments
+from helpers import Squares, TwoArguments, once
 
 from minloader import SKIP, WorkerInfo, empty, get_worker_info
 from minloader._memory.limits import private_memory
-
-
-def once(path: str) -> bool:
-    """Whether this is the first call for that path, in whichever process."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 def note(path: str, text: Any) -> None:

@@ -91,6 +91,17 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     "told with state": one_by_one(ToldWithState),
     "shuffled": ours(lambda n: BatchSampler(n, 2, shuffle=True)),
     "shuffled one by one": one_by_one(lambda n: BatchSampler(n, None, shuffle=True)),
+    "ours over torch's": ours(lambda n: BatchSampler(RandomSampler(range(n)), 2)),
+    "ours over ours over torch's": lambda n, generator: {
+        "batch_sampler": BatchSampler(
+            BatchSampler(RandomSampler(range(n), generator=generator), None), 2
+        )
+    },
+    "budget over torch's": ours(
+        lambda n: DynamicBatchSampler(
+            lambda index: 1 + index % 3, 4, sampler=RandomSampler(range(n)), shuffle=True
+        )
+    ),
     "own iterator": ours(lambda n: ToldIterator(n)),
     "rolling": ours(lambda n: BatchSampler(n, 3, shuffle=True, last_batch="rollover")),
     "dynamic": ours(
