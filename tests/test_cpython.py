@@ -612,9 +612,7 @@ def test_4_who_looks_second_at_a_child_of_the_fork_server_finds_255(monkeypatch)
     assert codes == [-signal.SIGABRT, 255]
 
 
-def test_12_a_fork_wakes_the_manager_threads_of_its_parent_when_it_ends():
-    """And takes a lock for it, in some versions, which nobody gives back there."""
-    program = """
+ENDS_A_FORK = """
 from concurrent.futures import ProcessPoolExecutor, process
 from multiprocessing import get_context
 {before}
@@ -628,17 +626,8 @@ with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
     child.join()
     del wakeup.wakeup
 """
-    without = "process._threads_wakeups.clear = int"
-    said = [
-        printed_by(program.format(before=each), options=["-W", "ignore"]) for each in ("", without)
-    ]
-    assert said == ["", "woken\n"]
 
-
-@pytest.mark.timeout(60)
-def test_12_a_fork_wakes_the_manager_thread_of_an_executor_that_it_lets_go_of():
-    """And takes a lock for it, in some versions, which another thread may have had."""
-    program = """
+LETS_GO_IN_A_FORK = """
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -648,7 +637,7 @@ executor.submit(int).result()
 wakeup = executor._executor_manager_thread_wakeup
 {before}
 wakeup.wakeup = lambda: print("woken", flush=True)
-with executor._shutdown_lock if {is_locked} else open(os.devnull):
+with open(os.devnull) if "{before}" else executor._shutdown_lock:
     if os.fork() == 0:
         del executor
         os._exit(0)
@@ -656,10 +645,21 @@ with executor._shutdown_lock if {is_locked} else open(os.devnull):
 del wakeup.wakeup
 executor.shutdown()
 """
-    without = "kept = executor._executor_manager_thread.executor_reference"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("program", "without"),
+    [
+        (ENDS_A_FORK, "process._threads_wakeups.clear = int"),
+        (LETS_GO_IN_A_FORK, "kept = executor._executor_manager_thread.executor_reference"),
+    ],
+)
+def test_12_a_fork_wakes_the_manager_threads_of_its_parent(program, without):
+    """When it ends, or lets go of an executor. It takes a lock for that, in some versions, which
+    another thread may have had, and which nobody gives back there."""
     said = [
-        printed_by(program.format(before=each, is_locked=not each), options=["-W", "ignore"])
-        for each in ("", without)
+        printed_by(program.format(before=each), options=["-W", "ignore"]) for each in ("", without)
     ]
     assert said == ["", "woken\n"]
 

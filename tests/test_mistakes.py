@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import in_a_fork, making, python, require
 from helpers import Echo, Faulty, Refuses, Squares
+from helpers import Numbers as Sharded
 from kinds import same
 from trouble import exits
 
@@ -36,7 +37,7 @@ from minloader._checks import OTHER_NAMES
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
 
-N = 3000
+N = 1000
 
 
 @pytest.fixture(params=["inline", "thread", "process-1"])
@@ -73,16 +74,6 @@ def take_in_threads(batches: Any, threads: int = 4) -> list[list[Any]]:
     return taken
 
 
-def test_each_batch_goes_to_one_of_several_threads(anywhere):
-    loader = anywhere(Echo(), range(N))
-    batches = iter(loader)
-    taken = take_in_threads(batches)
-    assert sorted(chain(*taken)) == list(range(N))
-    assert all(mine == sorted(mine) for mine in taken)
-    assert loader.stats.batches == N
-    assert next(batches, "over") == "over"
-
-
 class Numbers:
     """A stream without a state."""
 
@@ -96,15 +87,21 @@ class Numbers:
 @pytest.mark.parametrize(
     ("source", "begin", "expected"),
     [
+        ((Echo(), range(N)), iter, list(range(N))),
         ((Echo(), range(9)), lambda it: it.epochs(3), [(e, n) for e in range(3) for n in range(9)]),
-        ((Numbers(N),), iter, sorted([*range(N)] * 2)),
+        ((Sharded(N),), iter, list(range(N))),
         ((Echo(), range(N)), lambda it: prefetch(it, abs, depth=8), list(range(N))),
     ],
-    ids=["epochs", "a stream", "prefetch"],
+    ids=["iter", "epochs", "a stream", "prefetch"],
 )
-def test_in_several_threads(source, begin, expected):
-    with Loader(*source, num_workers=2) as loader:
-        assert sorted(chain(*take_in_threads(begin(loader)))) == expected
+def test_each_batch_goes_to_one_of_several_threads(source, begin, expected, anywhere):
+    loader = anywhere(*source)
+    batches = begin(loader)
+    taken = take_in_threads(batches)
+    assert sorted(chain(*taken)) == expected
+    assert all(mine == sorted(mine) for mine in taken)
+    assert loader.stats.batches == len(expected)
+    assert next(batches, "over") == "over"
 
 
 # --- a fork ----------------------------------------------------------------------------------
@@ -339,10 +336,8 @@ class ManyAlone:
 
 @pytest.mark.parametrize("options", [{"dataset": Faulty(64, {37: ValueError})}, {}])
 def test_a_failing_sample_is_named(anywhere, options):
-    arguments = {
-        "dataset": Squares(64),
-        "transform": None if options else Refuses(37 * 37),
-    } | options
+    transform = None if options else Refuses(37 * 37)
+    arguments = {"dataset": Squares(64), "transform": transform} | options
     loader = anywhere(**arguments, batch_size=16)
     with pytest.raises(ValueError, match="is bad") as caught:
         list(loader)

@@ -587,28 +587,6 @@ def test_impatient_ctrl_c(tmp_path):
     assert_gone(program, pids)
 
 
-@pytest.mark.parametrize(
-    ("close", "expected"),
-    [
-        ("loader.close()", -signal.SIGINT),
-        ("try: loader.close()\nexcept KeyboardInterrupt: del batches, loader", 0),
-    ],
-)
-def test_ctrl_c_just_when_the_loader_is_closed(tmp_path, close, expected):
-    """What is left must be ended at the exit, which would wait for the batches otherwise."""
-    end = f"""
-from minloader._pools import processes as spawned
-kill = spawned.kill_trees
-def interrupted(pids):
-    spawned.kill_trees = kill
-    raise KeyboardInterrupt
-spawned.kill_trees = interrupted
-{close}"""
-    code, errors = assert_gone(*run_program(tmp_path, end))
-    assert code == expected
-    assert errors.count("Traceback") == bool(expected)
-
-
 def test_ctrl_c_while_workers_start():
     """They are hit by the terminal's signal before they have a process group of their own."""
     code = """
@@ -627,10 +605,27 @@ print(list(loader))
     assert printed_by(code, start_new_session=True) == "['0', '1', '2', '3']\n"
 
 
+INTERRUPTED_CLOSE = """
+from minloader._pools import processes as spawned
+kill = spawned.kill_trees
+def interrupted(pids):
+    spawned.kill_trees = kill
+    raise KeyboardInterrupt
+spawned.kill_trees = interrupted
+"""
+"""Ctrl-C just when the loader is closed: the exit would wait for batches that are left."""
+
+
 @variants(
     ("end", "code", "error"),
     [
         ("", 0, ""),
+        (f"{INTERRUPTED_CLOSE}loader.close()", -signal.SIGINT, "KeyboardInterrupt\n"),
+        (
+            INTERRUPTED_CLOSE
+            + "try: loader.close()\nexcept KeyboardInterrupt: del batches, loader",
+            *(0, ""),
+        ),
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('main failed')", 1, "ValueError: main failed\n"),
         ("loader.close(); print('closed')", 0, ""),
@@ -639,6 +634,7 @@ print(list(loader))
         ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
         ("os._exit(4)", 4, ""),
     ],
+    quick=3,
 )
 def test_the_program_ends(tmp_path, end, code, error):
     program, pids = run_program(tmp_path, end)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from interrupts import interrupted
+from interrupts import OURS, interrupted
 from kinds import Told, ToldWithState
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -266,14 +266,14 @@ class DropIn:
             self.fix()
             place.rest = dict(enumerate(self.right(place)))
 
-    def take(self, count: int, interrupt: int | None = None) -> bool:
+    def take(self, count: int, interrupt: int | None = None, within: str = OURS) -> bool:
         """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
         self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
         self.enter()
         reached = False
         for _ in range(count):
             if interrupt is not None:
-                outcome = interrupted(lambda: next(self.batches, END), interrupt)
+                outcome = interrupted(lambda: next(self.batches, END), interrupt, within)
                 reached = outcome.reached
                 batch = next(self.batches, END) if outcome.interrupted else outcome.value
                 interrupt = None
@@ -431,12 +431,12 @@ def do(program: DropIn, steps: str) -> None:
         STEPS[name.strip()](program, *arguments)
 
 
-def press(kind: str, num_workers: int, steps: str, stride: int) -> int:
+def press(kind: str, num_workers: int, steps: str, stride: int, within: str = OURS) -> int:
     """Ctrl-C comes at each so many-th place of ``next``; says how many there are."""
     for place in itertools.count(0, stride):
         program = run(kind, num_workers, steps)
         with explained(program):
-            reached = program.take(1, place)
+            reached = program.take(1, place, within)
             program.note()
             do(program, f"finish; begin {program.place.number}; finish; verify")
         program.close()
