@@ -269,6 +269,8 @@ class DropIn:
     def take(self, count: int, interrupt: int | None = None, within: str = OURS) -> bool:
         """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
         self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
+        is_begun = self.entered
+        before = torch.get_rng_state()
         self.enter()
         reached = False
         for _ in range(count):
@@ -283,6 +285,8 @@ class DropIn:
                 self.end()
                 break
             self.given(batch)
+        if is_begun:
+            assert torch.equal(torch.get_rng_state(), before), "it draws from torch's generator"
         return reached
 
     def given(self, batch: list[Any]) -> None:
