@@ -310,7 +310,7 @@ def test_a_sampler_that_is_its_own_iterator(items, given, num_workers):
 def test_an_interrupt_in_a_sampler_loses_nothing(name):
     """The epoch is begun again with the same generators, up to where it was."""
     code = torch.utils.data.sampler.__file__
-    kinds = "shuffle", "own generator"
+    kinds = "shuffle", "ours over ours over torch's"
     assert max(press(kind, 0, PRESSED[name], 1, code) for kind in kinds) > 0
 
 
