@@ -64,7 +64,6 @@ class Shuffled:
         self.stream = stream
         self.buffer_size = check_int("buffer_size", buffer_size, 4)
         self.seed = check_int("seed", seed, 0)
-        self.loaded: Any = None  # state for the stream, to be put back where an epoch begins
 
     def __iter__(self) -> Iterator[Any]:
         if is_stateful(self.stream):
@@ -76,12 +75,8 @@ class Shuffled:
         stream = vars(self).get("stream")  # it is not there yet in a copy that is being made
         passed = "state_dict", "load_state_dict", "set_epoch", "epoch"
         if name in passed and hasattr(stream, name):
-            return self._load if name == "load_state_dict" else getattr(stream, name)
+            return getattr(stream, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _load(self, state: Any) -> None:
-        # Later: if the iterator is given a state too, that has another one of the stream.
-        self.loaded = state
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +121,7 @@ class Shuffle:
 
     def __next__(self) -> Any:
         if self._source is None:
-            self._open(self._owner.loaded)
+            self._open(None)
         if self._half.samples:
             self._fill(len(self._next_half.samples) + 1)  # first: if that fails, no sample is lost
         else:
@@ -194,7 +189,6 @@ class Shuffle:
     def _open(self, state: Any) -> None:
         """Begin to read the stream, from a state of it if there is one."""
         self._seed(-1 - self._size)
-        self._owner.loaded = None
         stream: Any = self._owner.stream
         if state is not None:
             stream.load_state_dict(state)
