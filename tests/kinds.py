@@ -276,6 +276,19 @@ class Counting:
         self.epoch, self.i = state["epoch"], state["i"]
 
 
+class Numbered(Counting):
+    """Is told the number of its epoch, which its state has, too."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        while self.i < len(self.values()):
+            self.i += 1
+            yield self.values()[self.i - 1]
+        self.i = 0
+
+
 class OwnIterator(Counting):
     """Is its own iterator, and has no place before it is begun, where it counts."""
 

@@ -11,23 +11,9 @@ import numpy as np
 import pytest
 from conftest import WAYS, plain, variants
 from helpers import Deadly
-from kinds import Counting, OwnIterator, Resuming, Separate, Sticky
+from kinds import Counting, Numbered, OwnIterator, Resuming, Separate, Sticky
 
 from minloader import Loader, shuffled
-
-
-class Numbered(Counting):
-    """Is told the number of its epoch, which its state has, too."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        while self.i < len(self.values()):
-            self.i += 1
-            yield self.values()[self.i - 1]
-        self.i = 0
-
 
 STREAMS = [Counting, OwnIterator, Resuming, Separate, Numbered]
 

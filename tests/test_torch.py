@@ -36,7 +36,7 @@ from conftest import (
 )
 from helpers import SHARED, Gate
 from interrupts import interrupted
-from kinds import IDIOMS, BeginsAnew, Counted, ServesOnce
+from kinds import IDIOMS, BeginsAnew, Counted, Numbered, ServesOnce
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
 from minloader import BatchError, Loader, TransportError, shuffled
@@ -641,6 +641,23 @@ def test_a_shuffled_stream(num_workers):
         assert sorted(found) == list(range(11)) != found
         loader.load_state_dict(state)
         assert values(loader) == rest
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 7, 9])
+def test_the_epoch_that_a_shuffled_stream_is_told_counts(at):
+    """Not that of the state which it is put back to."""
+
+    def run(loader: DataLoader[Any], state: Any = None) -> Iterator[tuple[list[int], Any]]:
+        if state is not None:
+            loader.load_state_dict(state)
+        for epoch in range(0 if state is None else at // 7, 2):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                yield batch.tolist(), as_json(loader.state_dict())
+
+    batches, states = zip(*run(DataLoader(shuffled(Numbered(), 4), 2)), strict=True)
+    rest = run(DataLoader(shuffled(Numbered(), 4), 2), states[at])
+    assert [batch for batch, _ in rest] == [*batches[at + 1 :]]
 
 
 @pytest.mark.parametrize("init", [None, torch_helpers.keep_seed])
