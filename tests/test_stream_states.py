@@ -13,6 +13,7 @@ from kinds import (
     IDIOMS,
     BeginsAnew,
     Counting,
+    GoesOn,
     Logged,
     Noisy,
     OwnIterator,
@@ -255,10 +256,11 @@ def test_the_state_is_first_taken_before_iter_and_not_put_back():
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stream_that_goes_on_from_its_last_state_each_time(workers):
+@pytest.mark.parametrize("kind", [Sticky, GoesOn])
+def test_a_stream_that_goes_on_from_its_last_state(kind, workers):
     """Only the resumed epoch is shorter."""
     values = epoch(0, 1)
-    with Loader(Sticky(), batch_size=2, num_workers=workers) as loader:
+    with Loader(kind(), batch_size=2, num_workers=workers) as loader:
         states, given = run(loader)
         assert given == [values] * EPOCHS
         for _, k, state in states:
@@ -267,7 +269,7 @@ def test_a_stream_that_goes_on_from_its_last_state_each_time(workers):
             assert lists(loader) == values
             assert lists(islice(loader, 3)) == values[:3]
             assert lists(loader) == values
-    with Loader(Sticky(), batch_size=2, num_workers=workers) as loader:
+    with Loader(kind(), batch_size=2, num_workers=workers) as loader:
         loader.load_state_dict(states[3][2])
         assert [lists(loader) for _ in range(3)] == [values[states[3][1] :], values, values]
 

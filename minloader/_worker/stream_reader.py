@@ -97,8 +97,8 @@ class ShardReader:
         dataset = self.info.dataset
         if shard.follows != self.shard.number or shard.first or serves_one_pass(dataset):
             return False
-        # Where a state was put back in mid-epoch, the stream may begin there each time.
-        is_put = self.is_fresh and self.shard.at and not self._is_own_iterator
+        # Where a state was put back in mid-epoch, the stream may begin there again.
+        is_put = self.is_fresh and self.shard.at
         return self.ended and not self._failed and not (is_put and is_stateful(dataset))
 
     @property
