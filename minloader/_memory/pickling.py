@@ -149,7 +149,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if hasattr(numpy_random, "RandomState"):  # else it is just being imported
             OTHER_REDUCERS[numpy_random.RandomState] = _refer_to_generator
         main = sys.modules["__main__"]
-        if main.__name__ in MAIN[1:]:  # which cloudpickle takes for a module to import
+        if main.__name__ in MAIN:  # cloudpickle takes the second name for a module to import
             cloudpickle.register_pickle_by_value(main)
         self.down = down
         self.main_globals: dict[str, Any] = {}
