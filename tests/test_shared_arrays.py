@@ -74,6 +74,10 @@ class Memory:
             self.named.unlink()
 
 
+class Own(np.ndarray[Any, Any]):
+    pass
+
+
 MAKERS: list[Callable[[Memory], Any]] = [
     *(Memory.array, Memory.raw_array, Memory.value, Memory.named_memory, Memory.memmap),
     *(Memory.view_of_a_memmap, Memory.tensor),
@@ -84,6 +88,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "every third": lambda array: array[::3],
     "backwards": lambda array: array[::-1],
     "strided": lambda array: np.lib.stride_tricks.as_strided(array, (1,), (8,)),
+    "of a class of the user's": lambda array: array.view(Own),
 }
 
 

@@ -99,6 +99,8 @@ class JobPickler(Pickler):
         kind = type(obj)
         if kind.__module__ == "numpy" and kind.__name__ in ("ndarray", "memmap"):
             return self.reduce_array(obj)
+        if hasattr(kind, "__array_finalize__") and _is_pickled_by_numpy(kind):
+            return _view_as, (_plain(obj), kind)
         if kind.__module__ == "torch" and kind.__name__ == "Tensor":
             return self.reduce_tensor(obj)
         if kind.__module__ == "torch.storage":
@@ -186,6 +188,24 @@ class JobPickler(Pickler):
         if key not in self._storages:
             self._storages[key] = storage if is_shared(storage) else bytes_of(storage)
         return self._storages[key]
+
+
+def _is_pickled_by_numpy(kind: type) -> bool:
+    """Whether a class of arrays leaves to numpy how it is pickled, which would copy the data."""
+    import numpy as np
+
+    names = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
+    return all(getattr(kind, name, None) is getattr(np.ndarray, name, None) for name in names)
+
+
+def _plain(array: Any) -> Any:
+    import numpy as np
+
+    return array.view(np.ndarray)
+
+
+def _view_as(array: Any, kind: Any) -> Any:
+    return array.view(kind)
 
 
 def _reduce_frame(frame: Any) -> Any:
