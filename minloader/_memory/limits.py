@@ -96,21 +96,24 @@ _NEEDS: dict[Any, str] = {
 }
 
 
+NO_FOLDER = "workers begin in the current folder, which is gone: change to another (os.chdir)"
+
+
 def remedy(error: Exception) -> str:
     """What to do when the system refuses what a worker needs, to follow a message; "" if unknown.
 
     An error that names a file is about that file, which is none of these.
     """
     number = getattr(error, "errno", 0) if getattr(error, "filename", None) is None else 0
-    if number == errno.ENOENT and not _has_current_folder():
-        return "; workers begin in the current folder, which is gone: change to another (os.chdir)"
+    if number == errno.ENOENT and not has_current_folder():
+        return f"; {NO_FOLDER}"
     if str(error) == "can't start new thread":  # a RuntimeError, which has no number
         number = errno.EAGAIN
     need = _NEEDS.get(number)
     return f"; workers {need}, or use fewer (num_workers=0 needs none of it)" if need else ""
 
 
-def _has_current_folder() -> bool:
+def has_current_folder() -> bool:
     try:
         os.getcwd()
     except FileNotFoundError:

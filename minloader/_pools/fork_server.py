@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from types import ModuleType
 
 from minloader._memory.files import interrupts_held
+from minloader._memory.limits import NO_FOLDER, has_current_folder
 from minloader._pools.cpython import modules_to_preload
 from minloader._pools.environment import default_environment, hash_seed
 from minloader._worker.start import refuse_avalanche
@@ -48,8 +49,10 @@ def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -
         try:
             forkserver.ensure_running()
         except OSError as error:
+            if not has_current_folder():
+                error.add_note(f"minloader: {NO_FOLDER}")
             # The folder is not there, or the path of a socket in it too long (without a number).
-            if error.errno in (errno.ENOENT, None):
+            elif error.errno in (errno.ENOENT, None):
                 error.add_note(
                     "minloader: the fork server has a socket among temporary files: set TMPDIR to "
                     "a folder that is there, with a shorter path, or take mp_context='spawn'"
