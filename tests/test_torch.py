@@ -1356,3 +1356,15 @@ def test_one_import_changed():
     assert errors == ""
     assert len(ours.split()) == 2 * 8
     assert ours == theirs
+
+
+def test_a_default_device_that_is_not_the_cpu():
+    """It was set in the worker, and here when the epoch had begun."""
+    data = [torch.full((3000,), float(n), device="cpu") for n in range(4)]
+    options: Any = {"worker_init_fn": lambda number: torch.set_default_device("meta")}
+    with DataLoader(data, 2, num_workers=1, **options) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        with torch.device("meta"):
+            found += batches
+    assert [[float(each[0]) for each in batch] for batch in found] == [[0, 1], [2, 3]]

@@ -126,7 +126,9 @@ def _stacked(samples: Sequence[Any]) -> CollatedLeaf | None:
         like = numpy_like(dtype)
         if len({each.dtype for each in samples}) > 1:
             return None  # torch.stack would cast them, and large numbers wrap
-        batch = empty((len(samples), *first.shape), torch.empty(0, dtype=like).numpy().dtype)
+        batch = empty(
+            (len(samples), *first.shape), torch.empty(0, dtype=like, device="cpu").numpy().dtype
+        )
         with suppress(RuntimeError):  # they differ, or one requires a gradient
             torch.stack(list(samples), out=as_tensor(batch, dtype))
             return CollatedLeaf(batch, None if like is dtype else dtype)
