@@ -103,6 +103,29 @@ class TorchNoise(Noise):
         return torch.rand(3).tolist()
 
 
+NUMBER = 0
+
+
+class Changing:
+    """Tells all that may change between epochs."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.labels = np.zeros(5_000, np.int64)
+        self.seen = np.zeros(5_000, np.int64)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen[index] += 1  # of the epoch alone
+        changing = [NUMBER, Changing.count, int(os.environ.get("COUNT", 0))]
+        return [*changing, int(self.labels[index]), int(self.seen[index])]
+
+
 class Faulty(Squares):
     """Raises for some items."""
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import lists, require, variants, workers
+from helpers import Changing
 
 from minloader import Loader, get_worker_info
 
@@ -147,37 +147,16 @@ class PlacedStream(Placed):
 # --- what each epoch of the drop-in sees
 
 
-class Told:
-    """Tells all that may change between epochs."""
-
-    count = 0
-
-    def __init__(self) -> None:
-        self.labels = np.zeros(5_000, np.int64)
-        self.seen = np.zeros(5_000, np.int64)
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        self.seen[index] += 1  # of the epoch alone
-        changing = [NUMBER, Told.count, int(os.environ.get("COUNT", 0))]
-        return [*changing, int(self.labels[index]), int(self.seen[index])]
-
-
-NUMBER = 0
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 @variants("method", METHODS)
 def test_each_epoch_has_the_dataset_as_it_is(method, persistent, monkeypatch, server):
     """What only a fork has from its parent is not in what is pickled."""
-    data = Told()
+    data = Changing()
     options = {"multiprocessing_context": method, "persistent_workers": persistent}
     with DataLoader(data, batch_size=None, num_workers=1, **options) as loader:
         for epoch in range(3):
-            monkeypatch.setitem(globals(), "NUMBER", epoch)
-            monkeypatch.setattr(Told, "count", epoch)
+            monkeypatch.setattr("helpers.NUMBER", epoch)
+            monkeypatch.setattr(Changing, "count", epoch)
             monkeypatch.setenv("COUNT", str(epoch))
             data.labels[0] = epoch
             (seen,) = loader
@@ -189,7 +168,7 @@ def test_each_epoch_has_the_dataset_as_it_is(method, persistent, monkeypatch, se
 
 
 def test_an_epoch_that_is_under_way_keeps_its_workers():
-    data = Told()
+    data = Changing()
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
     with DataLoader(data, sampler=[0] * 20, **options) as loader:
         former = iter(loader)
@@ -201,7 +180,7 @@ def test_an_epoch_that_is_under_way_keeps_its_workers():
 
 
 def test_workers_that_replace_others_have_what_the_parent_has_then():
-    data = Told()
+    data = Changing()
     with Loader(data, [0] * 9, num_workers=1, mp_context="fork", prefetch_factor=1) as loader:
         batches = iter(loader)
         assert next(batches)[3] == 0
