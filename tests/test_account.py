@@ -581,10 +581,10 @@ def test_an_interrupt_within_a_lock_of_the_library_leaves_it_free(begin, way):
     assert given == list(range(len(given)))
 
 
-@variants("stride", [197, 17])
-def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride):
+@variants(("stride", "method"), [(197, "spawn"), (17, "forkserver"), (97, "spawn")])
+def test_an_interrupt_anywhere_in_a_start_loses_nothing(stride, method):
     for place, press in each_place(stride, least=1_000):
-        with Loader(Echo(), range(40), num_workers=2) as loader:
+        with Loader(Echo(), range(40), num_workers=2, mp_context=method) as loader:
             begun: list[Iterator[int]] = []
             given: list[int] = []
 
