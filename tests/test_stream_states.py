@@ -274,16 +274,6 @@ def test_a_stream_that_goes_on_from_its_last_state(kind, workers):
         assert [lists(loader) for _ in range(3)] == [values[states[3][1] :], values, values]
 
 
-def test_an_error_in_the_stream_begins_it_anew():
-    with Loader(Counting(14, Bad()), num_workers=0) as loader:
-        batches = iter(loader)
-        assert [next(batches) for _ in range(5)] == list(range(5))
-        with pytest.raises(ValueError, match="5 is bad"):
-            next(batches)
-        assert list(batches) == []
-        assert list(loader) == list(range(14))
-
-
 @own
 def test_an_error_ends_a_generator_for_a_resumed_run_too(make):
     """Its stream could go on from its state, but this run does not."""
@@ -317,19 +307,6 @@ def test_an_epoch_with_an_error_is_repeated_also_when_it_is_resumed(make):
         other.load_state_dict(state)
         assert lists(other) == expected[k:]
         assert lists(other) == expected
-
-
-class Bad:
-    """Fails once."""
-
-    def __init__(self) -> None:
-        self.failed = False
-
-    def __call__(self, value: int) -> int:
-        if value == 5 and not self.failed:
-            self.failed = True
-            raise ValueError(f"{value} is bad")
-        return value
 
 
 # --- random numbers
