@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.shared_memory import SharedMemory
@@ -138,11 +139,18 @@ def test_what_has_no_name_is_refused(method, tmp_path):
     assert "or a copy of the array; or start the workers by 'fork'" in str(told.value)
 
 
+def as_tensor(array: Any) -> Any:
+    torch = require("torch")
+    with warnings.catch_warnings(action="ignore"):  # it may not be written
+        return torch.from_numpy(array)
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "a view": np.asarray,
     "a part": lambda array: np.asarray(array)[10:],
     "every third": lambda array: array[::3],
     "windows": lambda array: np.lib.stride_tricks.sliding_window_view(array, 10),
+    "a tensor": as_tensor,
     "a buffer": lambda array: np.frombuffer(array._mmap, np.uint8),
 }
 
@@ -154,7 +162,7 @@ class Whereabouts:
         self.arrays = arrays
 
     def __getitem__(self, name: str) -> tuple[str | None, list[Any]]:
-        array = self.arrays[name]
+        array = np.asarray(self.arrays[name])
         mapping = Mappings().at(address_of(array))
         return mapping and mapping.path, array[:2].tolist()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from typing import Any
 
 MOST_SPAN = 2
@@ -148,8 +149,10 @@ def bytes_of(storage: Any) -> Any:
 def load_storage(memory: Any) -> Any:
     """Return an untyped storage over an array of bytes; or itself, if it was inherited."""
     torch = importlib.import_module("torch")
-    is_one = isinstance(memory, torch.UntypedStorage)
-    return memory if is_one else torch.from_numpy(memory).untyped_storage()
+    if isinstance(memory, torch.UntypedStorage):
+        return memory
+    with warnings.catch_warnings(action="ignore"):  # of a file that was mapped to be read
+        return torch.from_numpy(memory).untyped_storage()
 
 
 def load_tensor(memory: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> Any:
