@@ -209,6 +209,20 @@ def test_memory_of_one_process_is_its_own(method):
         assert array[0] == 0
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_views_that_grow_on_their_way_are_told(method, monkeypatch, caplog):
+    monkeypatch.setattr("minloader._pools.group.MOST_GROWTH", 1_000_000)
+    series = np.arange(10_000.0)
+    halves = [series[:5_000], series[5_000:]]
+    windows = [series[n : n + 5_000] for n in range(0, 5_000, 50)]
+    for views, told in (halves, 0), (windows, 1):
+        with Loader(views, num_workers=1, mp_context=method) as loader:
+            assert list(map(sum, loader)) == list(map(sum, views))
+        messages = [each for each in caplog.messages if "the dataset grew" in each]
+        assert len(messages) == told
+    assert "views of an array of 80 kB, each sent by itself, take 4 MB" in messages[0]
+
+
 # --- files that are replaced
 
 

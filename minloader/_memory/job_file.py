@@ -69,6 +69,7 @@ class JobPickler(Pickler):
         buffers: large buffers, in the order in which the stream asks for them.
         inherited: objects that must be inherited, by their id; the stream has their numbers.
         modules: names of those that have the classes and functions which the stream refers to.
+        copies: arrays of which views are copied, by their id, each with the bytes of these views.
     """
 
     def __init__(self, file: Any, start_method: str | None, keep: Any = _keep_large) -> None:
@@ -80,6 +81,7 @@ class JobPickler(Pickler):
         self._ordinary: set[type] = set()  # types of what stays in the stream
         self._start_method = start_method
         self.modules: set[str] = set()
+        self.copies: dict[int, tuple[Any, int]] = {}
         self._storages: dict[tuple[int, int], Any] = {}
         self._mappings = Mappings()
 
@@ -139,6 +141,7 @@ class JobPickler(Pickler):
                     return view_of, (memory, offset, *view)
             if (axes := order_in_memory(array)) is not None:
                 return transpose_back, (array.transpose(axes), axes)
+            self._note_copy(array)
             if array.nbytes < LARGE:
                 return NotImplemented
             block = np.array(array, order="C")  # a plain array: of a memmap, the copy is none
@@ -158,7 +161,14 @@ class JobPickler(Pickler):
             )
             place = array.dtype, offset, array.shape, order
             return memmap_of, (file, array.filename, mode, *place)
+        self._note_copy(array)
         return NotImplemented
+
+    def _note_copy(self, array: Any) -> None:
+        base = array.base
+        if hasattr(base, "nbytes"):
+            _, size = self.copies.get(id(base), (base, 0))
+            self.copies[id(base)] = base, size + array.nbytes
 
     def reduce_tensor(self, tensor: Any) -> Any:
         """Reduce a tensor to a view of its memory, which is sent once for all views of it.
@@ -312,6 +322,7 @@ class JobFile(SharedFile):
 
     Attributes:
         size: bytes of the file.
+        grown: bytes of the array whose views grew most on their way, and of these; (0, 0): none.
         inherited: those objects which each process that loads it must inherit.
         modules: names of the modules that whoever loads the object needs.
 
@@ -327,6 +338,8 @@ class JobFile(SharedFile):
                 self.modules = pickler.modules
                 self._index = _write(obj, pickler, file)
             self.size = os.fstat(self.fd).st_size
+            sizes = [(base.nbytes, size) for base, size in pickler.copies.values()]
+            self.grown = max(sizes, key=lambda each: each[1] - each[0], default=(0, 0))
             self.inherited = [each for _, each in pickler.inherited.values()]
         except BaseException:
             self.close()

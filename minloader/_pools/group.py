@@ -34,6 +34,9 @@ logger = logging.getLogger("minloader")
 WORKER_BYTES = 50 << 20
 """Bytes of memory that a worker takes which imports numpy and does little else."""
 
+MOST_GROWTH = 50 << 20
+"""Bytes by which views of an array may grow on their way to the workers before the log says so."""
+
 
 class User(Protocol):
     """An iterator, as a pool group sees it: it has tasks under way in some pools."""
@@ -302,6 +305,8 @@ class PoolFactory:
             self.sent = ForkedJob(self.job)
             return self.sent
         sent = _serialize(self.job, start_method)
+        if self.sent is None:  # it is said once
+            _look_for_growth(sent)
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
@@ -337,6 +342,19 @@ class PoolFactory:
                 needed,
                 limit,
             )
+
+
+def _look_for_growth(sent: JobFile) -> None:
+    """Warn if views of an array became much more than it is: each is sent by itself."""
+    before, after = sent.grown
+    if after - before > MOST_GROWTH:
+        logger.warning(
+            "the dataset grew on its way to the workers: views of an array of %s, each sent by "
+            "itself, take %s; let the dataset keep the array, and make a view of it when it is "
+            "asked for a sample",
+            format_bytes(before),
+            format_bytes(after),
+        )
 
 
 def _serialize(job: Job, start_method: str | None) -> JobFile:
