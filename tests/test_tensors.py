@@ -282,13 +282,23 @@ def own_collate(samples: list[Any]) -> Any:
     return batch, batch.is_shared()
 
 
+def collate_as_geometric(samples: list[Any]) -> Any:
+    """As torch_geometric's loader does, also in workers of others."""
+    first = samples[1]
+    storage = first.untyped_storage()._new_shared(3 * first.numel() * first.element_size())
+    batch = first.new_empty(0).set_(storage, 0, (3, *first.shape))
+    torch.stack(samples[1:], out=batch)
+    return batch, batch.is_shared()
+
+
+@pytest.mark.parametrize("collate_fn", [own_collate, collate_as_geometric])
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_torchs_own_collate_needs_no_room_in_dev_shm(method):
+def test_torchs_own_collate_needs_no_room_in_dev_shm(method, collate_fn):
     """Which may be small, and then ended the worker with a bus error."""
     data = [None, *torch.arange(30_000.0).reshape(3, -1)]
     loader = minloader_torch.DataLoader(
-        data, batch_size=4, num_workers=1, collate_fn=own_collate, multiprocessing_context=method
+        data, batch_size=4, num_workers=1, collate_fn=collate_fn, multiprocessing_context=method
     )
     ((batch, was_shared),) = loader
     assert torch.equal(batch, torch.stack(data[1:]))

@@ -240,7 +240,7 @@ def _write_worker_info(module: ModuleType) -> None:
 
 
 def collate_in_private_memory() -> None:
-    """Have torch's own ``default_collate`` use ordinary memory in this worker process.
+    """Have torch's own ``default_collate``, and PyG's, use ordinary memory in this worker process.
 
     In a worker it puts batches where torch's loader would share them, in ``/dev/shm``: one that is
     small, as in a container, ends the worker with a bus error. From here they go by a slot.
@@ -249,12 +249,8 @@ def collate_in_private_memory() -> None:
 
 
 def _replace_new_shared(module: Any) -> None:
-    new_shared = module.TypedStorage._new_shared
+    # Those with a type are made of it.
+    def new_private(cls: Any, size: int, *, device: Any = "cpu") -> Any:
+        return cls(size, device=device)
 
-    def new_private(self: Any, size: int, *, device: Any = None) -> Any:
-        if str(device or "cpu") != "cpu":
-            return new_shared(self, size, device=device)
-        memory = module.torch.UntypedStorage(size * self._element_size(), device="cpu")
-        return type(self)(wrap_storage=memory, dtype=self.dtype, _internal=True)
-
-    module.TypedStorage._new_shared = new_private
+    module.UntypedStorage._new_shared = classmethod(new_private)
