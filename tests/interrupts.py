@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import itertools
 import random
 import signal
@@ -39,11 +40,13 @@ class Outcome(NamedTuple):
         reached: whether there were so many places.
         interrupted: whether the KeyboardInterrupt came out of the call.
         value: what the call returned, if it did.
+        ended_generator: whether it came in what a generator of the tests called, which has ended.
     """
 
     reached: bool
     interrupted: bool
     value: Any
+    ended_generator: bool = False
 
 
 @functools.cache
@@ -75,14 +78,15 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         step: how many places are passed before.
         within: folder of the code in which places are counted; "" for all code but the tests'.
     """
-    left, reached = step, False
+    left, reached, ended_generator = step, False, False
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left, reached
+        nonlocal left, reached, ended_generator
         if event == "opcode" and frame.f_lasti in places(frame.f_code):
             left -= 1
             if left < 0 and not _drops_errors(frame):
                 reached = True
+                ended_generator = _is_in_generator(frame)
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)  # which code may hold off, for a while
         return count
@@ -104,7 +108,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         try:
             value = call()
         except KeyboardInterrupt:
-            return Outcome(reached, True, None)
+            return Outcome(reached, True, None, ended_generator)
         finally:
             sys.settrace(former)
             left = sys.maxsize  # 3.15 asks the same function again where a generator goes on
@@ -220,6 +224,16 @@ def some_steps(seed: int, count: int, most: int) -> Iterator[int]:
     rng = random.Random(seed)
     for step in range(count):
         yield step if step < count // 3 else rng.randrange(most)
+
+
+def _is_in_generator(frame: FrameType | None) -> bool:
+    """Whether a generator of the tests has called this, within the call that is interrupted."""
+    while frame is not None and frame.f_code is not interrupted.__code__:
+        code = frame.f_code
+        if code.co_flags & inspect.CO_GENERATOR and code.co_filename.startswith(TESTS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _drops_errors(frame: FrameType | None) -> bool:

@@ -675,7 +675,7 @@ class Program:
                 # What was being sent may be under way, so that its shard is read again; or a
                 # generator of the stream was in a call, and has ended with that.
                 self.disturbed |= self.loader.num_workers > 0 or "shuffled" in self.kind
-                self.disturbed |= not within
+                self.disturbed |= not within or outcome.ended_generator
                 if noted and self.what.has_state and (run.place.coming or not run.more):
                     self.note()
                 elif self.what.has_state:
