@@ -148,25 +148,32 @@ class JobPickler(Pickler):
             block.flags.writeable = array.flags.writeable
             return block.__reduce_ex__(5)
         if is_mapped:
-            check_mapped(array, array.filename, self._mappings)
-            # A slice keeps the offset of what it is a slice of: find its own from the addresses.
-            first = address_of(np.frombuffer(array._mmap, np.uint8))
-            start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-            offset = start + address_of(array) - first
-            order = "C" if array.flags.c_contiguous else "F"
-            mode = "r" if array.mode == "r" else "r+"
-            path = os.fspath(array.filename)
-            file = self._mappings.file(
-                path, is_writable=mode == "r+", is_same_machine=is_same_machine
-            )
-            place = array.dtype, offset, array.shape, order
-            return memmap_of, (file, array.filename, mode, *place)
+            return self._reduce_memmap(array)
         self._note_copy(array)
         return NotImplemented
 
+    def _reduce_memmap(self, array: Any) -> Any:
+        """Reduce a contiguous ``numpy.memmap`` such that its file is mapped again."""
+        import numpy as np
+
+        check_mapped(array, array.filename, self._mappings)
+        # A slice keeps the offset of what it is a slice of: find its own from the addresses.
+        first = address_of(np.frombuffer(array._mmap, np.uint8))
+        start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+        offset = start + address_of(array) - first
+        order = "C" if array.flags.c_contiguous else "F"
+        mode = "r" if array.mode == "r" else "r+"
+        file = self._mappings.file(
+            os.fspath(array.filename),
+            is_writable=mode == "r+",
+            is_same_machine=self._start_method is not None,
+        )
+        place = array.dtype, offset, array.shape, order
+        return memmap_of, (file, array.filename, mode, *place)
+
     def _note_copy(self, array: Any) -> None:
         base = array.base
-        if hasattr(base, "nbytes"):
+        if type(base) is type(array):  # a view of another one
             _, size = self.copies.get(id(base), (base, 0))
             self.copies[id(base)] = base, size + array.nbytes
 
