@@ -110,7 +110,7 @@ FOUND: dict[str, str] = {
 FOUND_IN_PROCESSES: dict[str, str] = {
     "states": "note; epochs 2; take each; verify",
     "killed": "iter; take 2; kill; take 3; kill; finish; iter; take 1; kill; take each; verify",
-    "killed, two at once": "iter; iter; take 2 0; take 1 1; kill; take 3 0; kill; take 1 1; "
+    "killed, two at once": "iter; iter; take 1 0; take 1 1; kill; take 2 0; kill; take 1 1; "
     "finish 0; finish",
     "resized": "iter; take 2; resize 1; take 2; resize 2; finish; iter; resize 1; finish",
     "left": "iter; take 3; leave; iter; finish; iter; finish",
