@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from numbers import Integral, Real
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -198,6 +199,14 @@ def _can_be_called_alone(method: Any) -> bool:
     return True
 
 
+def is_read_once(items: Any) -> bool:
+    """Return whether an iterable is an iterator that nothing can begin anew, as far as is known."""
+    if isinstance(items, GeneratorType):
+        return True
+    is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
+    return isinstance(items, Iterator) and not is_python
+
+
 def state_of(thing: Any) -> Any:
     """Return the state of something, or None if it has none.
 
@@ -209,6 +218,12 @@ def state_of(thing: Any) -> Any:
         return thing.state_dict()
     except NotImplementedError:
         return None
+
+
+def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of those of some things that have one, by their names."""
+    states = {name: state_of(part) for name, part in parts.items()}
+    return {name: state for name, state in states.items() if state is not None}
 
 
 RANKS = "rank", "process_index"

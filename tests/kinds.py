@@ -401,11 +401,7 @@ class GoesOn(Counting):
         self.is_put = False
         return self
 
-    def __next__(self) -> int:
-        if self.i >= len(self.values()):
-            raise StopIteration
-        self.i += 1
-        return self.on_sample(self.values()[self.i - 1])
+    __next__ = OwnIterator.__next__
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)

@@ -27,7 +27,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from minloader._checks import brief_repr, check_bool, check_choice, check_int
+from minloader._checks import brief_repr, check_bool, check_choice, check_int, state_of
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import ItemSource, Reading, Resettable
@@ -106,11 +106,14 @@ class Run(Iterator[Any]):
         """
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any]:
-        """Return the sampler's state as of this run, whoever has begun another one since."""
+    def state(self) -> dict[str, Any] | None:
+        """Return the sampler's state as of this run, whoever has begun another one since.
+
+        None: it is of a user's class that has none.
+        """
         sampler = self.sampler
         if type(sampler).state_dict is not Sampler.state_dict:  # of a user's class
-            return cast("dict[str, Any]", sampler.state_dict())
+            return cast("dict[str, Any] | None", state_of(sampler))
         run_state = self.run_state() if self.touched else self._start
         return {**sampler._identity(), "epoch": self.epoch, **run_state}
 

@@ -16,10 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import partial
 from itertools import chain, repeat
-from types import GeneratorType
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr, check_int, has_epochs, is_array_like, is_stateful
+from minloader._checks import (
+    brief_repr,
+    check_int,
+    has_epochs,
+    is_array_like,
+    is_read_once,
+    is_stateful,
+    state_of,
+)
 from minloader._sampling.seeding import Piece
 
 CHUNK = 16_384
@@ -59,14 +66,6 @@ def used_up(name: str, iterator: Any) -> RuntimeError:
         f"{name} is an iterator, {brief_repr(iterator)}, which serves one epoch and has served it; "
         "pass a list, or an object whose __iter__ begins anew"
     )
-
-
-def is_read_once(items: Any) -> bool:
-    """Return whether an iterable is an iterator that nothing can begin anew, as far as is known."""
-    if isinstance(items, GeneratorType):
-        return True
-    is_python = type(items).__flags__ & 1 << 9  # a class of Python's may begin anew in __iter__
-    return isinstance(items, Iterator) and not is_python
 
 
 class Source:
@@ -172,13 +171,8 @@ class Source:
             iterator: the one over it whose state is asked for. Others' samplers know that of the
                 iterator made last only.
         """
-        if not is_stateful(self.items):
-            return None
         is_run = self.is_ours and hasattr(iterator, "state")
-        try:
-            return copy.deepcopy(iterator.state() if is_run else self.items.state_dict())
-        except NotImplementedError:  # inherited, but not meant
-            return None
+        return copy.deepcopy(iterator.state() if is_run else state_of(self.items))
 
     def put(self, state: Any) -> None:
         """Put it back to a state.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from minloader._checks import check_int, check_iterable, is_stateful, state_of
+from minloader._checks import check_int, check_iterable, is_stateful, states_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import begin_batch, current_batch
@@ -179,8 +179,7 @@ class Shuffle:
         if self._source is self._owner.stream:
             del parts["dataset"]
         try:
-            known = {name: state_of(part) for name, part in parts.items()}
-            return {name: state for name, state in known.items() if state is not None}
+            return states_of(parts)
         except Exception:
             if self._half_number < 0:
                 return None  # before its first sample it may have none, and begins anew

@@ -27,9 +27,17 @@ from types import GeneratorType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minloader._checks import brief_repr, counted, differences, has_epochs, is_stateful, state_of
+from minloader._checks import (
+    brief_repr,
+    counted,
+    differences,
+    has_epochs,
+    is_read_once,
+    is_stateful,
+    state_of,
+    states_of,
+)
 from minloader._memory.pickling import pack, unpack
-from minloader._sampling.source import is_read_once
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
@@ -304,8 +312,7 @@ class ShardReader:
 
     def state(self) -> bytes | None:
         """Return the state of the stream, packed; None if it has none."""
-        known = {name: state_of(part) for name, part in self.parts.items()}
-        states = {name: state for name, state in known.items() if state is not None}
+        states = states_of(self.parts)
         self.last_state = pack(states, down=False) if states else None
         return self.last_state
 

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
-from minloader._checks import brief_repr, check_int, has_epochs, part_meant
+from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, BeginNext
@@ -35,7 +35,7 @@ from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
 from minloader._loader import Loader
 from minloader._sampling.ranks import ranks_of, with_inner
-from minloader._sampling.source import is_read_once, used_up
+from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
