@@ -84,7 +84,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
         nonlocal left, reached, ended_generator
         if event == "opcode" and frame.f_lasti in places(frame.f_code):
             left -= 1
-            if left < 0 and not _drops_errors(frame):
+            if left < 0 and not drops_errors(frame):
                 reached = True
                 ended_generator = _is_in_generator(frame)
                 sys.settrace(None)
@@ -226,17 +226,7 @@ def some_steps(seed: int, count: int, most: int) -> Iterator[int]:
         yield step if step < count // 3 else rng.randrange(most)
 
 
-def _is_in_generator(frame: FrameType | None) -> bool:
-    """Whether a generator of the tests has called this, within the call that is interrupted."""
-    while frame is not None and frame.f_code is not interrupted.__code__:
-        code = frame.f_code
-        if code.co_flags & inspect.CO_GENERATOR and code.co_filename.startswith(TESTS):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _drops_errors(frame: FrameType | None) -> bool:
+def drops_errors(frame: FrameType | None) -> bool:
     """Whether what is raised here would come to nobody, or break a module that is imported."""
     while frame is not None:
         code = frame.f_code
@@ -244,6 +234,16 @@ def _drops_errors(frame: FrameType | None) -> bool:
         if code.co_name.endswith(FINALIZERS) or path.endswith(CALLED_BY_WEAKREFS):
             return True
         if "importlib" in path:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_in_generator(frame: FrameType | None) -> bool:
+    """Whether a generator of the tests has called this, within the call that is interrupted."""
+    while frame is not None and frame.f_code is not interrupted.__code__:
+        code = frame.f_code
+        if code.co_flags & inspect.CO_GENERATOR and code.co_filename.startswith(TESTS):
             return True
         frame = frame.f_back
     return False

@@ -421,7 +421,7 @@ def test_a_pool_of_threads_is_closed_while_futures_go():
     pool = ThreadPool(infos=[WorkerInfo(0, 1, 0, 0)], job=Job(batch, None, None, None))
     futures = [pool.submit(TaskMessage(0, 0, [0, 1], id=number)) for number in (1, 2)]
     assert begun.wait(60)
-    pool.futures = disturbed(pool.futures)
+    pool.unfinished = disturbed(pool.unfinished)
     pool.leave()
     assert all(future.done() for future in futures)
     released.set()

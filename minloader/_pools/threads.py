@@ -6,7 +6,6 @@ import contextvars
 import queue
 import threading
 import time
-import weakref
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,7 +38,9 @@ class ThreadPool(Pool):
         self._threads: list[_Thread] = []
         self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.futures: weakref.WeakSet[Future[Reply]] = weakref.WeakSet()
+        # Not a WeakSet: a future that the consumer lets go of would run Python in its thread, and
+        # CPython drops a Ctrl-C that comes there.
+        self.unfinished: set[Future[Reply]] = set()
         self._lock = threading.RLock()  # who closes the loader may not be who draws from it
         self._closed = False
 
@@ -56,7 +57,8 @@ class ThreadPool(Pool):
         future: Future[Reply] = Future()
         with self._lock:
             self.start()
-            self.futures.add(future)
+            self.unfinished.add(future)
+            future.add_done_callback(self.unfinished.discard)
             self._tasks.put((future, task))
         return future
 
@@ -72,7 +74,7 @@ class ThreadPool(Pool):
     def leave(self) -> None:
         with self._lock:
             self._closed = True
-        for future in snapshot(self.futures):
+        for future in snapshot(self.unfinished):
             if not future.cancel():
                 # A thread cannot be stopped, but whoever waits for it can be told.
                 finish(future, CancelledError())
