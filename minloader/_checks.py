@@ -125,7 +125,12 @@ def check_iterable(name: str, value: Any) -> None:
 
 def is_iterable(thing: Any) -> bool:
     """Return whether ``iter`` takes something, also by its ``__getitem__`` alone."""
-    return isinstance(thing, Iterable) or hasattr(type(thing), "__getitem__")
+    return isinstance(thing, Iterable) or has_getitem(thing)
+
+
+def has_getitem(thing: Any) -> bool:
+    """Return whether something is indexed. Python itself looks at the type alone, too."""
+    return hasattr(type(thing), "__getitem__")
 
 
 def snapshot(things: Iterable[T]) -> list[T]:
@@ -389,7 +394,7 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
     """Return whether a dataset is only iterable, so that its workers read on in it."""
     if sampler is not None or not isinstance(dataset, Iterable):
         return False
-    if not hasattr(type(dataset), "__getitem__"):
+    if not has_getitem(dataset):
         return True
     # torch's has inherited a __getitem__ that only raises.
     torch_data = sys.modules.get("torch.utils.data")
@@ -398,8 +403,7 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
 
 def has_samples(dataset: Any) -> bool:
     """Return whether a dataset gives samples by their indices, one by one or several at once."""
-    kind = type(dataset)
-    return hasattr(kind, "__getitem__") or hasattr(kind, "__getitems__")
+    return has_getitem(dataset) or hasattr(type(dataset), "__getitems__")
 
 
 def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
@@ -673,7 +677,7 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
             "a list of its rows; or if it is the batch, drop batch_size and collate_fn, and give "
             "the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
         )
-    is_list = hasattr(kind, "__getitem__") or isinstance(fetched, Iterator)
+    is_list = has_getitem(fetched) or isinstance(fetched, Iterator)
     if not is_list or isinstance(fetched, str | bytes):
         raise TypeError(f"{wanted}, but returned {brief_repr(fetched)}")
     samples = list(fetched)
@@ -684,8 +688,7 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
 
 def reader_of(dataset: Any) -> Callable[[Any], Any]:
     """Return what gives one item of a dataset of any kind."""
-    # Looked up on the type, as Python itself does: a class can be a callable dataset.
-    if hasattr(type(dataset), "__getitem__"):
+    if has_getitem(dataset):  # else a class that has it is a callable dataset
         return functools.partial(operator.getitem, dataset)
     if hasattr(type(dataset), "__getitems__"):
         return lambda item: check_samples(dataset.__getitems__([item]), [item])[0]

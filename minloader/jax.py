@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from minloader._checks import is_array_like
 from minloader._memory.files import is_leased
 from minloader._memory.tensors import numpy_like
 from minloader._prefetch import Prefetch, prefetch
@@ -174,7 +175,7 @@ def _as_array(leaf: Any) -> Any:
     """Return what to put on a device for a leaf; None if the leaf stays here."""
     if isinstance(leaf, jax.Array):
         return leaf
-    if isinstance(leaf, np.generic) or not hasattr(leaf, "__array__"):
+    if isinstance(leaf, np.generic) or not is_array_like(leaf):
         return None
     is_tensor = type(leaf).__module__.partition(".")[0] == "torch"
     array = _of_tensor(leaf) if is_tensor else np.asarray(leaf)
@@ -192,7 +193,7 @@ def _of_tensor(tensor: Any) -> Any:
 
 def _loses(leaf: Any) -> bool:
     """Return whether a leaf would lose something as a bare array: its mask, unit or columns."""
-    return hasattr(leaf, "__array__") and bool(what_numpy_drops(leaf) or labels(leaf))
+    return is_array_like(leaf) and bool(what_numpy_drops(leaf) or labels(leaf))
 
 
 def _refuse(leaf: Any, name: str) -> NoReturn:

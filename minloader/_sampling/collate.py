@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import brief_repr, check_int, refuse_none
+from minloader._checks import brief_repr, check_int, is_array_like, refuse_none
 from minloader._memory.slot_writer import empty
 from minloader._sampling.walk import DEEPER, plain_container, walk
 
@@ -440,7 +440,7 @@ def refuse_loss(array: Any, path: str) -> NoReturn:
 
 
 def _is_array(sample: Any) -> bool:
-    return hasattr(sample, "__array__") or isinstance(sample, Number)
+    return is_array_like(sample) or isinstance(sample, Number)
 
 
 def _shapes(arrays: list[NDArray[Any]]) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from minloader._checks import brief_repr, check_samples
+from minloader._checks import brief_repr, check_samples, has_getitem
 
 
 class Concatenated:
@@ -43,7 +43,7 @@ class Concatenated:
         if not self.datasets:
             raise ValueError("datasets must hold at least one dataset, got none")
         for part, dataset in enumerate(self.datasets):
-            if not hasattr(type(dataset), "__getitem__"):
+            if not has_getitem(dataset):
                 raise TypeError(
                     f"datasets[{part}] must have __getitem__, got {brief_repr(dataset)}"
                 )

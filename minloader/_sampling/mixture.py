@@ -14,7 +14,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_choice, is_array_like
+from minloader._checks import brief_repr, check_choice, has_getitem, is_array_like
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
@@ -92,8 +92,7 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
             f"{name} is a {type(part).__name__}, which may be a dataset or a list of indices; "
             "give its len(), or BatchSampler(indices, None)"
         )
-    kind = type(part)
-    if isinstance(part, Sized) and hasattr(kind, "__getitem__") and kind is not range:
+    if isinstance(part, Sized) and has_getitem(part) and type(part) is not range:
         part = len(part)
     is_shuffled = shuffle and not isinstance(part, Iterable)
     return ItemSource(name, part, partial(derive, "part", seed, number) if is_shuffled else None)

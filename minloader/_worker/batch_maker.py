@@ -27,6 +27,21 @@ OnSampleError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
 @dataclass
+class Counts:
+    """What is counted while the batches of a task are made.
+
+    Attributes:
+        transform_seconds: spent in the loader's ``transform``.
+        collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
+        skipped: samples that were left out.
+    """
+
+    transform_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    skipped: int = 0
+
+
+@dataclass
 class BatchMaker:
     """Makes batches in one worker, one at a time.
 
@@ -40,11 +55,9 @@ class BatchMaker:
             was none.
         begin_sample: called before each of these others, which has the loader's ``timeout`` for
             itself.
-        transform_seconds: spent in the loader's ``transform``, since they were set to 0.
-        collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
+        counts: of the task.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
-        skipped: samples that were left out, since it was set to 0.
         errors: the index of each sample that failed and was left out, or replaced, as in
             ``failing``, and its error in words; since it was emptied.
         early_reads: the futures of the samples of the item, list by list, where they are read
@@ -56,10 +69,8 @@ class BatchMaker:
     sample_cell: Any
     suspects: dict[int, BatchError] | None = None
     begin_sample: Callable[[], object] = lambda: None
-    transform_seconds: float = 0.0
-    collate_seconds: float = 0.0
+    counts: Counts = field(default_factory=Counts)
     failing: tuple[Any, ...] = ()
-    skipped: int = 0
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
     early_reads: Any = field(default_factory=list)
     _samples_before: int = 0  # of the item in the batches before, of a list of batches
@@ -69,9 +80,7 @@ class BatchMaker:
 
     def begin_task(self) -> None:
         """Count from 0: what follows is another task's."""
-        self.transform_seconds = 0.0
-        self.collate_seconds = 0.0
-        self.skipped = 0
+        self.counts = Counts()
         self.early_reads = []
 
     def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
@@ -121,7 +130,7 @@ class BatchMaker:
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(transform, samples, indices, ("transform",), numbers=numbers)
-            self.transform_seconds += time.perf_counter() - begin
+            self.counts.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples)
         if isinstance(samples, list) and not samples and len(given):
             return SKIP  # a sampler's empty batch is one
@@ -131,7 +140,7 @@ class BatchMaker:
         self.sample_cell[0] = -1
         begin = time.perf_counter()
         batch = collate_fn(samples)
-        self.collate_seconds += time.perf_counter() - begin
+        self.counts.collate_seconds += time.perf_counter() - begin
         return batch
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
@@ -251,7 +260,7 @@ class BatchMaker:
         kept = [n for n, sample in enumerate(samples) if sample is not SKIP]
         if len(kept) == len(samples):
             return samples, None
-        self.skipped += len(samples) - len(kept)
+        self.counts.skipped += len(samples) - len(kept)
         return [samples[n] for n in kept], kept
 
 

@@ -30,7 +30,7 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._checks import brief_repr, check_int, snapshot
+from minloader._checks import brief_repr, check_int, has_getitem, snapshot
 from minloader._memory.files import at_fork
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
@@ -89,7 +89,7 @@ class Concurrent:
     """See :func:`concurrent`."""
 
     def __init__(self, dataset: Any, limit: int) -> None:
-        if not hasattr(type(dataset), "__getitem__"):
+        if not has_getitem(dataset):
             raise TypeError(
                 f"dataset must have __getitem__, got {brief_repr(dataset)}; a stream can be read "
                 "ahead in threads of its own"

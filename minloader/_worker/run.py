@@ -207,7 +207,7 @@ class Worker:
 
     def _figures(self, work: _Work, writer: NoSlot) -> Figures:
         """Return what is counted of a task that is done."""
-        maker = self._maker
+        counts = self._maker.counts
         seconds = work.done_at - work.began
         usage = self._environment.measure(
             seconds, exactly=self._job.options.memory_limit is not None
@@ -219,13 +219,13 @@ class Worker:
             timings=Timings(
                 began=work.began,
                 seconds=seconds,
-                transform=maker.transform_seconds,
-                collate=maker.collate_seconds,
+                transform=counts.transform_seconds,
+                collate=counts.collate_seconds,
                 packing=work.packing,
             ),
             size=size,
             overflowed=work.overflowed,
-            skipped=maker.skipped,
+            skipped=counts.skipped,
             memory=usage.memory,
             memory_at_start=usage.memory_at_start,
             processor=usage.processor,
