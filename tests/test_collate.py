@@ -394,7 +394,16 @@ def test_impossible_multiples(multiple_of, error):
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(0.5, np.int64), (-1, np.uint8), (300, np.uint8), (0, "U3"), ("x", float)]
+    ("value", "dtype"),
+    [
+        (0.5, np.int64),
+        (-1, np.uint8),
+        (300, np.uint8),
+        (np.nan, np.int8),
+        (-1e9, np.float16),
+        (0, "U3"),
+        ("x", float),
+    ],
 )
 def test_a_value_that_the_arrays_cannot_hold(value, dtype):
     """Casting it silently would pad with something else."""

@@ -59,6 +59,7 @@ def make(kind: str, **changed: Any) -> Any:
     ("kind", "changed", "error", "message"),
     [
         ("batch", {"n_or_sampler": -1}, ValueError, "n_or_sampler must be at least 0"),
+        ("batch", {"n_or_sampler": 2**63}, ValueError, "n_or_sampler must be at most"),
         ("batch", {"n_or_sampler": 2.5}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": None}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": True}, TypeError, "n_or_sampler must be an int"),

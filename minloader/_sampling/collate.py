@@ -268,11 +268,14 @@ def _common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) 
 def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
     """Whether an array of this type can hold the value, exactly or as nearly as floats can."""
     try:
-        kept = np.full((), value, dtype)
+        with np.errstate(all="ignore"):
+            kept = np.full((), value, dtype)
+        if dtype.kind in "fc":
+            return bool(np.isfinite(kept) or not np.isfinite(value))
     except (OverflowError, TypeError, ValueError):
         return False
     # NaN, and the date that is none, differ from themselves.
-    return dtype.kind in "fcO" or bool(kept == value) or bool(kept != kept and value != value)
+    return dtype.kind == "O" or bool(kept == value) or bool(kept != kept and value != value)
 
 
 def numbers_as_array(sample: Any) -> Any:

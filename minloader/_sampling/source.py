@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import partial
@@ -288,7 +289,10 @@ class ItemSource(Source):
         if type(items).__name__ == "Series" and hasattr(items, "iloc"):
             self.values = items.to_numpy()  # pandas' own would be read by their labels
         if not isinstance(items, Iterable):
-            self.values = range(check_int(name, items, 0))
+            count = check_int(name, items, 0)
+            if count > sys.maxsize:
+                raise ValueError(f"{name} must be at most {sys.maxsize}, got {count}")
+            self.values = range(count)
         self._order = order
 
     def __len__(self) -> int:
