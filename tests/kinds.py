@@ -285,7 +285,7 @@ class Numbered(Counting):
     def __iter__(self):
         while self.i < len(self.values()):
             self.i += 1
-            yield self.values()[self.i - 1]
+            yield self.on_sample(self.values()[self.i - 1])
         self.i = 0
 
 
@@ -406,6 +406,49 @@ class GoesOn(Counting):
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
         self.is_put = True
+
+
+class ToldHowFar:
+    """As MosaicML's streams and litData's: its ``state_dict`` needs arguments."""
+
+    def __init__(self, n: int = 8, on_sample: Callable[[int], int] = same) -> None:
+        self.n = n
+        self.on_sample = on_sample
+
+    def __iter__(self) -> Any:
+        first, step = shard()
+        return map(self.on_sample, range(first, self.n, step))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
+        return {"samples": num_samples}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("it has no state that could be put back")
+
+
+class OwnToldHowFar(ToldHowFar):
+    """The same, its own iterator: it begins anew with each ``iter``."""
+
+    def __iter__(self) -> Any:
+        self.left = super().__iter__()
+        return self
+
+    def __next__(self) -> int:
+        return next(self.left)
+
+
+class SaysNothing(ToldHowFar):
+    """As what inherits from torchdata's or torch's protocol ``Stateful``, and writes neither."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return None
+
+
+class Unwritten(ToldHowFar):
+    """As what inherits from an abstract class."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        raise NotImplementedError
 
 
 class Logged(Counting):

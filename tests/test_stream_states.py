@@ -17,8 +17,12 @@ from kinds import (
     Logged,
     Noisy,
     OwnIterator,
+    OwnToldHowFar,
+    SaysNothing,
     Separate,
     Sticky,
+    ToldHowFar,
+    Unwritten,
     same,
     shard,
 )
@@ -272,6 +276,12 @@ def test_a_stream_that_goes_on_from_its_last_state(kind, workers):
     with Loader(kind(), batch_size=2, num_workers=workers) as loader:
         loader.load_state_dict(states[3][2])
         assert [lists(loader) for _ in range(3)] == [values[states[3][1] :], values, values]
+    with Loader(kind(), batch_size=2, num_workers=workers) as loader:
+        batches = iter(loader)
+        begun = lists(islice(batches, 2))
+        loader.num_workers = 1 - workers
+        assert begun + lists(batches) == values
+        assert lists(loader) == values
 
 
 @own
@@ -334,45 +344,6 @@ def test_random_streams_go_on_alike(kind, workers):
 
 
 # --- a state_dict that says nothing, or must be told how far it was read
-
-
-class ToldHowFar:
-    """As MosaicML's streams and litData's: its ``state_dict`` needs arguments."""
-
-    def __iter__(self) -> Any:
-        first, step = shard()
-        return iter(range(first, 8, step))
-
-    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
-        return {"samples": num_samples}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("it has no state that could be put back")
-
-
-class OwnToldHowFar(ToldHowFar):
-    """The same, its own iterator: it begins anew with each ``iter``."""
-
-    def __iter__(self) -> Any:
-        self.left = super().__iter__()
-        return self
-
-    def __next__(self) -> int:
-        return next(self.left)
-
-
-class SaysNothing(ToldHowFar):
-    """As what inherits from torchdata's or torch's protocol ``Stateful``, and writes neither."""
-
-    def state_dict(self) -> Any:  # type: ignore[override]
-        return None
-
-
-class Unwritten(ToldHowFar):
-    """As what inherits from an abstract class."""
-
-    def state_dict(self) -> Any:  # type: ignore[override]
-        raise NotImplementedError
 
 
 def in_the_drop_in(stream: Any, **options: Any) -> Any:

@@ -53,6 +53,8 @@ class Job:
         collate_fn: samples to batch; None if the dataset gives whole batches.
         worker_init_fn: called once in each worker with its :class:`WorkerInfo`.
         options: how batches are made of these.
+        beginning: state, packed, that a stream had before any of it was read; None if that is not
+            known. Workers that are started later get the stream as it is by then.
     """
 
     dataset: Any
@@ -60,6 +62,7 @@ class Job:
     collate_fn: Callable[[list[Any]], Any] | None = None
     worker_init_fn: Callable[[WorkerInfo], Any] | None = None
     options: JobOptions = field(default_factory=JobOptions)
+    beginning: bytes | None = None
 
 
 class Shard(NamedTuple):

@@ -74,7 +74,6 @@ class ShardReader:
         iterator: of the stream, while it is read.
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
-        beginning: state that the stream had before it was ever read; None if that is not known.
         last_state: that it had when it was last asked; None if it was not.
     """
 
@@ -91,7 +90,6 @@ class ShardReader:
     iterator: Any = None
     last_fingerprint: int | None = None
     is_other: bool = False
-    beginning: bytes | None = None
     last_state: bytes | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
     # Those of the batch drawn last, where an interrupt may come.
@@ -173,8 +171,8 @@ class ShardReader:
             if not samples and not self.position and self.is_fresh and self.shard.state is not None:
                 self._open({})  # it was the state of an end, and does not stand for a beginning
                 samples = self._take(size)
-                if not samples and self.beginning is not None:
-                    self.info.dataset.load_state_dict(unpack(self.beginning)["dataset"])
+                if not samples and job.beginning is not None:
+                    self.info.dataset.load_state_dict(unpack(job.beginning)["dataset"])
                     self._open({})  # it begins each time where it was put last
                     samples = self._take(size)
             if not samples and not self.position and self.is_read_again:
@@ -336,7 +334,6 @@ class ShardReaders:
     is_inline: bool
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_job_object_used: bool = False  # whether the job's own object was given to a reader
-    _beginning: bytes | None = None  # state that the job's own object had before it was read
     _was_read_by_other: bool = False  # whether another loader has read the job's own object since
     _original: Any = None  # that object as it was then, if it had no state and is the user's
 
@@ -367,8 +364,8 @@ class ShardReaders:
                     "lack a sample; give an object whose __iter__ begins anew, or one with "
                     "state_dict and load_state_dict"
                 )
-        if shard.state is None and self.is_inline and self._beginning is not None:
-            shard = shard._replace(state=self._beginning)
+        if shard.state is None and self.is_inline:
+            shard = shard._replace(state=self.maker.job.beginning)
         is_fresh = former is None or not former.is_followed_by(shard)
         is_prepared = False
         if former is not None and not is_fresh:
@@ -393,7 +390,6 @@ class ShardReaders:
             is_fresh=is_fresh,
             is_inline=self.is_inline,
             is_read_again=is_prepared and serves_one_pass(info.dataset),
-            beginning=self._beginning,
         )
         self._readers[shard.id] = reader
         return reader
@@ -412,10 +408,11 @@ class ShardReaders:
             raise _read_once(self.maker.job.dataset)
         _last_users[id(_unwrapped(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
-        if self._beginning is not None:
-            self.maker.job.dataset.load_state_dict(unpack(self._beginning)["dataset"])
+        job = self.maker.job
+        if job.beginning is not None:
+            job.dataset.load_state_dict(unpack(job.beginning)["dataset"])
         elif self._original is not None:
-            self.maker.job.dataset = self._original
+            job.dataset = self._original
 
     def _take_over(self, shard: Shard) -> None:
         """Be the one that reads the user's own object, which another loader may have read.
@@ -435,7 +432,7 @@ class ShardReaders:
         if is_stateful(bare) and (user is not None or self._was_read_by_other):
             self._readers.clear()
             if user is not None and not self._is_job_object_used and user._is_where_left(bare):
-                self._beginning = user._beginning
+                self.maker.job.beginning = user.maker.job.beginning
                 self._original = user._original
         elif (
             is_own_iterator and user is not None and serves_one_pass(dataset) and user._is_within()
@@ -489,14 +486,15 @@ class ShardReaders:
 
     def _note_beginning(self, dataset: Any) -> None:
         """Note where the stream begins: a pass that is left early moves the user's own object."""
-        if self._beginning is None and is_stateful(dataset):
+        job = self.maker.job
+        if job.beginning is None and is_stateful(dataset):
             try:  # many have none before their first sample
                 state = state_of(dataset)
                 if state is not None:
-                    self._beginning = pack({"dataset": state}, down=False)
+                    job.beginning = pack({"dataset": state}, down=False)
             except Exception as error:
                 logger.debug("the stream has no state before it is read: %r", error)
-            if self._beginning is None and self.is_inline:
+            if job.beginning is None and self.is_inline:
                 with suppress(Exception):  # what cannot be copied cannot be begun anew either
                     self._original = copy.deepcopy(dataset)
 

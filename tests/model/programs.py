@@ -35,17 +35,23 @@ from kinds import (
     CountedIterator,
     Counting,
     Failing,
+    GoesOn,
+    Numbered,
     Opened,
     OpenedCounting,
     OwnGenerator,
     OwnIterator,
     OwnOrder,
+    OwnToldHowFar,
     Resuming,
     Reusing,
+    SaysNothing,
     Separate,
     Slow,
     Steady,
+    Sticky,
     Told,
+    ToldHowFar,
     ToldWithState,
     Uneven,
     combined,
@@ -189,6 +195,10 @@ def in_shards(part: Callable[[int, int, int], list[int]], step: int = 0) -> Call
     return shards
 
 
+def in_told_shards(n: int, at: At) -> list[Any]:
+    return in_shards(even_part, 100)(n, at._replace(passes=at.epoch))
+
+
 HALF = 3
 """Samples in half the buffer of a stream that is shuffled."""
 
@@ -281,6 +291,12 @@ STREAMS: dict[str, Kind] = {
     "separate": Kind(Separate, in_shards(even_part, 100), stream=True, sequential=True),
     "own iterator": Kind(OwnIterator, in_shards(even_part, 100), stream=True, sequential=True),
     "resuming": Kind(Resuming, in_shards(even_part, 100), stream=True, sequential=True, alone=True),
+    "numbered": Kind(Numbered, in_told_shards, stream=True),
+    "sticky": Kind(Sticky, in_shards(even_part), stream=True),
+    "goes on": Kind(GoesOn, in_shards(even_part), stream=True),
+    "told how far": Kind(ToldHowFar, in_shards(even_part), stream=True),
+    "own, told how far": Kind(OwnToldHowFar, in_shards(even_part), stream=True),
+    "says nothing": Kind(SaysNothing, in_shards(even_part), stream=True),
 }
 
 KINDS: dict[str, Kind] = {
