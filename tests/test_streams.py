@@ -466,7 +466,7 @@ def test_a_state_of_a_stream_that_leads_nowhere_is_told(at):
         at=at,
         state=pack({"dataset": {"position": at}}, down=True),
         check=(4, fingerprint([4])),
-        number=1,
+        pass_number=1,
         follows=None,
     )
     worker = Worker(
@@ -507,7 +507,9 @@ def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
 def test_a_task_beyond_the_end_that_comes_first(stream, known, error):
     """As after a death: what was asked for, but never there, is not missed. What was given is."""
     check = None if known is None else (known, fingerprint([known]))
-    shard = Shard(id=0, total=1, first=12, at=0, state=None, check=check, number=1, follows=None)
+    shard = Shard(
+        id=0, total=1, first=12, at=0, state=None, check=check, pass_number=1, follows=None
+    )
     job = Job(stream(10), options=JobOptions(is_stream=True))
     worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
     reply = worker.run(TaskMessage(12, 0, [0] * 4, shard=shard))

@@ -33,7 +33,7 @@ from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_of, with_inner
-from minloader._sampling.source import Source, numbers
+from minloader._sampling.source import Source, pass_numbers
 from minloader._worker.messages import Shard
 
 logger = logging.getLogger("minloader")
@@ -130,6 +130,7 @@ class Feed:
         length: number of batches that the epoch must have; None for any.
 
     Attributes:
+        pass_number: of this pass over the sampler, which tells it from others in the same epoch.
         next: ordinal of the next item to draw.
         source_state: a state of the sampler, from there or before.
         at_end: its state at the end of the epoch.
@@ -155,7 +156,7 @@ class Feed:
         length: int | None = None,
     ) -> None:
         self.source = source
-        self.number = next(numbers)
+        self.pass_number = next(pass_numbers)
         self.epoch = epoch
         self.next = position.given
         self.source_state = position.source_state
@@ -207,7 +208,7 @@ class Feed:
         if not source.is_ours:
             check_length(self.epoch, length, self.length)
         self.length = length
-        iterator = source.begin(self.number)
+        iterator = source.begin(self.pass_number)
         if is_put and source_state.at and iterator is source.items:
             _check_put_back(source.items, source_state)
         self.sampler_iterator = iterator
@@ -356,7 +357,9 @@ class Feed:
 
     def _current_state(self, ordinal: int) -> SourceState:
         """Return the state of the sampler, which is at an ordinal; the last one if it has none."""
-        state = self.source.state(self._iterator) if self.source.read_by == self.number else None
+        state = None
+        if self.source.last_pass == self.pass_number:
+            state = self.source.state(self._iterator)
         return self.source_state if state is None else SourceState(ordinal, state)
 
     def state_behind_error(self) -> SourceState:
@@ -459,7 +462,7 @@ class Feed:
         self._iterator = nothing
         self.at_end = at_end
         self.is_over = True
-        if self.source.read_by == self.number:
+        if self.source.last_pass == self.pass_number:
             self.source.end(self.sampler_iterator, ordinal, at_end.state)
 
     def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:

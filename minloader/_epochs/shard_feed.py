@@ -21,7 +21,7 @@ from minloader._worker.run import READING, READING_ON
 
 logger = logging.getLogger("minloader")
 
-_numbers = itertools.count()
+_pass_numbers = itertools.count()
 
 
 class TaskQueue(Protocol):
@@ -45,7 +45,7 @@ class ShardFeed:
             goes on with the same copy of the stream. None: there is none.
 
     Attributes:
-        number: of the pass over the shard, which tells it from others in the same epoch.
+        pass_number: of this pass over the shard, which tells it from others in the same epoch.
         next: ordinal of the next batch to ask for.
         source_state: the newest state of the shard that came back.
         check: what the batch before that state is recognized by.
@@ -63,7 +63,7 @@ class ShardFeed:
     def __init__(
         self, shard: int, total: int, epoch: int, position: LanePosition, follows: int | None
     ) -> None:
-        self.number = next(_numbers)
+        self.pass_number = next(_pass_numbers)
         self.shard = shard
         self.total = total
         self.epoch = epoch
@@ -88,7 +88,7 @@ class ShardFeed:
         if not begins_anew and self.is_over and self.at_end.state is not None:
             beginning = self.at_end.state
         position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
-        follows = None if begins_anew else self.number
+        follows = None if begins_anew else self.pass_number
         return ShardFeed(self.shard, self.total, epoch, position, follows)
 
     def draw(self, most: int) -> Task:
@@ -109,7 +109,7 @@ class ShardFeed:
             at=task.source_state.at,
             state=task.source_state.state,
             check=task.check,
-            number=self.number,
+            pass_number=self.pass_number,
             follows=self._follows,
         )
 

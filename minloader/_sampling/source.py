@@ -41,8 +41,8 @@ from an epoch's end: of this one, or if nothing was asked for, of the one before
 
 BEGINNING: list[Any] = [0, None, False]
 
-numbers = itertools.count()
-"""Of all that read a source."""
+pass_numbers = itertools.count()
+"""Each pass over a source has its own: a pass reads it for one epoch, from wherever it begins."""
 
 
 class Resettable:
@@ -77,14 +77,14 @@ class Source:
         items: the iterable.
 
     Attributes:
-        read_by: number of the one that began to read it last; -1 if none has.
-        has_given: whether any of them was given an item.
+        last_pass: number of the pass that was begun last; -1: none was.
+        has_given: whether any pass was given an item.
     """
 
     def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
-        self.read_by = -1
+        self.last_pass = -1
         self.has_given = False
         # The state that it is in while nobody reads it; and who had been there last then.
         self._stands: tuple[Any, Any] = (None, None)
@@ -103,7 +103,7 @@ class Source:
     def is_used_up(self) -> bool:
         """Whether it is an iterator that has served its one epoch."""
         # One with epochs (lhotse's samplers) begins anew with each of them.
-        return self.read_by >= 0 and is_read_once(self.items) and not self.has_epochs
+        return self.last_pass >= 0 and is_read_once(self.items) and not self.has_epochs
 
     @property
     def is_under_way(self) -> bool:
@@ -141,17 +141,17 @@ class Source:
         if isinstance(self.items, Resettable):
             self.items._forget()
 
-    def begin(self, number: int) -> Iterator[Any]:
-        """Return an iterator over it, for the one of a number.
+    def begin(self, pass_number: int) -> Iterator[Any]:
+        """Return an iterator over it, for the pass of a number.
 
         Raises:
             RuntimeError: it can be read once, and was.
         """
         items = self.items
         iterator: Iterator[Any] = iter(items)
-        if iterator is items and self.is_used_up and self.read_by != number:
+        if iterator is items and self.is_used_up and self.last_pass != pass_number:
             raise used_up(self.name, items)
-        self.read_by = number
+        self.last_pass = pass_number
         return iterator
 
     def end(self, iterator: Any, read: int, state: Any) -> None:
@@ -303,7 +303,7 @@ class ItemSource(Source):
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
-        if self.read_by >= 0 or (self.has_epochs and not self.is_ours):
+        if self.last_pass >= 0 or (self.has_epochs and not self.is_ours):
             return BEGINNING
         state = self.state()  # nobody can tell it the epoch again; and ours may read such a one
         self.stand(state)
@@ -327,7 +327,7 @@ class ItemSource(Source):
         if self.is_ours:
             self.put(state)
             self.stand(state)
-            self.read_by = next(numbers)  # it is not at its beginning any more
+            self.last_pass = next(pass_numbers)  # it is not at its beginning any more
 
     def values_from(self, epoch: int, at: int) -> Iterator[Any]:
         """Return an iterator over the items of a sequence, from one of them on."""
@@ -358,7 +358,7 @@ class Reading:
 
     def __init__(self, source: ItemSource, epoch: int, position: ReadPosition) -> None:
         self._source = source
-        self._number = next(numbers)
+        self._pass_number = next(pass_numbers)
         self._epoch = epoch
         # Until it has given an item: a generator says where it is only from then on.
         self._known_position: ReadPosition | None = position
@@ -382,7 +382,7 @@ class Reading:
                 self._known_position = [0, state, state is not None]
             self._num_to_pass = read if state is None else 0
             self._may_begin_again = is_put and is_of_end and not source.is_ours
-            self._items = source.begin(self._number)
+            self._items = source.begin(self._pass_number)
         except Exception:
             self.ended = True  # what cannot be begun is over
             raise

@@ -78,7 +78,7 @@ class Shard(NamedTuple):
             before the first. None if it has none to give.
         check: an ordinal from there on, and before ``first``, and what the samples of that batch
             are recognized by; None: there is none.
-        number: of the pass over the shard. A worker that reads it goes on where it stands.
+        pass_number: of the pass over the shard. A worker that reads it goes on where it stands.
         follows: number of the pass that was read to its end before: whoever has done that goes on
             with the same copy of the stream. None: there is none.
     """
@@ -89,7 +89,7 @@ class Shard(NamedTuple):
     at: int
     state: bytes | None
     check: tuple[int, int | None] | None
-    number: int
+    pass_number: int
     follows: int | None
 
 

@@ -101,7 +101,7 @@ class ShardReader:
     def is_followed_by(self, shard: Shard) -> bool:
         """Return whether the pass of a task can begin with the same copy, after this one."""
         dataset = self.info.dataset
-        if shard.follows != self.shard.number or shard.first or serves_one_pass(dataset):
+        if shard.follows != self.shard.pass_number or shard.first or serves_one_pass(dataset):
             return False
         # Where a state was put back in mid-epoch, the stream may begin there again.
         is_put = self.is_fresh and self.shard.at
@@ -354,7 +354,7 @@ class ShardReaders:
         if self.is_inline:
             self._take_over(shard)
         former = self._readers.get(shard.id)
-        if former is not None and former.shard.number == shard.number:
+        if former is not None and former.shard.pass_number == shard.pass_number:
             if former.go_on_with(shard):
                 return former
             if former.was_interrupted and former.cannot_begin_again:
@@ -454,7 +454,7 @@ class ShardReaders:
     def _is_within(self, shard: Shard | None = None) -> bool:
         """Return whether a pass was begun, and is not over; that of a task, or any."""
         passes = [each for each in self._readers.values() if each.position and not each.ended]
-        return any(shard is None or each.shard.number == shard.number for each in passes)
+        return any(shard is None or each.shard.pass_number == shard.pass_number for each in passes)
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
