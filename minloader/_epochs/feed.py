@@ -133,7 +133,7 @@ class Feed:
         pass_number: of this pass over the sampler, which tells it from others in the same epoch.
         next: ordinal of the next item to draw.
         source_state: a state of the sampler, from there or before.
-        at_end: its state at the end of the epoch.
+        end_state: its state at the end of the epoch.
         is_over: whether there are no more items.
         error: raised by the sampler, and to be raised in the place of the next item.
         length: number of batches of the epoch; None if not known when it was begun.
@@ -162,7 +162,7 @@ class Feed:
         self.source_state = position.source_state
         self.check = position.check
         self.length = length
-        self.at_end = NO_SOURCE_STATE
+        self.end_state = NO_SOURCE_STATE
         self.is_over = False
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
@@ -186,8 +186,8 @@ class Feed:
             is_abandoned: whether the consumer has left this one: then it has nothing for the next.
         """
         source_state = NO_SOURCE_STATE
-        if not is_abandoned and self.at_end.state is not None:
-            source_state = SourceState(0, self.at_end.state)
+        if not is_abandoned and self.end_state.state is not None:
+            source_state = SourceState(0, self.end_state.state)
         return Feed(self.source, epoch, LanePosition(source_state=source_state))
 
     # --- to begin, and to go on
@@ -456,14 +456,14 @@ class Feed:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier pass.
         """
-        at_end = self._current_state(ordinal)
+        end_state = self._current_state(ordinal)
         nothing: Iterator[Any] = iter(())
         # Without a call in between, and so without Ctrl-C.
         self._iterator = nothing
-        self.at_end = at_end
+        self.end_state = end_state
         self.is_over = True
         if self.source.last_pass == self.pass_number:
-            self.source.end(self.sampler_iterator, ordinal, at_end.state)
+            self.source.end(self.sampler_iterator, ordinal, end_state.state)
 
     def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:
         """Make sure, after an interrupt, that it is known where the sampler is.

@@ -141,7 +141,7 @@ class Lane:
         return LanePosition(
             given=given,
             ahead=handed_over.ahead,
-            source_state=feed.at_end if is_ended else source_state,
+            source_state=feed.end_state if is_ended else source_state,
             check=check,
             beginning=feed.beginning,
             is_ended=is_ended,

@@ -50,7 +50,7 @@ class ShardFeed:
         source_state: the newest state of the shard that came back.
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
-        at_end: its state at the end of the epoch.
+        end_state: its state at the end of the epoch.
         is_over: whether the end was seen.
         has_failed: whether reading has failed in this epoch: then the next one begins as this one
             did.
@@ -73,7 +73,7 @@ class ShardFeed:
         self.beginning = position.beginning
         self.is_over = position.is_ended
         self.has_failed = position.has_failed
-        self.at_end = position.source_state
+        self.end_state = position.source_state
         self._follows = follows
 
     def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
@@ -85,8 +85,8 @@ class ShardFeed:
         """
         beginning = self.beginning
         begins_anew = is_abandoned or self.has_failed
-        if not begins_anew and self.is_over and self.at_end.state is not None:
-            beginning = self.at_end.state
+        if not begins_anew and self.is_over and self.end_state.state is not None:
+            beginning = self.end_state.state
         position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
         follows = None if begins_anew else self.pass_number
         return ShardFeed(self.shard, self.total, epoch, position, follows)
@@ -187,12 +187,12 @@ class ShardFeed:
         task.outcomes = reply.outcomes
         task.shipment = None
 
-    def _end(self, task: Task, at_end: SourceState, lane: TaskQueue) -> None:
+    def _end(self, task: Task, end_state: SourceState, lane: TaskQueue) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
-        self.at_end = at_end
+        self.end_state = end_state
         self.is_over = True
-        self.next = at_end.at
+        self.next = end_state.at
 
     def end_before(self, task: Task, lane: TaskQueue) -> None:
         """End the shard before a task: no worker gets there."""
