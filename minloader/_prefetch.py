@@ -119,9 +119,9 @@ class Prefetched(Generic[B]):
         self._batches = batches
         self._process = lifetimes.process
         self._is_over = False  # whether the consumer was told that there is no more
-        self._taken: list[Any] = []  # a batch of the source that is not yet in ``_ahead``
+        self._taken: list[Any] = []  # a batch of the source that is not yet in ``_staged``
         # Work in the thread, or an error of the source; and the state as of it.
-        self._ahead: tuple[tuple[Work | Exception, Callable[[], Any]], ...] = ()
+        self._staged: tuple[tuple[Work | Exception, Callable[[], Any]], ...] = ()
         self._state = self._state_now()
 
     def _state_now(self) -> Callable[[], Any]:
@@ -145,16 +145,16 @@ class Prefetched(Generic[B]):
             raise StopIteration
         self._stage.check_open()
         while True:
-            self._stage.send([work for work, _ in self._ahead if isinstance(work, Work)])
-            if self._source is None or len(self._ahead) > self._stage.depth:
+            self._stage.send([work for work, _ in self._staged if isinstance(work, Work)])
+            if self._source is None or len(self._staged) > self._stage.depth:
                 break
             self._take(self._source)
-        if not self._ahead:
+        if not self._staged:
             self._is_over = True
             self._state = self._state_now()
             self._stage.close()
             raise StopIteration
-        made, state = self._ahead[0]
+        made, state = self._staged[0]
         outcome: Any = None
         error: BaseException | None
         if isinstance(made, Exception):
@@ -163,9 +163,9 @@ class Prefetched(Generic[B]):
             error, value = made.wait()
             self._stage.check_open()  # another thread may have closed it meanwhile
             outcome, error = self._stage.received(error, value)
-        rest = self._ahead[1:]
+        rest = self._staged[1:]
         # No call behind this line, so no Ctrl-C: the batch is the consumer's.
-        self._ahead = rest
+        self._staged = rest
         self._state = state
         if error is None:
             return outcome  # type: ignore[no-any-return]
@@ -187,10 +187,10 @@ class Prefetched(Generic[B]):
         except Exception as error:
             without_frames(error)
             made = error
-        ahead = (*self._ahead, (made, self._state_now()))
+        staged = (*self._staged, (made, self._state_now()))
         nothing: list[Any] = []
         # Without a call in between, and so without Ctrl-C.
-        self._ahead = ahead
+        self._staged = staged
         self._taken = nothing
 
     def state_dict(self) -> Any:
@@ -206,10 +206,10 @@ class Prefetched(Generic[B]):
         """End the thread, waiting for it for a moment, and drop what is ready."""
         self._stage.close()
         self._source = None
-        for made, _ in self._ahead:
+        for made, _ in self._staged:
             if isinstance(made, Work):
                 made.drop()
-        self._ahead = ()
+        self._staged = ()
 
     def __enter__(self) -> Self:
         return self

@@ -48,7 +48,7 @@ class Claims:
         process: where the lock is of use: in a fork a thread that is not there may hold it.
         by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
             thread is given it again.
-        ahead: taken ahead of the consumer, for a stage; in order.
+        staged: taken ahead of the consumer, for a stage; in order.
         stage_threads: threads of the stage that takes batches ahead; None: there is no stage.
         is_asking: whether ``on_error`` is being asked.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
@@ -58,7 +58,7 @@ class Claims:
     lock: Any = field(default_factory=threading.RLock)
     process: object = field(default_factory=lambda: lifetimes.process)
     by_thread: dict[int, Claim] = field(default_factory=dict)
-    ahead: tuple[Any, ...] = ()
+    staged: tuple[Any, ...] = ()
     stage_threads: list[threading.Thread] | None = None
     is_asking: bool = False
     is_unsure: bool = False
@@ -83,7 +83,7 @@ class Claims:
 
     def all(self) -> list[Claim]:
         """Return all of them."""
-        return [*self.by_thread.values(), *self.ahead]
+        return [*self.by_thread.values(), *self.staged]
 
 
 @dataclass(eq=False, repr=False)

@@ -188,11 +188,13 @@ class Batches(Iterator[B], Generic[B]):
             self._check_process()
         with claims.lock:
             former = self._stage
-            ahead = claims.ahead if former is None else stage.take_over(former, claims.ahead)
+            staged = claims.staged
+            if former is not None:
+                staged = stage.take_over(former, staged)
             threads = stage.threads
             # Without a call in between, and so without Ctrl-C.
             self._stage = stage
-            claims.ahead = ahead
+            claims.staged = staged
             claims.stage_threads = threads
 
     def close(self) -> None:
@@ -204,7 +206,7 @@ class Batches(Iterator[B], Generic[B]):
         if stage is None:
             return
         stage.close()
-        for claim in self.claims.ahead:
+        for claim in self.claims.staged:
             claim.drop()
 
     def __enter__(self) -> Self:
@@ -300,14 +302,14 @@ class Batches(Iterator[B], Generic[B]):
         lane = claim.lane
         task = claim.task
         assert lane is not None
-        ahead_of_consumer = (*claims.ahead, claim) if thread is None else claims.ahead
+        staged = (*claims.staged, claim) if thread is None else claims.staged
         if task is None:
             feed = lane.feed
             source_state = feed.state_behind_error()
             # Without a call in between, and so without Ctrl-C.
             if thread is not None:
                 claims.by_thread[thread] = claim
-            claims.ahead = ahead_of_consumer
+            claims.staged = staged
             feed.source_state = source_state
             feed.error = None
             return
@@ -320,7 +322,7 @@ class Batches(Iterator[B], Generic[B]):
         # Without a call in between, and so without Ctrl-C.
         if thread is not None:
             claims.by_thread[thread] = claim
-        claims.ahead = ahead_of_consumer
+        claims.staged = staged
         lane.ahead = ahead
         lane.taken = taken
         lane.tally = tally
@@ -619,14 +621,14 @@ class Batches(Iterator[B], Generic[B]):
                 if not epoch.is_taken:
                     self._leave_epochs_before(epoch)
                     return epoch
-                if self.claims.ahead and not epoch.has_given:  # the consumer is not that far
+                if self.claims.staged and not epoch.has_given:  # the consumer is not that far
                     raise StopIteration
                 self._check_losses(epoch)
                 self._check_not_empty(epoch)
                 if self._watch is not None:
                     self._watch.count_empty(epoch.lanes)
             last = self.epochs[-1]
-            if self.claims.ahead:
+            if self.claims.staged:
                 raise StopIteration
             if self._begin_next(self, last) is None:
                 last.is_over = True
@@ -635,7 +637,7 @@ class Batches(Iterator[B], Generic[B]):
 
     def _leave_epochs_before(self, epoch: Epoch) -> None:
         """Leave the epochs before one behind, unless a stage has batches ahead of the consumer."""
-        if self.epochs[0] is epoch or self.claims.ahead:
+        if self.epochs[0] is epoch or self.claims.staged:
             return
         while self.epochs[0] is not epoch:
             former = self.epochs[0]
@@ -682,35 +684,35 @@ class Batches(Iterator[B], Generic[B]):
         if not self._is_over:
             stage.check_open()
         while True:
-            stage.send([staged.work for staged in self.claims.ahead])
+            stage.send([claim.work for claim in self.claims.staged])
             if not self._may_take_ahead(stage):
                 break
             try:
                 self._take_ahead(stage)
             except StopIteration:
                 break
-        ahead = self.claims.ahead
-        if not ahead:  # and so the iterator is over
+        staged = self.claims.staged
+        if not staged:  # and so the iterator is over
             stage.close()
             raise StopIteration
-        first = ahead[0]
+        first = staged[0]
         claim = Claim(lane=first.lane, task=first.task, ordinal=first.ordinal)
         stage.receive(first, claim)
         stage.check_open()  # another thread may have closed it meanwhile
         self._enter_epoch_of(first)
-        rest = ahead[1:]
+        rest = staged[1:]
         # Without a call in between, and so without Ctrl-C.
         self.claims.by_thread[thread] = claim
-        self.claims.ahead = rest
+        self.claims.staged = rest
 
     def _may_take_ahead(self, stage: Stage) -> bool:
         """Whether to take another batch now: one that has come, if others are on their way."""
-        ahead = self.claims.ahead
+        staged = self.claims.staged
         if self._is_over:
             return False
-        if not ahead:
+        if not staged:
             return True
-        return len(ahead) <= stage.depth and self._is_ready()
+        return len(staged) <= stage.depth and self._is_ready()
 
     def _is_ready(self) -> bool:
         """Return whether the next batch is here, so that it need not be waited for."""

@@ -119,12 +119,12 @@ class Stage:
         self._end: Any = None
         self.is_closed = False
 
-    def take_over(self, former: Stage, ahead: Iterable[StagedClaim]) -> tuple[StagedClaim, ...]:
+    def take_over(self, former: Stage, claims: Iterable[StagedClaim]) -> tuple[StagedClaim, ...]:
         """Follow another stage: do first what that does, up to handing a batch over.
 
         Args:
             former: the other.
-            ahead: what it has taken ahead of the consumer.
+            claims: what it has taken ahead of the consumer.
 
         Returns:
             The same, for this one to go on with.
@@ -133,11 +133,11 @@ class Stage:
             RuntimeError: the other is closed.
         """
         former.check_open()
-        former.send([staged.work for staged in ahead])
-        claims = tuple([self._staged_again(former, staged) for staged in ahead])
+        former.send([staged.work for staged in claims])
+        taken_over = tuple([self._staged_again(former, staged) for staged in claims])
         handing_over = [] if former._receive is None else [former._receive]
         self._functions = [*former._functions, *handing_over, *self._functions]
-        return claims
+        return taken_over
 
     def _staged_again(self, former: Stage, staged: StagedClaim) -> StagedClaim:
         """Return a batch that another stage has made, as one to call only these functions on."""
