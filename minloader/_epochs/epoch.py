@@ -94,7 +94,8 @@ class Epoch:
         number: of the epoch.
         lanes: one of a sampler, or one for each shard of a stream.
         is_stream: which of these.
-        has_given: whether a batch of it was handed over.
+        has_given: whether it has given a batch, or begins behind one; also once an error has said
+            that it gave none.
         is_one_of_several: whether the iterator goes through several epochs.
         claims: of the iterator.
         losses: what has failed in it.
@@ -187,7 +188,7 @@ class Epoch:
         self.claims.is_unsure = False
 
     def recover(self) -> None:
-        """Make sure again what an interrupt has left undone."""
+        """Do again what the last call has left undone, if an interrupt has ended that."""
         if self.claims.is_unsure:
             for lane in self.lanes:
                 lane.recover()

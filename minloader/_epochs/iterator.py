@@ -101,9 +101,9 @@ class Batches(Iterator[B], Generic[B]):
         self.is_of_several = is_of_several
         self._is_endless = is_endless
         self._stage: Stage | None = None
-        self._watch: ShardWatch | None = None
+        self._shard_watch: ShardWatch | None = None
         self._is_over = False
-        self._watch_at = 0.0  # when to look next whether a worker is stuck
+        self._next_watch = 0.0  # when the pools are to look next whether a worker is stuck
 
     __reduce__ = refuse_copies
 
@@ -232,7 +232,8 @@ class Batches(Iterator[B], Generic[B]):
             times.consumer += begin - counters.left_at
         try:
             if self.claims.is_unsure:
-                self._recover()
+                for epoch in self.epochs:
+                    epoch.recover()
             self.claims.is_unsure = True
             if self._stage is None:
                 claim = Claim()
@@ -265,7 +266,8 @@ class Batches(Iterator[B], Generic[B]):
             shared = self.shared
             shared.counters.begin_epoch(begin)
             if epoch.is_stream:
-                self._watch = ShardWatch(len(epoch.lanes), shared, compares=not epoch.has_given)
+                compares = not epoch.has_given
+                self._shard_watch = ShardWatch(len(epoch.lanes), shared, compares=compares)
             self.fill()
             shared.counters.began_epoch(begin)
             self.claims.is_unsure = False
@@ -352,10 +354,10 @@ class Batches(Iterator[B], Generic[B]):
             has_failed = False
             reply = task.reply
             if reply is not None and reply.failed:
-                samples = [(sample, text) for at, sample, text in reply.failed if at == n]
+                samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
                 has_failed = bool(samples)
                 for number, (sample, text) in enumerate(samples):
-                    claim.error = self._fail(epoch, claim, sample, text, number)
+                    claim.error = self._count_failure(epoch, claim, sample, text, number)
             if type(claim.outcome) is Failure:
                 has_failed = True
                 self._handle(epoch, claim)
@@ -375,8 +377,8 @@ class Batches(Iterator[B], Generic[B]):
                 epoch.left_out += has_failed
                 continue
             epoch.has_given = True
-            if self._watch is not None:
-                self._watch.compare(lane, claim.outcome)
+            if self._shard_watch is not None:
+                self._shard_watch.compare(lane, claim.outcome)
             shared.counters.batches += 1
             if self.is_of_several:
                 claim.outcome = (epoch.number, claim.outcome)
@@ -397,7 +399,7 @@ class Batches(Iterator[B], Generic[B]):
         labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
         shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:
-            claim.error = self._fail(epoch, claim, failure.sample, failure.summary)
+            claim.error = self._count_failure(epoch, claim, failure.sample, failure.summary)
             if claim.error is not None:
                 return
         self.claims.is_asking = True
@@ -418,7 +420,7 @@ class Batches(Iterator[B], Generic[B]):
         if type(claim.outcome) is Raised:
             claim.error = claim.outcome.error
 
-    def _fail(
+    def _count_failure(
         self, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int = -1
     ) -> BatchError | None:
         """Count what has failed; return an error if that is too many.
@@ -497,6 +499,7 @@ class Batches(Iterator[B], Generic[B]):
         return self.epochs[-1]
 
     def _wait(self) -> tuple[Epoch, Lane, Task | None]:
+        """Return what :meth:`_next_lane` does, as soon as it is here; send others meanwhile."""
         has_grown = False
         while True:
             self._check_may_go_on()
@@ -511,20 +514,20 @@ class Batches(Iterator[B], Generic[B]):
                     return epoch, lane, task
                 if lane.is_at_error:
                     return epoch, lane, None
-            if self._receive() or self._send(lanes) or self._in_turn(epoch) != lanes:
-                continue  # other lanes are in turn, where a reply told of the end of one
-            if lanes[0].is_at_error:
-                continue  # nothing is to be waited for
+            if self._receive() or self._send(lanes):
+                continue
+            if self._in_turn(epoch) != lanes or lanes[0].is_at_error:
+                continue  # the sampler, just asked for more, has ended or failed
             if not has_grown:
                 for lane in self._may_be_next(lanes):
                     lane.grow()
                 has_grown = True
             patience = self.shared.patience
             self._receive(patience)
-            if time.monotonic() > self._watch_at:
+            if time.monotonic() > self._next_watch:
                 for lane in epoch.lanes:
                     lane.pool.watch()
-                self._watch_at = time.monotonic() + patience
+                self._next_watch = time.monotonic() + patience
 
     def _in_turn(self, epoch: Epoch) -> list[Lane]:
         """Return the lanes that have more of an epoch, the next one first."""
@@ -613,7 +616,7 @@ class Batches(Iterator[B], Generic[B]):
         """Return the epoch that is taken from; let the consumer go on to it if it may.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is none, or none before the consumer was given what is staged.
             BatchError, ValueError: nothing is left of the one that has ended.
         """
         while True:
@@ -621,12 +624,12 @@ class Batches(Iterator[B], Generic[B]):
                 if not epoch.is_taken:
                     self._leave_epochs_before(epoch)
                     return epoch
-                if self.claims.staged and not epoch.has_given:  # the consumer is not that far
-                    raise StopIteration
+                if self.claims.staged and not epoch.has_given:
+                    raise StopIteration  # an error of its end comes behind what is staged
                 self._check_losses(epoch)
                 self._check_not_empty(epoch)
-                if self._watch is not None:
-                    self._watch.count_empty(epoch.lanes)
+                if self._shard_watch is not None:
+                    self._shard_watch.count_empty(epoch.lanes)
             last = self.epochs[-1]
             if self.claims.staged:
                 raise StopIteration
@@ -715,9 +718,9 @@ class Batches(Iterator[B], Generic[B]):
         return len(staged) <= stage.depth and self._is_ready()
 
     def _is_ready(self) -> bool:
-        """Return whether the next batch is here, so that it need not be waited for."""
+        """Return whether the next batch can be taken without waiting for a worker."""
         if self.shared.is_closed or not self.in_flight:
-            return True
+            return True  # an error; or it is made in this thread, or there are no more
         self._receive()
         lanes = self._in_turn(self._epoch_taken_from)
         may_be_next = self._may_be_next(lanes)
@@ -739,11 +742,3 @@ class Batches(Iterator[B], Generic[B]):
         while not any(lane is claim.lane for lane in self.epochs[0].lanes):
             self.epochs[0].is_over = True
             self.epochs.popleft()
-
-    # --- Ctrl-C
-
-    def _recover(self) -> None:
-        """Make sure again what an interrupt has left undone."""
-        for epoch in self.epochs:
-            for lane in epoch.lanes:
-                lane.recover()
