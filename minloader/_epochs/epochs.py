@@ -63,8 +63,8 @@ class Epochs:
         source: the sampler of the epoch begun last.
         shards: how many the stream has.
         resume: where the next epoch begins, if a state was loaded, or batches were left out ahead.
-        under_way: the epochs that the iterator begun last has, the consumer's first; before one
-            was begun there are none.
+        begun: the epochs of the iterator begun last, that of the consumer first, be it over or not;
+            before an iterator was begun, and when a state was loaded, there are none.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Epochs:
         self.source = SamplerSource(sampler)
         self.shards = shards
         self.resume: Position | None = None
-        self.under_way: deque[Epoch] = deque()
+        self.begun: deque[Epoch] = deque()
         self._dataset = dataset
         self._follows_length = follows_length
         self._number: int | None = None  # of the next epoch, if the user has set it
         if shards is None and isinstance(sampler, Sampler):
-            self.resume = _position_of(sampler)
+            self.resume = _position_of_sampler(sampler)
 
     @property
     def _own_sampler(self) -> Sampler | None:
@@ -102,12 +102,12 @@ class Epochs:
             return self._number
         if self.resume is not None:
             return self.resume.epoch
-        return self.under_way[0].number + 1 if self.under_way else 0
+        return self.begun[0].number + 1 if self.begun else 0
 
     @property
     def would_abandon(self) -> bool:
         """Whether the consumer leaves an epoch if the next one begins now."""
-        return bool(self.under_way) and not self.under_way[0].is_over
+        return bool(self.begun) and not self.begun[0].is_over
 
     def set_number(self, number: int) -> None:
         """Set the number of the next epoch.
@@ -115,7 +115,7 @@ class Epochs:
         Raises:
             RuntimeError: it is one of several that an iterator goes through.
         """
-        current = self.under_way[0] if self.under_way else None
+        current = self.begun[0] if self.begun else None
         if current is not None and current.is_in_loop:
             raise RuntimeError(
                 "the number of an epoch cannot be set while epochs() goes through them: call "
@@ -137,30 +137,30 @@ class Epochs:
         """Return where the next epoch begins, as far as a state can say."""
         source = self._next_source()
         position = self._next_position(source)
-        return position_of_size(position, source) if self._begins_anew else position
+        return position_of_size(position, source) if self._next_follows_length else position
 
     def _next_position(self, source: SamplerSource) -> Position:
         if self.resume is not None:
             return self.resume
         number = self.number
-        if not self.under_way:
+        if not self.begun:
             return self._first_position(number, source)
-        former = self.under_way[0]
+        former = self.begun[0]
         lanes = []
         for lane in former.lanes:
             following = lane.feed.following(number, is_abandoned=not former.is_over)
-            lanes.append(_beginning(following))
+            lanes.append(_position_of_feed(following))
         length = None if former.is_stream else source.length_between()
         return Position(epoch=number, lanes=lanes, is_stream=former.is_stream, length=length)
 
     @property
-    def _begins_anew(self) -> bool:
+    def _next_follows_length(self) -> bool:
         """Whether the next epoch has as many items as the dataset has when it begins."""
         return self._follows_length and (self.resume is None or not self.resume.has_begun)
 
     def _next_source(self) -> SamplerSource:
         """Return the sampler of the next epoch."""
-        if self._begins_anew and self.shared.group.can_follow_dataset:
+        if self._next_follows_length and self.shared.group.can_follow_dataset:
             return source_of_size(self.source, current_size(self._dataset))
         return self.source
 
@@ -200,8 +200,8 @@ class Epochs:
     @property
     def _current(self) -> Epoch | None:
         """The epoch that the consumer is in, and may ask for more of; None between epochs."""
-        if self.resume is None and self.under_way and self.under_way[0].is_under_way:
-            return self.under_way[0]
+        if self.resume is None and self.begun and self.begun[0].is_under_way:
+            return self.begun[0]
         return None
 
     def length(self) -> int:
@@ -246,7 +246,7 @@ class Epochs:
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
-        if self._follows_length and (former is not None or self._begins_anew):
+        if self._follows_length and (former is not None or self._next_follows_length):
             self._follow_dataset()
         if former is not None:
             feeds = self._following(former, former.number + 1, is_abandoned=False)
@@ -263,28 +263,29 @@ class Epochs:
         # Without a call in between, and so without Ctrl-C. Not before: a state that was refused is
         # not forgotten. Not after: nothing is drawn for an iterator that the loader does not know.
         batches.epochs = begun
-        self.under_way = begun
+        self.begun = begun
         self.resume = None
         self._number = None
         return epoch
 
     def begin_again(self, batches: Batches[Any]) -> None:
         """Have the next epoch be one whose iterator an interrupt has kept from the user."""
-        if self.under_way and self.under_way is batches.epochs:
-            position = self.under_way[0].position()
+        if self.begun and self.begun is batches.epochs:
+            position = self.begun[0].position()
             if not position.has_begun and not position.is_stream:
-                position = position.not_begun()
+                position = position.without_check()  # nobody has seen its order, which may change
             self.resume = position
-            self.under_way = deque()
+            self.begun = deque()
 
     def _next_feeds(self) -> list[Any]:
         """Return what the next epoch is drawn from."""
         resume = self.resume
         number = self.number
-        if resume is None and self.under_way:
-            former = self.under_way[0]
+        if resume is None and self.begun:
+            former = self.begun[0]
             return self._following(former, number, is_abandoned=not former.is_over)
-        if resume is None and self.shards is not None:  # each copy begins as it is
+        if resume is None and self.shards is not None:
+            # Each copy of the stream begins as it is: it need not be asked for its state here.
             lanes = [LanePosition() for _ in range(self.shards)]
             position = Position(epoch=number, lanes=lanes, is_stream=True)
         else:
@@ -309,7 +310,7 @@ class Epochs:
         ]
         if not self._follows_length or feeds[0].source is self.source:
             return feeds
-        position = Position(epoch=number, lanes=[_beginning(feeds[0])])
+        position = Position(epoch=number, lanes=[_position_of_feed(feeds[0])])
         position = position_of_size(position, self.source)
         return [Feed(self.source, number, position.lanes[0])]
 
@@ -358,14 +359,14 @@ class Epochs:
     def state_dict(self, seed: int) -> State:
         """Return the state as of what the consumer of the iterator begun last was given."""
         while True:
-            under_way = self.under_way
+            begun = self.begun
             resume = self.resume
-            with under_way[0].claims.get_lock() if under_way else nullcontext():
-                if resume is None and under_way and not under_way[0].is_over:
-                    position = under_way[0].position()
+            with begun[0].claims.get_lock() if begun else nullcontext():
+                if resume is None and begun and not begun[0].is_over:
+                    position = begun[0].position()
                 else:
                     position = self.next_position()
-            if self.under_way is under_way and self.resume is resume:
+            if self.begun is begun and self.resume is resume:
                 errors = tuple(checks.snapshot(self.shared.counters.last_errors))
                 position = replace(position, errors=errors)
                 return to_state(position, seed, self.shared.job.options.batch_size)
@@ -413,16 +414,17 @@ class Epochs:
         if lane.source_state.state is None or not isinstance(sampler, Sampler):
             check_length(position.epoch, source.length_between(), position.length)
             return position
-        former = sampler.seed
+        seed_before = sampler.seed
         try:
             if self._own_sampler is not None:
                 sampler.seed = seed
             state = lane.source_state.state
             allowed = sampler._check_allowed(allow)
-            if sampler._check(state, allowed):  # says itself what differs
+            dealt_before = sampler._check(state, allowed)  # an error says what does not fit
+            if dealt_before:
                 return _dealt_anew(position, sampler, allowed)
         finally:
-            sampler.seed = former
+            sampler.seed = seed_before
         return position
 
     def load(self, position: Position, seed: int) -> None:
@@ -442,7 +444,7 @@ class Epochs:
             self.shared.counters.recall(position.errors)
             self.resume = position
             self._number = None
-            self.under_way = deque()
+            self.begun = deque()
 
     def supersede(self) -> None:
         """Have the iterators that were begun raise an error: a state was loaded."""
@@ -467,7 +469,7 @@ class Epochs:
                     )
                 current.skip(n)
                 return
-        if self._begins_anew:
+        if self._next_follows_length:
             self._follow_dataset()
         position = self.next_position().skipped(n)
         if self.resume is None:
@@ -499,7 +501,7 @@ class Course:
         return self._epochs.begin(batches, former)
 
 
-def _beginning(feed: Any) -> LanePosition:
+def _position_of_feed(feed: Any) -> LanePosition:
     """Return the position that a feed begins at."""
     return LanePosition(
         given=feed.next,
@@ -511,7 +513,7 @@ def _beginning(feed: Any) -> LanePosition:
     )
 
 
-def _position_of(sampler: Sampler) -> Position | None:
+def _position_of_sampler(sampler: Sampler) -> Position | None:
     """Return where a sampler of ours stands, if the user has put it somewhere; else None."""
     if sampler._run is not None or sampler._begins_at is None:
         return None
@@ -547,11 +549,11 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
                 )
 
 
-def _dealt_anew(position: Position, sampler: Sampler, allow: Sequence[str]) -> Position:
+def _dealt_anew(position: Position, sampler: Sampler, allowed: Sequence[str]) -> Position:
     """Return a position whose steps were dealt out otherwise as one of the sampler's."""
     (lane,) = position.lanes
     source_state = lane.source_state
-    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allow)
+    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allowed)
     if lane.ahead:
         raise ValueError(
             "what is left is to be dealt out anew, since world_size or what limits a batch is "

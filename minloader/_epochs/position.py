@@ -185,8 +185,8 @@ class Position:
         (lane,) = self.lanes
         return replace(self, lanes=[lane.skipped(n, self.length)])
 
-    def not_begun(self) -> Position:
-        """Return the same beginning, of which another order may be drawn: nobody has seen this."""
+    def without_check(self) -> Position:
+        """Return the same position, from which the sampler may give other items than it gave."""
         return replace(self, lanes=[replace(lane, check=None) for lane in self.lanes])
 
 
