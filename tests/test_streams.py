@@ -478,7 +478,7 @@ def test_a_state_of_a_stream_that_leads_nowhere_is_told(at):
     assert reply.shard is not None
     assert reply.shard.ended
     (failure,) = reply.outcomes
-    assert "shuffle it with minloader.shuffled" in failure.summary + failure.stage
+    assert "shuffle it with minloader.shuffled" in failure.summary + failure.when
 
 
 def test_samples_that_differ_when_read_again_are_noticed(tmp_path):

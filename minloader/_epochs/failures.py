@@ -93,7 +93,7 @@ def handle(
     sample = load(failure.sample) or ()
     label = BatchLabel(ordinal=ordinal, epoch=epoch, item=item, sample=sample)
     what = f"{label}, {where}"
-    what += failure.stage and f", {failure.stage}"
+    what += failure.when and f", {failure.when}"
     attributes = {
         "ordinal": ordinal,
         "epoch": epoch,

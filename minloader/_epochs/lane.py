@@ -273,10 +273,10 @@ class Lane:
             pieces = [task.part(n, n + 1) for n in range(len(task.items))]
             if len(pieces) == 1 or isinstance(self.feed, ShardFeed):
                 # An item that cannot be pickled is one batch lost; no workers to be had, all.
-                stage = "when it was sent to a worker"
-                stage += remedy(error) if is_packed else ""
+                when = "when it was sent to a worker"
+                when += remedy(error) if is_packed else ""
                 errors = [error] * len(task.items)
-                task.failed(errors, stage=stage, fatal=is_packed)
+                task.failed(errors, when=when, fatal=is_packed)
             else:
                 self._replace(task, pieces)  # one by one, then
 

@@ -154,8 +154,8 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
         died = WorkerDied(f"the workers of the executor died that made {label}: {error}")
         return [task.part(0, 1).failed([died])]
     assert isinstance(error, Exception)
-    stage = "when it came from a worker" if pool.replaces else "in the executor"
-    return [task.part(0, 1).failed([error], stage=stage, fatal=True)]
+    when = "when it came from a worker" if pool.replaces else "in the executor"
+    return [task.part(0, 1).failed([error], when=when, fatal=True)]
 
 
 def _report_death(lane: LossyLane, death: Death, batch: BatchLabel) -> None:

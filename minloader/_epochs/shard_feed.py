@@ -208,4 +208,4 @@ class ShardFeed:
 
 
 def _failed_reading(outcome: Any) -> bool:
-    return type(outcome) is Failure and outcome.stage in (READING, READING_ON)
+    return type(outcome) is Failure and outcome.when in (READING, READING_ON)

@@ -41,8 +41,9 @@ class Task:
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
             not get here. Not when another worker of its executor died.
-        suspects: those of its one batch that took a worker along, by their numbers, each
-            with the error that stands for it; they are not made again. None: it is made as ever.
+        suspects: samples of its one batch that took a worker along, by their numbers, each with
+            the error that stands for it: they are not made again, and the others one by one. Empty:
+            it is not known yet which do. None: it is made as ever.
         shipment: what was sent; None if it was not, or that was lost.
         reply: to that; None where the outcomes are not a worker's.
         memory: that the reply's batches lie in.
@@ -83,13 +84,11 @@ class Task:
             suspects=self.suspects,
         )
 
-    def failed(self, errors: list[Exception], *, stage: str = "", fatal: bool = False) -> Task:
+    def failed(self, errors: list[Exception], *, when: str = "", fatal: bool = False) -> Task:
         """Have it come to errors, one for each item, which no worker has sent. Return it."""
         for each in errors:
             without_frames(each)
-        self.outcomes = [
-            Failure.of(each, packed=False, stage=stage, fatal=fatal) for each in errors
-        ]
+        self.outcomes = [Failure.of(each, packed=False, when=when, fatal=fatal) for each in errors]
         return self
 
     def item(self, n: int) -> Any:
@@ -108,7 +107,7 @@ class Task:
             if kind is bytes and self.reply is not None and self.reply.packed:
                 return unpack(outcome)
         except (Exception, SystemExit) as error:
-            return Failure.of(error, packed=False, stage="when the batch was unpickled")
+            return Failure.of(error, packed=False, when="when the batch was unpickled")
         return outcome
 
     def forget(self) -> None:

@@ -267,8 +267,8 @@ def run_task(
             return JobMissing(_dask_address())
         worker = job.worker(reference)
     except Exception as error:
-        stage = "while the worker loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
+        when = "while the worker loaded the dataset"
+        failure = Failure.of(error, packed=True, when=when, fatal=True)
         outcomes = [failure] * len(task.items)
         return Reply(worker=-1, pid=os.getpid(), packed=True, outcomes=outcomes)
     with job.lock:

@@ -115,10 +115,7 @@ class TaskMessage(NamedTuple):
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
         job: what it takes along for a worker that lacks the job; or the error of that.
-        suspects: of a task of one batch that is not made as ever: those that took a worker
-            along, by their numbers in the item, each with the error that stands for it. They are
-            not made again, and the others one after the other, so that it is known with which one
-            a worker dies. Packed if the items are. None: the batch is made as ever.
+        suspects: samples that took a worker along, see ``Task``; packed if the items are.
     """
 
     ordinal: int
@@ -260,7 +257,7 @@ class Failure(NamedTuple):
         error: the exception, packed if the reply is; None if it could not be.
         summary: its type and message.
         traceback: as printed in the worker, "" if the exception brings its own.
-        stage: what was being done, "" for making the batch.
+        when: what was being done, or what it may come from; "" for making the batch.
         fatal: whether it will be the same for every other batch. Skipping them would hide it.
         sample: the index of the sample that failed, in a tuple, packed if the reply is; or empty.
     """
@@ -268,20 +265,20 @@ class Failure(NamedTuple):
     error: Any
     summary: str
     traceback: str
-    stage: str = ""
+    when: str = ""
     fatal: bool = False
     sample: Any = ()
 
     @classmethod
     def of(
-        cls, error: BaseException, *, packed: bool, stage: str = "", fatal: bool = False
+        cls, error: BaseException, *, packed: bool, when: str = "", fatal: bool = False
     ) -> Failure:
         """Make the failure of an exception, where it was caught."""
         return cls(
             error=pack_error(error) if packed else error,
             summary=summary(error),
             traceback=printed(error) if packed else "",
-            stage=stage,
+            when=when,
             fatal=fatal,
         )
 
@@ -292,13 +289,14 @@ class CurrentBatch:
 
     Attributes:
         ordinal: place of the batch in its epoch; None before the first.
-        key: of its generator, beside its place.
+        key: of its generator, beside epoch and ordinal.
         rng: that generator, once somebody has asked for it.
         reads: how many samples are read for it at the same time.
         sample: index of the sample being made; NO_SAMPLE if none is.
         stage: what it is made by, where that is not the dataset.
         sample_rng: the sample's generator, once somebody has asked for it.
-        generators: of the dataset's own, by name; None before they were looked for.
+        generators: of the dataset's own, by name; None before they were looked for; empty if there
+            are none to look at any more.
         seeds_globals: whether the global generators are seeded here.
     """
 

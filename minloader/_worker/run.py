@@ -59,7 +59,7 @@ which a chunk shares; and a batch waits so long for others in its chunk, twice t
 
 
 READING = "when the stream was read"
-"""Stage of a failure after which a stream may have ended: a generator cannot go on."""
+"""``Failure.when`` of one after which a stream may have ended: a generator cannot go on."""
 
 READING_ON = (
     "when the stream was read on from a state of its own: unless it fails there anyway, that "
@@ -261,8 +261,8 @@ class Worker:
                 made = [self._call(key, maker.fetch, item)]
             except BaseException as error:
                 is_whole = type(item) is list and self._job.collate_fn is None
-                stage = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
-                outcome = self._failure(error, stage)
+                when = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
+                outcome = self._failure(error, when)
             else:
                 outcome = self._pack(made, work, writer)
             self._add(outcome, work, writer)
@@ -353,7 +353,7 @@ class Worker:
             restore_globals()
             raise
 
-    def _failure(self, error: BaseException, stage: str, *, fatal: bool = False) -> Failure:
+    def _failure(self, error: BaseException, when: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""
         if self._environment.ends_program(error):
             try:  # Ctrl-C. In a process of ours the executor would try to pickle it.
@@ -363,7 +363,7 @@ class Worker:
         self._environment.exit_fork()
         sample = self._packed(self._maker.failing)
         self._maker.failing = ()
-        failure = Failure.of(error, packed=self._environment.packs, stage=stage, fatal=fatal)
+        failure = Failure.of(error, packed=self._environment.packs, when=when, fatal=fatal)
         return failure._replace(sample=sample)
 
     def _packed(self, sample: tuple[Any, ...]) -> Any:
@@ -394,8 +394,8 @@ class Worker:
         try:
             reader = self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
         except BaseException as error:
-            stage = "when the stream was made ready, by worker_init_fn if there is one"
-            work.outcomes.append(self._failure(error, stage, fatal=True))
+            when = "when the stream was made ready, by worker_init_fn if there is one"
+            work.outcomes.append(self._failure(error, when, fatal=True))
             return NOTHING_READ
         for n in range(len(task.items)):
             work.item = n
@@ -406,10 +406,10 @@ class Worker:
                 made = [self._read(task, n, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
-                stage = ""
+                when = ""
                 if reader.reading:
-                    stage = READING_ON if reader.was_just_put_back else READING
-                outcome = self._failure(error, stage, fatal=reader.is_other)
+                    when = READING_ON if reader.was_just_put_back else READING
+                outcome = self._failure(error, when, fatal=reader.is_other)
             else:
                 if made[0] is END:
                     break

@@ -141,8 +141,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
                 "is from: let it be found by that name (sys.path), or have it sent: "
                 "cloudpickle.register_pickle_by_value(module)"
             )
-        stage = f"while worker {info.id} loaded the dataset"
-        failure = Failure.of(error, packed=True, stage=stage, fatal=True)
+        when = f"while worker {info.id} loaded the dataset"
+        failure = Failure.of(error, packed=True, when=when, fatal=True)
         current.process_worker = None
         failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
     if os.getpid() != pid:
