@@ -37,12 +37,14 @@ class Death(NamedTuple):
     """How a worker ended that was running a task.
 
     Attributes:
-        item: index of the item of the task that it was making.
+        item: index of the item of the task that it was making; -1: it read a stream again, on its
+            way to the first.
         worker: its id.
         pid: its process.
         exitcode: of the process; None if it is not known, or lives.
         cause: the same in words.
-        stack: Python stack if it was killed because the batch took too long; else None.
+        stack: Python stack if we killed it, for taking too long or standing still; None: it died
+            by itself.
         sample_number: of the sample in the item; -1 if it is not known.
         crash: Python stack from the moment of a segmentation fault or the like; "" without one.
     """

@@ -50,9 +50,9 @@ class BatchMaker:
         turn_to: called with the index of each sample before the user's code makes it.
         sample_cell: its one element is set to the number of that sample in its item, -1 for none.
             It may be shared memory: who finds this worker stuck or dead reads it.
-        suspects: those that took a worker along, by these numbers, each with the error that
-            stands for it: they are not made again, and the others one after the other. None: there
-            was none.
+        suspects: samples that took a worker along, by these numbers, each with the error that
+            stands for it: they are not made again, and the others one by one. None: the batch is
+            made as ever.
         begin_sample: called before each of these others, which has the loader's ``timeout`` for
             itself.
         counts: of the task.
@@ -244,7 +244,8 @@ class BatchMaker:
         ordinal = current_batch(info).ordinal
         failed = BatchError(
             f"sample {brief_repr(index) if self.failing else f'{n} of a batch'}: {summary(error)}",
-            **{"item": index, "sample": index},
+            item=index,
+            sample=index,
             ordinal=-1 if ordinal is None else ordinal,
             epoch=info.epoch,
             worker=info.id,

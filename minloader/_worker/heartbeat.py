@@ -41,7 +41,7 @@ class Heartbeat(NamedTuple):
         sample_number: of the sample in the item, from 0; -1 if none is being made, or it is not
             known.
         task: id of its task, or READY, or 0.
-        item: index of the item in the task.
+        item: index of the item in the task; -1: it reads a stream again, on its way to the first.
         began: when the worker began with it, by ``time.perf_counter``; ``inf``: it has made all
             of the task, whose last item this is.
     """

@@ -130,7 +130,7 @@ class ShardReader:
         return self._is_inside and not self._is_batch_drawn
 
     def begin(self, index: int | None = None) -> BatchKey:
-        """Prepare for a batch of the shard, by default the next, and return its place.
+        """Prepare for a batch of the shard, by default the next, and return its key.
 
         At the end the next one is the first of the epoch to come.
         """
