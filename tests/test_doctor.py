@@ -342,7 +342,7 @@ def test_settings_are_handed_on_and_set():
         return loaders[-1]
 
     report = quick(make, workers=[2], prefetch=[3], seconds=0.1)
-    assert {inspect(loader).group.depth for loader in loaders} >= {6}
+    assert {inspect(loader).group.max_in_flight for loader in loaders} >= {6}
     assert [(row.num_workers, row.prefetch_factor) for row in report.rows] == [(2, 3)]
 
 

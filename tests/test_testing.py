@@ -572,7 +572,7 @@ def test_workers_are_seen():
         assert all(worker.process.pid == worker.pid for worker in view.workers)
         assert not has_worked(loader)
         view.prefetch_factor = 3
-        assert (view.prefetch_factor, view.group.depth, loader.num_workers) == (3, 6, 2)
+        assert (view.prefetch_factor, view.group.max_in_flight, loader.num_workers) == (3, 6, 2)
         assert list(loader) == [n * n for n in range(6)]
         assert has_worked(loader)
         assert not is_broken(loader)

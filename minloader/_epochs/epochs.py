@@ -330,10 +330,10 @@ class Epochs:
             Lane(
                 shared,
                 feed,
-                () if resume is None else resume.lanes[n].ahead,
-                batches.arrivals,
-                partial(shared.group.pool, n) if is_stream else shared.group.pool,
-                share=len(feeds),
+                ahead=() if resume is None else resume.lanes[n].ahead,
+                arrivals=batches.arrivals,
+                get_pool=partial(shared.group.pool, n) if is_stream else shared.group.pool,
+                lane_count=len(feeds),
             )
             for n, feed in enumerate(feeds)
         ]

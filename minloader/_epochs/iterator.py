@@ -166,7 +166,7 @@ class Batches(Iterator[B], Generic[B]):
             return
         if self._stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        if self.shared.group.depth or self.in_flight:
+        if self.shared.group.max_in_flight or self.in_flight:
             # The workers answer to the other process, and a thread there may hold the lock.
             raise RuntimeError(
                 "this iterator was begun in the process of which this one is a fork, and its "
@@ -586,7 +586,7 @@ class Batches(Iterator[B], Generic[B]):
     def fill(self) -> bool:
         """Have as many tasks under way as may be. Return whether any was sent, or has come back."""
         has_moved = self._receive()
-        room = self.shared.group.depth - self.in_flight
+        room = self.shared.group.max_in_flight - self.in_flight
         while room > 0 and self._send_one():
             has_moved = True
             room -= 1

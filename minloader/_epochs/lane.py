@@ -62,7 +62,7 @@ class Lane:
         ahead: what was handed over before its turn.
         arrivals: where tasks are put that have come back.
         get_pool: gives the pool that makes the batches, which may become another one.
-        share: of how many lanes the tasks under way are for.
+        lane_count: how many lanes share the tasks that may be under way.
 
     Attributes:
         taken: how many batches the iterator has taken, without a gap: each was handed over, or is
@@ -78,10 +78,11 @@ class Lane:
         self,
         shared: Shared,
         feed: Feed | ShardFeed,
+        *,
         ahead: tuple[Range, ...],
         arrivals: Arrivals,
         get_pool: Callable[[], Pool],
-        share: int = 1,
+        lane_count: int,
     ) -> None:
         self.shared = shared
         self.feed = feed
@@ -92,10 +93,12 @@ class Lane:
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
         self._get_pool = get_pool
-        # Items a task. Those sent at first share what one may hold, so that all workers get some.
-        depth = -(-shared.group.depth // share)
         self._max_chunk = self._find_max_chunk()
-        self._chunk = min(max(1, shared.chunk // depth), self._max_chunk) if depth else 1
+        self._chunk = 1  # how many batches the next task is to have
+        max_in_flight = -(-shared.group.max_in_flight // lane_count)
+        if max_in_flight:
+            # The first tasks share what one may hold, so that all workers get some.
+            self._chunk = min(max(1, shared.chunk // max_in_flight), self._max_chunk)
         self._adopt()
 
     def _find_max_chunk(self) -> int:
@@ -203,7 +206,7 @@ class Lane:
         feed.drawing = task
         self.tasks.append(task)
         limit = self._most_at_once(feed.next)
-        reads = self.shared.options.concurrency if self.shared.group.depth else 0
+        reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
         most = min(self._chunk, limit)
         while most and not feed.is_over and feed.error is None:

@@ -74,7 +74,7 @@ class PoolGroup:
         self._make_pools()
 
     @property
-    def depth(self) -> int:
+    def max_in_flight(self) -> int:
         """Most tasks under way at once; 0 if submitting one runs it."""
         return self.prefetch_factor * self.num_workers
 
@@ -99,7 +99,7 @@ class PoolGroup:
             pool = self.pool()
             pool.infos = self._infos(0)
             if pool.slots is not None:
-                pool.slots.max_in_flight = self.depth
+                pool.slots.max_in_flight = self.max_in_flight
             pool.replace_workers()
             return
         try:
@@ -220,7 +220,8 @@ class PoolGroup:
 
     def _make_pool(self, index: int) -> Pool:
         count = self._count
-        return self.factory.make(self._infos(index), max_in_flight=self.depth // count, share=count)
+        max_in_flight = self.max_in_flight // count
+        return self.factory.make(self._infos(index), max_in_flight=max_in_flight, share=count)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
