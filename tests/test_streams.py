@@ -538,7 +538,7 @@ def tell_of_end(order: tuple[int, ...], place: int) -> bool:
     """Two tasks behind the end of a shard come back; says whether Ctrl-C came at a place."""
     feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
     tasks = [Task(first=n, items=[0], source_state=NO_SOURCE_STATE) for n in range(2)]
-    feed.next = 2
+    feed.next_ordinal = 2
     lane = SimpleNamespace(tasks=deque(tasks))
     lane.drop_behind = functools.partial(Lane.drop_behind, lane)
     for task in tasks:
@@ -553,7 +553,7 @@ def tell_of_end(order: tuple[int, ...], place: int) -> bool:
         if not reached:
             reached = interrupted(functools.partial(receive, tasks[n]), place).reached
         receive(tasks[n])  # as after Ctrl-C
-    assert (feed.is_over, feed.next, feed.end_state.at) == (True, 0, 0)
+    assert (feed.is_over, feed.next_ordinal, feed.end_state.at) == (True, 0, 0)
     return reached
 
 

@@ -142,7 +142,7 @@ class Epoch:
     @property
     def drew_nothing(self) -> bool:
         """Whether nothing was drawn so far."""
-        return not any(lane.feed.next for lane in self.lanes)
+        return not any(lane.feed.next_ordinal for lane in self.lanes)
 
     @property
     def length(self) -> int | None:

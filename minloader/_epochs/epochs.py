@@ -504,7 +504,7 @@ class Course:
 def _position_of_feed(feed: Any) -> LanePosition:
     """Return the position that a feed begins at."""
     return LanePosition(
-        given=feed.next,
+        given=feed.next_ordinal,
         source_state=feed.source_state,
         check=feed.check,
         beginning=feed.beginning,

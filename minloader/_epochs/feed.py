@@ -42,7 +42,7 @@ STATE_COST = 100
 """A sampler is asked for its state only if it last took less than this fraction of the time since
 then. A run that goes on draws a few items more instead."""
 
-MAX_ERRORS = 1_000
+MAX_PASSED_ERRORS = 1_000
 """Errors in a row that are passed over where items are drawn again: they had come before, too."""
 
 BLOCK = 4_096
@@ -61,8 +61,11 @@ class SamplerSource(Source):
         super().__init__("sampler", sampler)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether its state from between two epochs is of the beginning of one, as of ours."""
+    def state_begins_epoch(self) -> bool:
+        """Whether a state from between two epochs always puts it at the beginning of one.
+
+        Those of ours do. Another's may put it at the end of the one before.
+        """
         items = self.items
         return self.is_ours or (_is_of_drop_in(items) and isinstance(items.sampler, Sampler))
 
@@ -102,7 +105,7 @@ class SamplerSource(Source):
                 raise
             logger.debug("%s has no state before it is read: %r", brief_repr(sampler), error)
             return NO_SOURCE_STATE
-        self.stand(state)
+        self.note_is_at(state)
         return SourceState(0, state)
 
 
@@ -131,7 +134,7 @@ class Feed:
 
     Attributes:
         pass_number: of this pass over the sampler, which tells it from others in the same epoch.
-        next: ordinal of the next item to draw.
+        next_ordinal: of the next item to draw.
         source_state: a state of the sampler, from there or before.
         end_state: its state at the end of the epoch.
         is_over: whether there are no more items.
@@ -158,7 +161,7 @@ class Feed:
         self.source = source
         self.pass_number = next(pass_numbers)
         self.epoch = epoch
-        self.next = position.given
+        self.next_ordinal = position.given
         self.source_state = position.source_state
         self.check = position.check
         self.length = length
@@ -212,7 +215,7 @@ class Feed:
         if is_put and source_state.at and iterator is source.items:
             _check_put_back(source.items, source_state)
         self.sampler_iterator = iterator
-        self._may_begin_again = is_put and not source_state.at and not source.is_exact
+        self._may_begin_again = is_put and not source_state.at and not source.state_begins_epoch
         iterator = self._pass_over(iterator, source_state.at)
         if not self.is_over:
             self._iterator = iterator
@@ -227,7 +230,7 @@ class Feed:
 
     def pass_to(self, ordinal: int) -> None:
         """Draw items up to an ordinal, and drop them: they were handed over before their turn."""
-        most = ordinal - self.next
+        most = ordinal - self.next_ordinal
         items: list[Any] = []
         self.passing = items
         try:
@@ -239,9 +242,9 @@ class Feed:
             self._iterator = None
             self.passing = []
             raise
-        stop = self.next + len(items)
+        stop = self.next_ordinal + len(items)
         # Without a call in between, and so without Ctrl-C.
-        self.next = stop
+        self.next_ordinal = stop
         self.passing = []
         if stop < ordinal and self.error is None:
             self._end(stop)
@@ -260,8 +263,8 @@ class Feed:
         failed = 0  # errors in a row
         item: Any = None
         first = here
-        while here < self.next:
-            step = min(BLOCK, self.next - here)
+        while here < self.next_ordinal:
+            step = min(BLOCK, self.next_ordinal - here)
             if here <= check.ordinal:
                 step = min(step, check.ordinal + 1 - here)
             block: list[Any] = []
@@ -270,7 +273,7 @@ class Feed:
             except Exception:
                 here += len(block)
                 failed += 1
-                if failed == MAX_ERRORS:
+                if failed == MAX_PASSED_ERRORS:
                     raise
                 continue
             here += len(block)
@@ -292,8 +295,8 @@ class Feed:
                 return iterator
             else:
                 raise ValueError(
-                    f"the state does not fit: it is at batch {self.next}, but the sampler has "
-                    f"ended after {here}"
+                    f"the state does not fit: it is at batch {self.next_ordinal}, but the sampler "
+                    f"has ended after {here}"
                 )
         if here > first:
             self.last = (here - 1, item)
@@ -347,12 +350,13 @@ class Feed:
         It is not asked after the last item: it may be in the next epoch already.
         """
         now = time.perf_counter()
-        is_first = not self.next and (
+        # A state at 0 is one from before the epoch, which another's sampler has begun by now.
+        is_at_beginning = not self.next_ordinal and (
             self.source_state.state is not None or not self.source.is_ours
         )
-        if is_first or now < self._state_due or self.next == self.length:
+        if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
             return
-        self.source_state = self._current_state(self.next)
+        self.source_state = self._current_state(self.next_ordinal)
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
 
     def _current_state(self, ordinal: int) -> SourceState:
@@ -364,7 +368,7 @@ class Feed:
 
     def state_behind_error(self) -> SourceState:
         """Return a state such that a run that goes on does not meet the error again."""
-        return self._current_state(self.next) if self.source.is_ours else self.source_state
+        return self._current_state(self.next_ordinal) if self.source.is_ours else self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the sampler gives again what it has given.
@@ -476,9 +480,9 @@ class Feed:
             The tasks that are left.
         """
         if self._iterator is not None and self.passing:
-            stop = self.next + len(self.passing)
+            stop = self.next_ordinal + len(self.passing)
             # Without a call in between, and so without Ctrl-C.
-            self.next = stop
+            self.next_ordinal = stop
             self.passing = []
         task = self.drawing
         inside = self._is_inside
@@ -508,7 +512,7 @@ class Feed:
             task.items[-1:] = map(hold, task.items[-1:])
             if task.items:
                 self._compare(task)
-            self.next = task.stop
+            self.next_ordinal = task.stop
             if not task.items:
                 return before
             self.last = (task.stop - 1, task.items[-1])
@@ -518,7 +522,7 @@ class Feed:
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
         self.source_state = task.source_state
-        self.next = task.first
+        self.next_ordinal = task.first
         self._iterator = None
         self.is_over = False
         self.error = None

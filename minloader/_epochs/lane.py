@@ -86,7 +86,7 @@ class Lane:
     ) -> None:
         self.shared = shared
         self.feed = feed
-        self.taken = feed.next
+        self.taken = feed.next_ordinal
         self.ahead = ahead
         self.tally = NOTHING_CAME
         self.counts_samples = isinstance(shared.options.max_errors, float)
@@ -171,7 +171,7 @@ class Lane:
     def next_unsent(self) -> int:
         """Ordinal of the first batch that was not sent."""
         unsent = self._unsent
-        return self.feed.next if unsent is None else unsent.first
+        return self.feed.next_ordinal if unsent is None else unsent.first
 
     @property
     def _unsent(self) -> Task | None:
@@ -189,7 +189,7 @@ class Lane:
         if isinstance(feed, ShardFeed):
             shard_task = feed.draw(self._chunk)
             self.tasks.append(shard_task)
-            feed.next = shard_task.stop
+            feed.next_ordinal = shard_task.stop
             return shard_task
         begin = time.perf_counter()
         task = self._draw_items(feed, begin)
@@ -202,10 +202,10 @@ class Lane:
         if feed.is_over or feed.error is not None:
             return None
         feed.note_state()
-        task = Task(first=feed.next, items=[], source_state=feed.source_state)
+        task = Task(first=feed.next_ordinal, items=[], source_state=feed.source_state)
         feed.drawing = task
         self.tasks.append(task)
-        limit = self._most_at_once(feed.next)
+        limit = self._most_at_once(feed.next_ordinal)
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
         most = min(self._chunk, limit)
@@ -221,17 +221,17 @@ class Lane:
         stop = task.stop
         last = (stop - 1, task.items[-1])
         feed.source.has_given = True
-        feed.next = stop
+        feed.next_ordinal = stop
         feed.last = last
         feed.drawing = None
         return task
 
     def _pass_early(self, feed: Feed) -> None:
         """Draw what was handed over before its turn, and drop it."""
-        if feed.next < self.taken:
+        if feed.next_ordinal < self.taken:
             feed.pass_to(self.taken)
         for start, stop in self.ahead:
-            if start <= feed.next < stop:
+            if start <= feed.next_ordinal < stop:
                 feed.pass_to(stop)
 
     def _most_at_once(self, first: int) -> int:
@@ -446,7 +446,7 @@ class Lane:
         if isinstance(self.feed, Feed):
             self.tasks = deque(self.feed.recover(list(self.tasks), self.pool.hold))
         elif self.tasks:
-            self.feed.next = max(self.feed.next, self.tasks[-1].stop)
+            self.feed.next_ordinal = max(self.feed.next_ordinal, self.tasks[-1].stop)
         for task in self.tasks:
             shipment = task.shipment
             if shipment is None:

@@ -46,7 +46,7 @@ class ShardFeed:
 
     Attributes:
         pass_number: of this pass over the shard, which tells it from others in the same epoch.
-        next: ordinal of the next batch to ask for.
+        next_ordinal: of the next batch to ask for.
         source_state: the newest state of the shard that came back.
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
@@ -67,7 +67,7 @@ class ShardFeed:
         self.shard = shard
         self.total = total
         self.epoch = epoch
-        self.next = position.given
+        self.next_ordinal = position.given
         self.source_state = position.source_state
         self.check = position.check
         self.beginning = position.beginning
@@ -94,7 +94,7 @@ class ShardFeed:
     def draw(self, most: int) -> Task:
         """Return a task for the next batches, so many at most."""
         return Task(
-            first=self.next,
+            first=self.next_ordinal,
             items=[self.shard] * most,
             source_state=self.source_state,
             check=self.check,
@@ -170,7 +170,7 @@ class ShardFeed:
         self.has_failed |= any(map(_failed_reading, reply.outcomes))
         stop = task.first + made
         # A task behind this one may have told of the end before, from a place that is not there.
-        if is_end and (not self.is_over or stop < self.next):
+        if is_end and (not self.is_over or stop < self.next_ordinal):
             if made and _failed_reading(reply.outcomes[-1]):
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
@@ -192,7 +192,7 @@ class ShardFeed:
         lane.drop_behind(task)
         self.end_state = end_state
         self.is_over = True
-        self.next = end_state.at
+        self.next_ordinal = end_state.at
 
     def end_before(self, task: Task, lane: TaskQueue) -> None:
         """End the shard before a task: no worker gets there."""

@@ -86,8 +86,9 @@ class Source:
         self.items: Any = items
         self.last_pass = -1
         self.has_given = False
-        # The state that it is in while nobody reads it; and who had been there last then.
-        self._stands: tuple[Any, Any] = (None, None)
+        # The state that it is in, if that is known, and its last change by then: after another one
+        # it is in another state.
+        self._known_state: tuple[Any, Any] = (None, None)
 
     @property
     def is_ours(self) -> bool:
@@ -125,7 +126,7 @@ class Source:
             state: None to begin as it begins an epoch.
         """
         is_put = state is not None and not self._is_at(state)
-        self._stands = (None, None)
+        self._known_state = (None, None)
         if state is None:
             self.forget()  # the epoch before was left, however far it was read
         if at or not is_put:
@@ -160,7 +161,7 @@ class Source:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier epoch.
         """
-        self._stands = (state, iterator if self.is_ours else None)
+        self._known_state = (state, iterator if self.is_ours else None)
         is_own = iterator is self.items and not self.has_epochs
         if not read and self.has_given and is_own and not is_stateful(self.items):
             raise used_up(self.name, self.items)
@@ -189,16 +190,16 @@ class Source:
                 "before it was where the state was taken"
             ) from error
 
-    def stand(self, state: Any) -> None:
-        """Note the state that it is in, so that it need not be put there."""
-        self._stands = (state, self._last)
+    def note_is_at(self, state: Any) -> None:
+        """Note the state that it is in now, so that it need not be put there."""
+        self._known_state = (state, self._last_change)
 
     def _is_at(self, state: Any) -> bool:
-        found, last = self._stands
-        return found is state and last is self._last
+        known, last_change = self._known_state
+        return known is state and last_change is self._last_change
 
     @property
-    def _last(self) -> Any:
+    def _last_change(self) -> Any:
         """Of a sampler of ours the iterator made last, or else what was loaded last."""
         if not isinstance(self.items, Resettable):
             return None
@@ -306,7 +307,7 @@ class ItemSource(Source):
         if self.last_pass >= 0 or (self.has_epochs and not self.is_ours):
             return BEGINNING
         state = self.state()  # nobody can tell it the epoch again; and ours may read such a one
-        self.stand(state)
+        self.note_is_at(state)
         return BEGINNING if state is None else [0, state, True]
 
     def restore(self, position: ReadPosition) -> None:
@@ -326,7 +327,7 @@ class ItemSource(Source):
             )
         if self.is_ours:
             self.put(state)
-            self.stand(state)
+            self.note_is_at(state)
             self.last_pass = next(pass_numbers)  # it is not at its beginning any more
 
     def values_from(self, epoch: int, at: int) -> Iterator[Any]:

@@ -428,7 +428,7 @@ class Worker:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
         current_batch(self.info).seeds_globals = self._environment.seeds_globals
-        if not reader.position and reader.iterator is None and not reader.ended:
+        if not reader.next_ordinal and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(0), reader.restore)
         if not n and not reader.ended:
@@ -439,10 +439,10 @@ class Worker:
         """Read what was delivered before, without making batches of it."""
         shard = task.shard
         assert shard is not None
-        if reader.position >= shard.first:
+        if reader.next_ordinal >= shard.first:
             return
-        while reader.position < shard.first and not reader.ended:
-            index = reader.position
+        while reader.next_ordinal < shard.first and not reader.ended:
+            index = reader.next_ordinal
             # The time that each may take begins. Who finds this worker dead knows what it did.
             self._environment.beat(task.id, -1, time.perf_counter())
             self._reread += 1
@@ -451,7 +451,7 @@ class Worker:
             except Exception as error:
                 check = shard.check
                 was_read = check is not None and check[0] == index and check[1] is not None
-                if not reader.ended or (reader.position >= shard.first and not was_read):
+                if not reader.ended or (reader.next_ordinal >= shard.first and not was_read):
                     continue  # as it did before
                 raise reader.misfit(shard, f"failed in batch {index}") from error
             reader.check(shard)

@@ -68,7 +68,7 @@ class ShardReader:
         is_fresh: whether the stream's state, if there is one, must be put back.
         is_inline: whether it runs in the calling process, where an interrupt may come.
         is_read_again: whether the stream is its own iterator, and was read before.
-        position: ordinal of the next batch to draw.
+        next_ordinal: of the next batch to draw.
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code is running, or has just failed.
         iterator: of the stream, while it is read.
@@ -84,7 +84,7 @@ class ShardReader:
     is_fresh: bool
     is_inline: bool
     is_read_again: bool = False
-    position: int = 0
+    next_ordinal: int = 0
     ended: bool = False
     reading: bool = False
     iterator: Any = None
@@ -112,7 +112,12 @@ class ShardReader:
         """Whether it has given nothing since it was put back to a state within the epoch."""
         # A batch that could not be read counts.
         at = self.shard.at
-        return self.is_fresh and at > 0 and self.shard.state is not None and self.position <= at + 1
+        return (
+            self.is_fresh
+            and at > 0
+            and self.shard.state is not None
+            and self.next_ordinal <= at + 1
+        )
 
     @property
     def _is_finished_generator(self) -> bool:
@@ -135,7 +140,7 @@ class ShardReader:
         At the end the next one is the first of the epoch to come.
         """
         if index is None:
-            index = 0 if self.ended else self.position
+            index = 0 if self.ended else self.next_ordinal
         epoch = self.epoch + self.ended
         ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
         begin_batch(self.info, epoch, ordinal)
@@ -168,14 +173,19 @@ class ShardReader:
             if self.iterator is None:
                 self._open({})
             samples = self._take(size)
-            if not samples and not self.position and self.is_fresh and self.shard.state is not None:
+            if (
+                not samples
+                and not self.next_ordinal
+                and self.is_fresh
+                and self.shard.state is not None
+            ):
                 self._open({})  # it was the state of an end, and does not stand for a beginning
                 samples = self._take(size)
                 if not samples and job.beginning is not None:
                     self.info.dataset.load_state_dict(unpack(job.beginning)["dataset"])
                     self._open({})  # it begins each time where it was put last
                     samples = self._take(size)
-            if not samples and not self.position and self.is_read_again:
+            if not samples and not self.next_ordinal and self.is_read_again:
                 self.ended = True
                 raise _read_once(self.info.dataset)
         except Exception:
@@ -186,7 +196,7 @@ class ShardReader:
             self._samples = []
             self.last_fingerprint = None
             self._is_inside = False
-            self.position += 1  # it takes the place of a batch
+            self.next_ordinal += 1  # it takes the place of a batch
             raise
         self.reading = False
         self.ended = len(samples) < size
@@ -196,22 +206,22 @@ class ShardReader:
             return END
         self._last_samples = self._samples if self.is_inline else None
         self._samples = []
-        self.position += 1
+        self.next_ordinal += 1
         self.last_fingerprint = fingerprint(samples)
         return samples
 
     def go_on_with(self, shard: Shard) -> bool:
         """Get ready for the first batch of a task, if it is there; return whether it is."""
-        if self.position == shard.first + 1 and self._last_samples is not None:
+        if self.next_ordinal == shard.first + 1 and self._last_samples is not None:
             # Ctrl-C came before the batch was delivered. Its samples are still here.
             self._samples = self._last_samples
             self._last_samples = None
-            self.position = shard.first
+            self.next_ordinal = shard.first
             self.ended = False
         if self.was_interrupted and not (self.cannot_begin_again and self.iterator is None):
             return False  # what raised the interrupt may be over, or have lost a sample
         self.reading = self._failed and self.reading and not self.is_inline
-        return self.position == shard.first or (self.ended and self.position < shard.first)
+        return self.next_ordinal == shard.first or (self.ended and self.next_ordinal < shard.first)
 
     def _open(self, states: dict[str, Any]) -> None:
         """Begin to read, in one step; ``states`` may have one of the iterator."""
@@ -231,7 +241,7 @@ class ShardReader:
         self.iterator = iterator
         self._is_own_iterator = is_own
         self._samples = []
-        self.position = self.shard.at
+        self.next_ordinal = self.shard.at
         self._is_inside = False
 
     @property
@@ -258,7 +268,7 @@ class ShardReader:
             return END
         # What the stream keeps as its generator must not depend on what is done with its samples.
         shard = self.shard
-        ordinal = ordinal_in_epoch(self.position - 1, shard=shard.id, total=shard.total)
+        ordinal = ordinal_in_epoch(self.next_ordinal - 1, shard=shard.id, total=shard.total)
         begin_batch(self.info, self.epoch, ordinal, key=(1,))
         return self.maker.combine(samples)
 
@@ -270,9 +280,9 @@ class ShardReader:
         """
         # What was asked for beyond that may never have been there.
         given = 0 if shard.check is None else shard.check[0] + 1
-        if self.ended and self.position < given:
-            raise self.misfit(shard, f"ended after {counted(self.position, 'batch')}")
-        if shard.check is None or self.position - 1 != shard.check[0]:
+        if self.ended and self.next_ordinal < given:
+            raise self.misfit(shard, f"ended after {counted(self.next_ordinal, 'batch')}")
+        if shard.check is None or self.next_ordinal - 1 != shard.check[0]:
             return
         if shard.check[1] not in (None, self.last_fingerprint):
             raise self.misfit(shard, "given other samples")
@@ -453,7 +463,7 @@ class ShardReaders:
 
     def _is_within(self, shard: Shard | None = None) -> bool:
         """Return whether a pass was begun, and is not over; that of a task, or any."""
-        passes = [each for each in self._readers.values() if each.position and not each.ended]
+        passes = [each for each in self._readers.values() if each.next_ordinal and not each.ended]
         return any(shard is None or each.shard.pass_number == shard.pass_number for each in passes)
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
