@@ -280,7 +280,7 @@ class Loader(Generic[B]):
         group = self._shared.group
         if num_workers != group.num_workers:
             group.tidy()
-            self._shared.counters.begin_anew(self.stats)
+            self._shared.counters.keep_former(self.stats)
             group.resize(num_workers)
             if self._epochs.shards is not None:
                 checks.warn_idle_workers(num_workers, self._epochs.shards)

@@ -264,12 +264,12 @@ class Batches(Iterator[B], Generic[B]):
                 self._is_over = True
                 raise StopIteration
             shared = self.shared
-            shared.counters.begin_epoch(begin)
+            shared.counters.note_epoch_start(begin)
             if epoch.is_stream:
                 compares = not epoch.has_given
                 self._shard_watch = ShardWatch(len(epoch.lanes), shared, compares=compares)
             self.fill()
-            shared.counters.began_epoch(begin)
+            shared.counters.count_epoch_start(begin)
             self.claims.is_unsure = False
 
     def _check_may_go_on(self) -> None:
@@ -488,7 +488,7 @@ class Batches(Iterator[B], Generic[B]):
         try:
             return self._wait()
         finally:
-            self.shared.counters.opened(begin)
+            self.shared.counters.count_task_wait(begin)
 
     @property
     def _epoch_taken_from(self) -> Epoch:

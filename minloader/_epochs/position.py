@@ -301,13 +301,13 @@ def from_state(
     try:
         seed = check_int("seed", state["seed"], 0)
         epoch = check_int("epoch", state["epoch"], 0)
-        (failed,) = state["errors"]
+        (errors_state,) = state["errors"]
         tally = Tally(
-            batches=check_int("batches", failed["batches"], 0),
-            samples=check_int("samples", failed["samples"], 0),
-            failed=check_int("failed", failed["failed"], 0),
+            batches=check_int("batches", errors_state["batches"], 0),
+            samples=check_int("samples", errors_state["samples"], 0),
+            failed=check_int("failed", errors_state["failed"], 0),
         )
-        errors = tuple([_error(each) for each in failed["last"]])
+        errors = tuple([_read_error(each) for each in errors_state["last"]])
         length = None
         former_batch_size = None
         if is_stream:
@@ -355,33 +355,33 @@ def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
         source_state = SourceState(
             check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"])
         )
-    return _checked(
+    return _consistent(
         LanePosition(
             given=check_int("batches", state["batches"], 0),
-            ahead=_ranges(state),
+            ahead=_read_ranges(state),
             source_state=source_state,
-            check=_check(state["check"]),
+            check=_read_check(state["check"]),
         )
     )
 
 
 def _shard_position(state: Mapping[str, Any]) -> LanePosition:
-    return _checked(
+    return _consistent(
         LanePosition(
             given=check_int("batches", state["batches"], 0),
-            ahead=_ranges(state),
+            ahead=_read_ranges(state),
             source_state=SourceState(
                 check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))
             ),
-            check=_check(state["check"]),
+            check=_read_check(state["check"]),
             beginning=_packed(copy.deepcopy(state["beginning"])),
-            is_ended=_check_bool("ended", state),
-            has_failed=_check_bool("failed", state),
+            is_ended=_read_bool("ended", state),
+            has_failed=_read_bool("failed", state),
         )
     )
 
 
-def _error(error: Any) -> Failed:
+def _read_error(error: Any) -> Failed:
     epoch, batch, sample, text = error
     if not isinstance(text, str):
         raise TypeError(f"an error must be text, got {brief_repr(text)}")
@@ -393,18 +393,18 @@ def _as_index(sample: Any) -> Any:
     return tuple(map(_as_index, sample)) if isinstance(sample, list) else sample
 
 
-def _check_bool(name: str, state: Mapping[str, Any]) -> bool:
+def _read_bool(name: str, state: Mapping[str, Any]) -> bool:
     value = state[name]
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {brief_repr(value)}")
     return value
 
 
-def _check(check: Any) -> Check | None:
+def _read_check(check: Any) -> Check | None:
     return None if check is None else Check(check_int("check", check[0], 0), check[1])
 
 
-def _ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
+def _read_ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
     ranges = []
     for start, stop in state["delivered_ahead"]:
         ranges.append(
@@ -413,7 +413,8 @@ def _ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def _checked(lane: LanePosition) -> LanePosition:
+def _consistent(lane: LanePosition) -> LanePosition:
+    """Return the position of a lane, if no part of it contradicts another."""
     bounds = [lane.given]
     for start, stop in lane.ahead:
         bounds += [start, stop]

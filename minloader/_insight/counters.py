@@ -50,7 +50,7 @@ class Counters:
         memory: what found no room; all else is known in a copy only.
         errors: what has failed; ``last`` is known in a copy only.
         left_at: when the consumer went to work on a batch; 0 if it has none.
-        opening: part of the wait that was not for unpacking.
+        task_wait: part of the wait that was for tasks, and so not for unpacking.
         log: the timeline.
         by_worker: what is counted of each worker.
         last_errors: the errors, in order.
@@ -64,7 +64,7 @@ class Counters:
     memory: MemoryStats = field(default_factory=MemoryStats)
     errors: ErrorStats = field(default_factory=ErrorStats)
     left_at: float = 0.0
-    opening: float = 0.0
+    task_wait: float = 0.0
     log: EventLog = field(default_factory=EventLog)
     by_worker: WorkerLog = field(default_factory=WorkerLog)
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
@@ -81,20 +81,20 @@ class Counters:
         self.time.wait += now - begin
         self.left_at = now if working else 0.0
 
-    def begin_epoch(self, begin: float) -> None:
+    def note_epoch_start(self, begin: float) -> None:
         """Note that an epoch began at ``begin``: replies may come before it has begun."""
         if not self.time.startup:
             self.log.began = begin
 
-    def began_epoch(self, begin: float) -> None:
+    def count_epoch_start(self, begin: float) -> None:
         """Count the start of an epoch, which took since ``begin``."""
-        self.opened(begin)
+        self.count_task_wait(begin)
         self.leave(begin, working=False)
 
-    def opened(self, begin: float) -> None:
+    def count_task_wait(self, begin: float) -> None:
         """Count the wait for a task and the sending of others, which took since ``begin``."""
         seconds = time.perf_counter() - begin
-        self.opening += seconds
+        self.task_wait += seconds
         if self.by_worker.counts and not self.time.startup:
             # Of waiting only: the consumer may have worked meanwhile.
             self.time.startup = self.time.wait + seconds
@@ -166,8 +166,8 @@ class Counters:
         if file is not None:
             file.write(event)
 
-    def begin_anew(self, stats: Stats) -> None:
-        """Have the verdict be of the time from now on."""
+    def keep_former(self, stats: Stats) -> None:
+        """Keep what was counted so far: the verdict is of the time from now on."""
         timeline = replace(stats.timeline, events=())
         self.former = replace(stats, timeline=timeline, former=None)
 
@@ -176,7 +176,7 @@ class Counters:
         counts = self.by_worker.snapshot()
         known = {name: each for name, each in counts.items() if each.memory}
         times = replace(self.time)
-        times.unpacking = max(0.0, times.wait - self.opening)
+        times.unpacking = max(0.0, times.wait - self.task_wait)
         return Stats(
             batches=self.batches,
             bytes=self.bytes,
