@@ -109,7 +109,7 @@ class PoolGroup:
             self.num_workers = former
             raise
 
-    def begin_anew(self) -> None:
+    def send_job_again(self) -> None:
         """Have the next tasks go to new workers, which get the job as it is now.
 
         Forked ones get it as it is when they are forked. Only while no task is under way.

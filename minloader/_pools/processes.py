@@ -241,7 +241,7 @@ class _WorkerContext:
         return self._started[-1]
 
 
-class Watch:
+class Stopwatch:
     """Tells how long something takes, without the time in which nobody looked.
 
     Attributes:
@@ -289,7 +289,7 @@ class _Executor(Executor):
         self.setup = setup
         self._oom_kills = oom_kills()
         self._dead_since: float | None = None
-        self._watch = Watch()
+        self._stopwatch = Stopwatch()
         self._waiting: dict[int, float] = {}  # tasks for any worker to take, first seen when
         self._looked_at: set[int] = set()  # tasks under way at the last look
         self.heartbeats = heartbeats
@@ -385,7 +385,7 @@ class _Executor(Executor):
         if self.broken:
             return
         if timeout is not None:
-            self._watch.look(timeout)
+            self._stopwatch.look(timeout)
             self._kill_late(timeout)
             self._kill_idle(timeout)
         # The manager thread notices a death at once, unless it is in the middle of a message that
@@ -426,9 +426,9 @@ class _Executor(Executor):
 
     def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
         if heartbeat.task == 0:  # it has not started
-            late = self._watch.since(worker.began) > max(timeout, LONGEST_START)
+            late = self._stopwatch.since(worker.began) > max(timeout, LONGEST_START)
             return late and bool(self.unfinished)
-        late = self._watch.since(heartbeat.began) > timeout
+        late = self._stopwatch.since(heartbeat.began) > timeout
         return late and heartbeat.task in self.unfinished
 
     def _kill_idle(self, timeout: float) -> None:
@@ -448,14 +448,14 @@ class _Executor(Executor):
             for task, future in snapshot(self.unfinished.items())
             if task not in making and future.running() and (is_read or task not in made)
         ]
-        now = self._watch.last
+        now = self._stopwatch.last
         tasks = set(snapshot(self.unfinished))
         if not is_read and tasks == self._looked_at:  # this process reads nothing: nobody is late
             self._waiting = dict.fromkeys(self._waiting, now)
         self._looked_at = tasks
         # When that was seen for the first time; those that a worker has taken since are gone.
         self._waiting = {task: self._waiting.get(task, now) for task in waiting}
-        since = self._watch.since
+        since = self._stopwatch.since
         overdue = {task for task, seen in self._waiting.items() if since(seen) > timeout}
         # A worker that reads ahead has the next task, too, while it makes the batches of one.
         if len(overdue) <= len(making) or any(worker.fault for worker in self.workers):

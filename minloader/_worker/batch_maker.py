@@ -83,7 +83,7 @@ class BatchMaker:
         self.counts = Counts()
         self.early_reads = []
 
-    def begin(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
+    def begin_reading(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
         """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
         read = self.job.dataset.__getfutures__
         if self.job.collate_fn is None:

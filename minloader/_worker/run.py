@@ -103,7 +103,8 @@ class Worker:
 
     Attributes:
         id: number of the worker in its replies.
-        reads_ahead: whether the samples of a task can be read before it is made, by :meth:`begin`.
+        reads_ahead: whether the samples of a task can be read before it is made, by
+            :meth:`begin_reading`.
     """
 
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
@@ -144,14 +145,15 @@ class Worker:
         """Close the streams that are being read, which may have a ``finally`` or ``with``."""
         self._readers.close()
 
-    def begin(self, task: TaskMessage) -> list[Any]:
+    def begin_reading(self, task: TaskMessage) -> list[Any]:
         """Begin to read the samples of a task; return their futures, or an error, of each item."""
         early_reads: list[Any] = []
         for n, item in enumerate(task.items if self._init_failure is None else ()):
             info = replace(self.info)
             begin_batch(info, task.epoch, task.ordinal + n)
             try:
-                early_reads.append(self._maker.begin(self._environment.unpack_item(item), info))
+                item = self._environment.unpack_item(item)
+                early_reads.append(self._maker.begin_reading(item, info))
             except BaseException as error:
                 if self._environment.ends_program(error):
                     raise
@@ -178,7 +180,7 @@ class Worker:
         self._maker.begin_task()
         early_reads = self._early_reads.pop(task.id, None)
         if early_reads is None and self.reads_ahead and task.suspects is None:
-            early_reads = self.begin(task)
+            early_reads = self.begin_reading(task)
             del self._early_reads[task.id]
         shard: ShardReply | None = None
         try:

@@ -286,7 +286,7 @@ def worker_main(
     if worker is not None and worker.reads_ahead:
         from minloader._worker.concurrent import ReadAheadQueue  # of few: it imports asyncio
 
-        args = ReadAheadQueue(args[0], worker.begin), *args[1:]
+        args = ReadAheadQueue(args[0], worker.begin_reading), *args[1:]
     target(*args)
 
 

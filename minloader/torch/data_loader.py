@@ -115,7 +115,7 @@ class _Loader(Loader[Any]):
         Raises:
             TypeError: what the workers need cannot be sent to them; they are the former ones then.
         """
-        self._shared.group.begin_anew()
+        self._shared.group.send_job_again()
 
 
 class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
