@@ -485,7 +485,7 @@ class Feed:
             self.next_ordinal = stop
             self.passing = []
         task = self.drawing
-        inside = self._is_inside
+        was_inside = self._is_inside
         self.drawing = None
         self._is_inside = False
         if task is None:
@@ -493,14 +493,14 @@ class Feed:
         before = [each for each in tasks if each is not task]
         items = self.source.items
         if task.items and task.items[-1] is DONE:
-            inside = False
+            was_inside = False
             del task.items[-1]
-        is_kept = not inside and (self.error is not None or not is_stateful(items))
-        is_own = (
+        is_kept = not was_inside and (self.error is not None or not is_stateful(items))
+        is_read_once = (
             self.sampler_iterator is items and not is_stateful(items) and not self.source.has_epochs
         )
-        if self._iterator is not None and (is_kept or is_own):
-            if inside:
+        if self._iterator is not None and (is_kept or is_read_once):
+            if was_inside:
                 self.fail(
                     RuntimeError(
                         f"the sampler, {brief_repr(items)}, is an iterator that can be read "
@@ -517,8 +517,9 @@ class Feed:
                 return before
             self.last = (task.stop - 1, task.items[-1])
             return [*before, task]
-        is_compared = self.check is None or self.check.ordinal < task.first
-        if self.last is not None and is_compared:  # what was before it, others have seen
+        # The sampler is read anew. What it gave before the task was sent, and so must come again.
+        is_newer = self.check is None or self.check.ordinal < task.first
+        if self.last is not None and is_newer:
             ordinal, item = self.last
             self.check = Check(ordinal, self.digest(item))
         self.source_state = task.source_state

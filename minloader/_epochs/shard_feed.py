@@ -169,7 +169,7 @@ class ShardFeed:
             self.check = check
         self.has_failed |= any(map(_failed_reading, reply.outcomes))
         stop = task.first + made
-        # A task behind this one may have told of the end before, from a place that is not there.
+        # A task behind this one may have come first, and have told of an end that is farther on.
         if is_end and (not self.is_over or stop < self.next_ordinal):
             if made and _failed_reading(reply.outcomes[-1]):
                 logger.warning(
@@ -179,7 +179,7 @@ class ShardFeed:
                     stop - 1,
                 )
             self._end(task, SourceState(stop, read.state), lane)
-        # Behind the end: interrupted there, the reply is received again, and tells of it again.
+        # Only now: after Ctrl-C in _end the reply is received again, and tells of the end again.
         if is_end:
             task.items = task.items[:made]
         task.reply = reply

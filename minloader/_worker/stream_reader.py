@@ -220,6 +220,7 @@ class ShardReader:
             self.ended = False
         if self.was_interrupted and not (self.cannot_begin_again and self.iterator is None):
             return False  # what raised the interrupt may be over, or have lost a sample
+        # An interrupt, which comes only inline, is no failure of the stream's own code.
         self.reading = self._failed and self.reading and not self.is_inline
         return self.next_ordinal == shard.first or (self.ended and self.next_ordinal < shard.first)
 
