@@ -517,7 +517,8 @@ class Feed:
                 return before
             self.last = (task.stop - 1, task.items[-1])
             return [*before, task]
-        # The sampler is read anew. What it gave before the task was sent, and so must come again.
+        # The sampler is read anew: the item before the task, which others have by now, must be the
+        # same.
         is_newer = self.check is None or self.check.ordinal < task.first
         if self.last is not None and is_newer:
             ordinal, item = self.last

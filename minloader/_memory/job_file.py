@@ -253,9 +253,9 @@ def _span(array: Any) -> tuple[Any, int]:
 
 
 class _JobUnpickler(pickle.Unpickler):
-    def __init__(self, mapping: mmap.mmap, index: int, inherited: Sequence[Any]) -> None:
+    def __init__(self, mapping: mmap.mmap, table_offset: int, inherited: Sequence[Any]) -> None:
         view = memoryview(mapping)
-        spans = pickle.loads(view[index:])
+        spans = pickle.loads(view[table_offset:])
         super().__init__(mapping, buffers=[view[start:stop] for start, stop in spans])
         self._inherited = inherited
 
@@ -270,12 +270,12 @@ class JobAddress:
     Attributes:
         path: of the file.
         mark: of the file.
-        index: offset in bytes of the table that says where the buffers lie.
+        table_offset: bytes before the table that says where the buffers lie.
     """
 
     path: str
     mark: str
-    index: int
+    table_offset: int
 
     def exists(self) -> bool:
         """Whether the job file is still there."""
@@ -310,7 +310,7 @@ class JobAddress:
 
     def unpickle(self, mapping: mmap.mmap, *, inherited: Sequence[Any] = ()) -> Any:
         """Return the object in a private mapping of the file, or of a copy; see :meth:`load`."""
-        unpickler = _JobUnpickler(mapping, self.index, inherited)
+        unpickler = _JobUnpickler(mapping, self.table_offset, inherited)
         obj = unpickler.load()
         # Known under their names here too, these classes and functions go back by name, and
         # can be the target of a process that the worker itself starts.
@@ -343,7 +343,7 @@ class JobFile(SharedFile):
             with open(self.fd, "wb", closefd=False) as file:
                 pickler = JobPickler(file, start_method)
                 self.modules = pickler.modules
-                self._index = _write(obj, pickler, file)
+                self._table_offset = _write(obj, pickler, file)
             self.size = os.fstat(self.fd).st_size
             sizes = [(base.nbytes, size) for base, size in pickler.copies.values()]
             self.grown = max(sizes, key=lambda each: each[1] - each[0], default=(0, 0))
@@ -355,7 +355,7 @@ class JobFile(SharedFile):
     @property
     def address(self) -> JobAddress:
         """Its address, valid until :meth:`close`; in a forked child, through the child."""
-        return JobAddress(self.path, self.mark, self._index)
+        return JobAddress(self.path, self.mark, self._table_offset)
 
     def content(self) -> mmap.mmap:
         """Map the file, to be sent to where nobody can open it."""
@@ -403,6 +403,6 @@ def _write(obj: Any, pickler: JobPickler, file: io.BufferedWriter) -> int:
         file.write(bytes(-file.tell() % ALIGN))
         spans.append((file.tell(), file.tell() + view.nbytes))
         file.write(view)
-    index = file.tell()
+    table_offset = file.tell()
     pickle.dump(spans, file, protocol=5)
-    return index
+    return table_offset
