@@ -90,7 +90,7 @@ def handle(
     known_pid = pid if pid >= 0 else None
     who = "a worker" if known_worker is None else f"worker {known_worker}"
     where = "in the parent" if known_pid is None else f"{who} (pid {known_pid})"
-    sample = load(failure.sample) or ()
+    sample = unpacked(failure.sample) or ()
     label = BatchLabel(ordinal=ordinal, epoch=epoch, item=item, sample=sample)
     what = f"{label}, {where}"
     what += failure.when and f", {failure.when}"
@@ -104,7 +104,7 @@ def handle(
     }
     remote = OriginalTraceback(failure.traceback) if failure.traceback else None
 
-    error = load(failure.error)
+    error = unpacked(failure.error)
     if error is not None and remote is not None:
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     advice = ADVICE.get(type(error).__name__, "")
@@ -234,7 +234,7 @@ def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, 
     )
 
 
-def load(part: Any) -> Any:
+def unpacked(part: Any) -> Any:
     """Return an error, or the index of a sample, as it was before it was packed; None if lost."""
     if type(part) is not bytes:
         return part

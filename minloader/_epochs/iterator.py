@@ -436,7 +436,7 @@ class Batches(Iterator[B], Generic[B]):
         task = claim.task
         assert lane is not None
         assert task is not None
-        index = (failures.load(sample) or (None,))[0]
+        index = (failures.unpacked(sample) or (None,))[0]
         ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
