@@ -137,7 +137,7 @@ class Epoch:
     @property
     def is_drawn(self) -> bool:
         """Whether all that there is was drawn."""
-        return all(lane.feed.is_over and lane.feed.error is None for lane in self.lanes)
+        return all(lane.feed.is_ended and lane.feed.error is None for lane in self.lanes)
 
     @property
     def drew_nothing(self) -> bool:

@@ -508,7 +508,7 @@ def _position_of_feed(feed: Any) -> LanePosition:
         source_state=feed.source_state,
         check=feed.check,
         beginning=feed.beginning,
-        is_ended=feed.is_over,
+        is_ended=feed.is_ended,
         has_failed=feed.has_failed,
     )
 

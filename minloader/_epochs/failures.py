@@ -191,7 +191,7 @@ class Losses:
 
 
 def most_allowed(
-    max_errors: float, length: int | None, batches: int, samples: int, *, is_over: bool
+    max_errors: float, length: int | None, batches: int, samples: int, *, is_taken: bool
 ) -> float:
     """Return how many may fail in an epoch.
 
@@ -200,11 +200,11 @@ def most_allowed(
         length: number of batches of the epoch; None if it is not known.
         batches: that have come.
         samples: in these.
-        is_over: whether no more will come.
+        is_taken: whether all of it was taken, so that no more will come.
     """
     if not isinstance(max_errors, float):
         return max_errors
-    if is_over:
+    if is_taken:
         return max_errors * samples
     if length is None:
         return max(1.0, max_errors * max(samples, UNKNOWN_EPOCH))

@@ -137,7 +137,7 @@ class Feed:
         next_ordinal: of the next item to draw.
         source_state: a state of the sampler, from there or before.
         end_state: its state at the end of the epoch.
-        is_over: whether there are no more items.
+        is_ended: whether there are no more items.
         error: raised by the sampler, and to be raised in the place of the next item.
         length: number of batches of the epoch; None if not known when it was begun.
         last: ordinal and item of the one drawn last.
@@ -166,7 +166,7 @@ class Feed:
         self.check = position.check
         self.length = length
         self.end_state = NO_SOURCE_STATE
-        self.is_over = False
+        self.is_ended = False
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
         self.drawing: Task | None = None
@@ -202,7 +202,7 @@ class Feed:
             RuntimeError: the sampler is an iterator that is used up.
             ValueError: the sampler does not give what it gave before.
         """
-        if self._iterator is not None or self.is_over:
+        if self._iterator is not None or self.is_ended:
             return
         source = self.source
         source_state = self.source_state
@@ -217,7 +217,7 @@ class Feed:
         self.sampler_iterator = iterator
         self._may_begin_again = is_put and not source_state.at and not source.state_begins_epoch
         iterator = self._pass_over(iterator, source_state.at)
-        if not self.is_over:
+        if not self.is_ended:
             self._iterator = iterator
 
     def open_or_fail(self) -> None:
@@ -226,7 +226,7 @@ class Feed:
             self.open()
         except Exception as error:
             self.fail(error)
-            self.is_over = True
+            self.is_ended = True
 
     def pass_to(self, ordinal: int) -> None:
         """Draw items up to an ordinal, and drop them: they were handed over before their turn."""
@@ -313,7 +313,7 @@ class Feed:
         error = self._misfit(item)
         # Without a call in between, and so without Ctrl-C.
         self.error = error
-        self.is_over = True  # what is behind it is not to come either
+        self.is_ended = True  # what is behind it is not to come either
         del task.items[-1]
         self.fail(error)
 
@@ -411,7 +411,7 @@ class Feed:
         step = most if type(self._iterator) is RANGE else 1
         most += len(items)
         try:
-            while len(items) < most and not self.is_over:
+            while len(items) < most and not self.is_ended:
                 before = len(items)
                 added = itertools.chain(map(next, itertools.repeat(self._iterator, step)), (DONE,))
                 self._is_inside = True
@@ -465,7 +465,7 @@ class Feed:
         # Without a call in between, and so without Ctrl-C.
         self._iterator = nothing
         self.end_state = end_state
-        self.is_over = True
+        self.is_ended = True
         if self.source.last_pass == self.pass_number:
             self.source.end(self.sampler_iterator, ordinal, end_state.state)
 
@@ -508,7 +508,7 @@ class Feed:
                         "may lack an item; give a list, or an object whose __iter__ begins anew"
                     )
                 )
-                self.is_over = True
+                self.is_ended = True
             task.items[-1:] = map(hold, task.items[-1:])
             if task.items:
                 self._compare(task)
@@ -526,7 +526,7 @@ class Feed:
         self.source_state = task.source_state
         self.next_ordinal = task.first
         self._iterator = None
-        self.is_over = False
+        self.is_ended = False
         self.error = None
         return before
 

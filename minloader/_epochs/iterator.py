@@ -443,12 +443,12 @@ class Batches(Iterator[B], Generic[B]):
         tally = epoch.whole_tally()
         if lane.counts_samples:
             tally = tally.plus(1, lane.samples_of(task, claim.ordinal))
-        excess = self._excess(epoch, tally, is_over=False)
+        excess = self._excess(epoch, tally, is_taken=False)
         if not excess:
             return None
         return BatchError(excess, ordinal=ordinal, epoch=epoch.number, sample=index)
 
-    def _excess(self, epoch: Epoch, tally: Tally, *, is_over: bool) -> str:
+    def _excess(self, epoch: Epoch, tally: Tally, *, is_taken: bool) -> str:
         """Return what to say if more of an epoch has failed than may; else ""."""
         max_errors = self.shared.options.max_errors
         if max_errors is None:
@@ -459,7 +459,7 @@ class Batches(Iterator[B], Generic[B]):
             length=epoch.length,
             batches=tally.batches,
             samples=tally.samples,
-            is_over=is_over,
+            is_taken=is_taken,
         )
         if losses.count <= most:
             return ""
@@ -656,7 +656,7 @@ class Batches(Iterator[B], Generic[B]):
         """
         if epoch.has_reported_excess or not epoch.losses.count or not epoch.lanes[0].counts_samples:
             return
-        excess = self._excess(epoch, epoch.whole_tally(), is_over=True)
+        excess = self._excess(epoch, epoch.whole_tally(), is_taken=True)
         if excess:
             raise BatchError(excess, epoch=epoch.number)
 

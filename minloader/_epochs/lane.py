@@ -121,7 +121,7 @@ class Lane:
     def is_taken(self) -> bool:
         """Whether the iterator has taken all that there is."""
         feed = self.feed
-        return feed.is_over and feed.error is None and self.head is None
+        return feed.is_ended and feed.error is None and self.head is None
 
     @property
     def is_at_error(self) -> bool:
@@ -140,7 +140,7 @@ class Lane:
         head = next((task for task in self.tasks if task.stop > given), None)
         source_state = feed.source_state if head is None else head.source_state
         check = feed.check_at(given, head)
-        is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_over
+        is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_ended
         return LanePosition(
             given=given,
             ahead=handed_over.ahead,
@@ -184,7 +184,7 @@ class Lane:
     def _draw(self) -> Task | None:
         """Draw a task; return None if there is none: at the end, or at an error."""
         feed = self.feed
-        if feed.is_over or feed.error is not None:
+        if feed.is_ended or feed.error is not None:
             return None
         if isinstance(feed, ShardFeed):
             shard_task = feed.draw(self._chunk)
@@ -199,7 +199,7 @@ class Lane:
     def _draw_items(self, feed: Feed, begin: float) -> Task | None:
         feed.open_or_fail()
         self._pass_early(feed)
-        if feed.is_over or feed.error is not None:
+        if feed.is_ended or feed.error is not None:
             return None
         feed.note_state()
         task = Task(first=feed.next_ordinal, items=[], source_state=feed.source_state)
@@ -209,7 +209,7 @@ class Lane:
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
         most = min(self._chunk, limit)
-        while most and not feed.is_over and feed.error is None:
+        while most and not feed.is_ended and feed.error is None:
             feed.draw(task, self.pool.hold, most, until)
             wants_more = bool(reads) and self._max_chunk > 1 and _samples(task.items) < reads
             wants_more = wants_more and time.perf_counter() < until

@@ -51,7 +51,7 @@ class ShardFeed:
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
         end_state: its state at the end of the epoch.
-        is_over: whether the end was seen.
+        is_ended: whether the end was seen.
         has_failed: whether reading has failed in this epoch: then the next one begins as this one
             did.
         error: always None: what reading raises has the place of a batch.
@@ -71,7 +71,7 @@ class ShardFeed:
         self.source_state = position.source_state
         self.check = position.check
         self.beginning = position.beginning
-        self.is_over = position.is_ended
+        self.is_ended = position.is_ended
         self.has_failed = position.has_failed
         self.end_state = position.source_state
         self._follows = follows
@@ -85,7 +85,7 @@ class ShardFeed:
         """
         beginning = self.beginning
         begins_anew = is_abandoned or self.has_failed
-        if not begins_anew and self.is_over and self.end_state.state is not None:
+        if not begins_anew and self.is_ended and self.end_state.state is not None:
             beginning = self.end_state.state
         position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
         follows = None if begins_anew else self.pass_number
@@ -170,7 +170,7 @@ class ShardFeed:
         self.has_failed |= any(map(_failed_reading, reply.outcomes))
         stop = task.first + made
         # A task behind this one may have come first, and have told of an end that is farther on.
-        if is_end and (not self.is_over or stop < self.next_ordinal):
+        if is_end and (not self.is_ended or stop < self.next_ordinal):
             if made and _failed_reading(reply.outcomes[-1]):
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
@@ -191,7 +191,7 @@ class ShardFeed:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
         self.end_state = end_state
-        self.is_over = True
+        self.is_ended = True
         self.next_ordinal = end_state.at
 
     def end_before(self, task: Task, lane: TaskQueue) -> None:
