@@ -432,11 +432,11 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
     with Loader(Numbers(100), num_workers=1, executor="thread") as loader:
         epochs = [iter(loader), iter(loader)]
         group = inspect(loader).group
-        group.users = disturbed(group.users)
+        group.iterators = disturbed(group.iterators)
         assert loader.stats.workers.in_flight > 0
-        group.users = disturbed(group.users)
+        group.iterators = disturbed(group.iterators)
         assert [next(each) for each in epochs] == [0, 0]
-        group.users = disturbed(group.users)
+        group.iterators = disturbed(group.iterators)
         group.tidy()
         counted = inspect(loader).counters
         counted.log.events = disturbed(counted.log.events)

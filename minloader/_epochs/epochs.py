@@ -257,7 +257,7 @@ class Epochs:
         for lane in epoch.lanes:
             if isinstance(lane.feed, Feed):
                 lane.feed.open()
-        shared.group.users.add(batches)
+        shared.group.iterators.add(batches)
         batches.shared = shared
         begun = deque([epoch])
         # Without a call in between, and so without Ctrl-C. Not before: a state that was refused is
@@ -448,8 +448,8 @@ class Epochs:
 
     def supersede(self) -> None:
         """Have the iterators that were begun raise an error: a state was loaded."""
-        for user in checks.snapshot(self.shared.group.users):
-            user.is_superseded = True
+        for batches in checks.snapshot(self.shared.group.iterators):
+            batches.is_superseded = True
 
     def skip(self, n: int) -> None:
         """Leave out the next batches, of the epoch under way or else of the next."""

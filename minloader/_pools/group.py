@@ -38,8 +38,8 @@ MOST_GROWTH = 50 << 20
 """Bytes by which views of an array may grow on their way to the workers before the log says so."""
 
 
-class User(Protocol):
-    """An iterator, as a pool group sees it: it has tasks under way in some pools."""
+class BatchIterator(Protocol):
+    """An iterator over batches, as a pool group sees it: it has tasks under way in some pools."""
 
     is_superseded: bool
 
@@ -58,14 +58,14 @@ class PoolGroup:
         num_workers: how many; 0 for this process itself.
         prefetch_factor: tasks under way for each.
         seed: the loader's.
-        users: iterators, which may have tasks under way.
+        iterators: of the loader, which may have tasks under way.
     """
 
     factory: PoolFactory
     num_workers: int
     prefetch_factor: int
     seed: int
-    users: weakref.WeakSet[User] = field(default_factory=weakref.WeakSet)
+    iterators: weakref.WeakSet[BatchIterator] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self._pools: list[Pool] = []  # those that take tasks
@@ -159,7 +159,7 @@ class PoolGroup:
     @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
-        return sum(user.in_flight for user in snapshot(self.users))
+        return sum(each.in_flight for each in snapshot(self.iterators))
 
     @property
     def replaced(self) -> int:
@@ -173,7 +173,7 @@ class PoolGroup:
 
     def tidy(self) -> None:
         """Close pools that nobody uses any more."""
-        used = {id(pool) for user in snapshot(self.users) for pool in user.pools}
+        used = {id(pool) for each in snapshot(self.iterators) for pool in each.pools}
         for pool in list(self._former):
             if id(pool) not in used and pool.pid == os.getpid():
                 pool.close()

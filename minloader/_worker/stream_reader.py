@@ -417,7 +417,7 @@ class ShardReaders:
         """
         if self._is_job_object_used and serves_one_pass(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
-        _last_users[id(_unwrapped(self.maker.job.dataset))] = self
+        _last_readers[id(_unwrapped(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         job = self.maker.job
         if job.beginning is not None:
@@ -436,24 +436,27 @@ class ShardReaders:
         """
         dataset = self.maker.job.dataset
         bare = _unwrapped(dataset)
-        user = _last_users.get(id(bare))
-        if user is self:
+        other = _last_readers.get(id(bare))
+        if other is self:
             return
         is_own_iterator = isinstance(bare, Iterator)
-        if is_stateful(bare) and (user is not None or self._was_read_by_other):
+        if is_stateful(bare) and (other is not None or self._was_read_by_other):
             self._readers.clear()
-            if user is not None and not self._is_job_object_used and user._is_where_left(bare):
-                self.maker.job.beginning = user.maker.job.beginning
-                self._original = user._original
+            if other is not None and not self._is_job_object_used and other._is_where_left(bare):
+                self.maker.job.beginning = other.maker.job.beginning
+                self._original = other._original
         elif (
-            is_own_iterator and user is not None and serves_one_pass(dataset) and user._is_within()
+            is_own_iterator
+            and other is not None
+            and serves_one_pass(dataset)
+            and other._is_within()
         ):
             raise _taken_by_two(bare)
         elif is_own_iterator and self._was_read_by_other and self._is_within(shard):
             raise _taken_by_two(bare)  # it is of a class that may begin anew, and did
-        if user is not None:
-            user._was_read_by_other = True
-        _last_users[id(bare)] = self
+        if other is not None:
+            other._was_read_by_other = True
+        _last_readers[id(bare)] = self
         self._was_read_by_other = False
 
     def _is_where_left(self, dataset: Any) -> bool:
@@ -510,7 +513,7 @@ class ShardReaders:
                     self._original = copy.deepcopy(dataset)
 
 
-_last_users: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
+_last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
 """Who has read an object of the user's last, in the calling process, by the object's id. They keep
 the object, so that no other has its id."""
 

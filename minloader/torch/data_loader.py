@@ -87,7 +87,7 @@ class _Loader(Loader[Any]):
     @property
     def is_in_use(self) -> bool:
         """Whether there is an iterator over its batches."""
-        return bool(self._shared.group.users)
+        return bool(self._shared.group.iterators)
 
     @property
     def is_idle(self) -> bool:
