@@ -136,6 +136,7 @@ class Feed:
         pass_number: of this pass over the sampler, which tells it from others in the same epoch.
         next_ordinal: of the next item to draw.
         source_state: a state of the sampler, from there or before.
+        check: of an item that was given before, for when it comes again; None: there is none.
         end_state: its state at the end of the epoch.
         is_ended: whether there are no more items.
         error: raised by the sampler, and to be raised in the place of the next item.

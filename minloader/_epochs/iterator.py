@@ -514,7 +514,7 @@ class Batches(Iterator[B], Generic[B]):
                     return epoch, lane, task
                 if lane.is_at_error:
                     return epoch, lane, None
-            if self._receive() or self._send(lanes):
+            if self._receive() or self._send_next(lanes):
                 continue
             if self._in_turn(epoch) != lanes or lanes[0].is_at_error:
                 continue  # the sampler, just asked for more, has ended or failed
@@ -570,7 +570,7 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- down
 
-    def _send(self, lanes: list[Lane]) -> bool:
+    def _send_next(self, lanes: list[Lane]) -> bool:
         """Have the next batch under way, and others. Return whether any was sent, or has come back.
 
         The next one is sent even where :meth:`fill` has no room, since the consumer waits for it.

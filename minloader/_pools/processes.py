@@ -441,16 +441,17 @@ class _Executor(Executor):
         making = {beat.task for beat in beats if beat.began < math.inf and beat.task > 0}
         making &= self.unfinished.keys()
         made = {beat.task for beat in beats} - making
-        is_read = not self.has_replies  # else it is this process that has not come to it
+        has_read_all = not self.has_replies  # else it is this process that has not come to a reply
         # A future runs when its task is where any worker can take it.
         waiting = [
             task
             for task, future in snapshot(self.unfinished.items())
-            if task not in making and future.running() and (is_read or task not in made)
+            if task not in making and future.running() and (has_read_all or task not in made)
         ]
         now = self._stopwatch.last
         tasks = set(snapshot(self.unfinished))
-        if not is_read and tasks == self._looked_at:  # this process reads nothing: nobody is late
+        if not has_read_all and tasks == self._looked_at:
+            # This process has read nothing since the last look: nobody is late.
             self._waiting = dict.fromkeys(self._waiting, now)
         self._looked_at = tasks
         # When that was seen for the first time; those that a worker has taken since are gone.

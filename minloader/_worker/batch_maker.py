@@ -217,7 +217,7 @@ class BatchMaker:
                     error, Exception | SystemExit
                 ):
                     raise
-                results.append(self.job.options.on_sample_error(self._failed(number, error)))
+                results.append(self.job.options.on_sample_error(self._sample_error(number, error)))
                 self.errors.append((self.failing, summary(error)))
                 self.failing = ()
         return results
@@ -236,7 +236,7 @@ class BatchMaker:
         if number in suspects:
             raise suspects.pop(number)  # once: what is put in its place gets to ``transform``
 
-    def _failed(self, n: int, error: BaseException) -> BatchError:
+    def _sample_error(self, n: int, error: BaseException) -> BatchError:
         """Return what ``on_sample_error`` is told of a sample that failed."""
         info = current_info.get()
         assert info is not None
