@@ -351,7 +351,7 @@ class Feed:
         It is not asked after the last item: it may be in the next epoch already.
         """
         now = time.perf_counter()
-        # A state at 0 is one from before the epoch, which another's sampler has begun by now.
+        # A state at 0 must be from before the epoch, and another's sampler has begun that by now.
         is_at_beginning = not self.next_ordinal and (
             self.source_state.state is not None or not self.source.is_ours
         )
