@@ -11,6 +11,8 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -577,8 +579,11 @@ def test_epochs_that_are_over_are_let_go():
             for epoch, _ in loader.epochs(30):
                 assert loader.epoch <= epoch + 2
                 gc.collect()
-                sources = sum(type(thing) is Feed for thing in gc.get_objects())
-                assert 1 <= sources <= 1 + 2 * 2  # the consumer's, and one for each task at most
+                things = Counter(map(type, gc.get_objects()))
+                # The consumer's, and one for each task at most.
+                assert 1 <= things[Feed] <= 1 + 2 * 2
+                # One for each task, and those that the threads have just been done with.
+                assert things[Future] <= 2 * 2 + 2 * 2
     finally:
         gc.unfreeze()
 
