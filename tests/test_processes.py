@@ -336,7 +336,8 @@ def stuck(folder):
     sleeps = [
         subprocess.Popen(["sleep", "600"]),
         subprocess.Popen(["sleep", "600"], start_new_session=True),
-        subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"]),
+        # Of a name that looks like the end of one, in /proc.
+        subprocess.Popen(["sh", "-c", "echo 'a) b' > /proc/self/comm; sleep 600 & sleep 600"]),
     ]
     path = os.path.join(folder, str(os.getpid()))
     with open(path + ".tmp", "w") as file:
