@@ -25,6 +25,7 @@ from kinds import same
 
 from minloader import Loader, get_worker_info, prefetch
 from minloader._diagnosis.inspect import inspect
+from minloader._prefetch import prefetched
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -596,9 +597,11 @@ def test_one_prefetch_after_another():
 
 @pytest.mark.parametrize("source", ["loader", "any"])
 def test_a_prefetch_after_batches_of_another_were_taken(options, source):
-    """As after a look at the first batch: both functions are called on each of those behind it."""
+    """As after a look at the first batch: both functions are called on each of those behind it, and
+    between them what the first does as it hands a batch over (``to_device`` waits for its copy)."""
     with Loader(Squares(8), **options) as loader:
-        inner = prefetch(loader if source == "loader" else [k * k for k in range(8)], str, 3)
+        batches = loader if source == "loader" else [k * k for k in range(8)]
+        inner = prefetched(batches, lambda number: [str(number)], 3, lambda made: made[0])
         assert [next(inner), next(inner)] == ["0", "1"]
         outer = prefetch(inner, lambda text: text + "!", 2)
         assert list(outer) == [f"{k * k}!" for k in range(2, 8)]
