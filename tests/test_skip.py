@@ -87,6 +87,10 @@ def test_a_batch_of_none_is_skipped(make):
     with make(Readings(), batch_size=3) as loader:
         assert lists(loader) == [[0, 1, 2], [6, 8], [9, 10, 11]]
         assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (1, 4)
+    # Nothing has failed, so there may be an epoch of none.
+    with make(Readings(), [[3, 4], [5, 7]], collate_fn=np.stack) as loader:
+        assert lists(loader) == []
+        assert (loader.stats.errors.skipped, loader.stats.errors.failed) == (2, 0)
 
 
 def test_samples_that_transform_skips(make):
