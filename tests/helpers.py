@@ -86,12 +86,16 @@ class Noise:
 
 
 class GlobalNoise(Noise):
-    """Random data from the global generators; numpy.random is first imported here, late."""
+    """Random data from the global generators; numpy.random is first imported here, late.
+
+    A normal number is drawn with another, which they keep for the next time.
+    """
 
     def __getitem__(self, item: Any) -> Any:
         import numpy as np
 
-        return random.random(), np.random.random(), random.randrange(1 << 60)
+        numbers = random.random(), np.random.random(), random.randrange(1 << 60)
+        return *numbers, random.gauss(0, 1), np.random.standard_normal()
 
 
 class TorchNoise(Noise):
