@@ -794,7 +794,7 @@ def line_of(function: Any, mark: str) -> int:
 
 
 HANGS = {
-    "waiting": (trouble.hang, line_of(trouble.hang, "wait()")),
+    "waiting": (trouble.hangs_beside_a_thread, line_of(trouble.hangs_beside_a_thread, "hang()")),
     "holding the interpreter": (
         trouble.holds_the_interpreter,
         line_of(trouble.holds_the_interpreter, "read("),

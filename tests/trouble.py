@@ -463,6 +463,12 @@ class StandsStill:
         self.way()
 
 
+def hangs_beside_a_thread() -> None:
+    """Hangs, and so does a thread that it has started."""
+    threading.Thread(target=hang, daemon=True).start()
+    hang()
+
+
 def stops() -> None:
     """Hangs without an answer to any signal."""
     os.kill(os.getpid(), signal.SIGSTOP)
