@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import printed_by, python, variants
@@ -29,9 +30,17 @@ def test_workers_that_may_not_have_room_are_told_of(method, monkeypatch, caplog)
 
 @pytest.fixture
 def group(monkeypatch, tmp_path):
-    """The folder of the one control group that this process seems to be in."""
-    monkeypatch.setattr("minloader._memory.limits._groups", lambda controller: [str(tmp_path)])
-    return tmp_path
+    """The folder of the control group that this process seems to be in, within others."""
+    (tmp_path / "groups").write_text("1:name=systemd:/elsewhere\n0::/outer/own\n")
+
+    def open_here(path: str, *args: Any, **options: Any) -> Any:
+        path = path.replace("/proc/self/cgroup", f"{tmp_path}/groups")
+        return open(path.replace("/sys/fs/cgroup", str(tmp_path)), *args, **options)
+
+    monkeypatch.setattr("minloader._memory.limits.open", open_here, raising=False)
+    own = tmp_path / "outer/own"
+    own.mkdir(parents=True)
+    return own
 
 
 @pytest.mark.parametrize(
