@@ -245,6 +245,10 @@ def test_rows_are_shuffled_too():
     for seed in range(3):
         sizes = list(map(len, PackedBatchSampler(lengths, 4096, shuffle=True, seed=seed)))
         assert abs(np.corrcoef(sizes, range(len(sizes)))[0, 1]) < 0.2
+    # Not as a sampler of its kind would shuffle them that it reads: both may be shuffled.
+    inner = PackedBatchSampler([1] * 50, 1)
+    outer = PackedBatchSampler(len, 1, sampler=inner, shuffle=True)
+    assert [row for (row,) in outer] != list(PackedBatchSampler([1] * 50, 1, shuffle=True))
 
 
 @pytest.fixture(scope="module")
