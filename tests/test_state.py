@@ -621,6 +621,10 @@ def test_the_workers_are_as_many_as_was_said():
         loader.num_workers = 3
         loader.start()
         assert eventually(lambda: running(loader) == 3)
+        those = workers(loader)
+        loader.num_workers = 3
+        loader.start()
+        assert workers(loader) == those  # none is replaced for as many
         loader.num_workers = 1
         loader.start()
         assert eventually(lambda: running(loader) == 1)
