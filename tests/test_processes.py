@@ -676,9 +676,13 @@ def test_no_file_is_left_where_files_need_names(tmp_path, number):
 
 
 @pytest.mark.parametrize("executor", ["process", "thread"])
-def test_close_from_another_thread_while_next_waits(executor, tmp_path):
-    """The wait ends, with the reason, and no new workers are started for what is left."""
-    paths = [tmp_path / str(i) for i in range(9)]
+def test_close_from_another_thread_while_next_waits(executor, tmp_path, monkeypatch):
+    """The wait ends, with the reason, and no new workers are started for what is left.
+
+    At once, also where no task waits for a thread: the consumer looks by itself now and then.
+    """
+    monkeypatch.setattr("minloader._epochs.options.PATIENCE", 2 * AT_LAST)
+    paths = [tmp_path / str(i) for i in range(2 if executor == "thread" else 9)]
     loader = Loader(wait_for_release, paths, num_workers=2, executor=executor)
     with ThreadPoolExecutor(1) as consumer:
         waiting = consumer.submit(next, iter(loader))
