@@ -222,13 +222,14 @@ class Demanding(BaseException):
         super().__init__(code)
 
 
-def forks(way: Any, *arguments: Any) -> None:
+def forks(way: Any, *arguments: Any) -> str:
     """The worker goes on when its fork has ended."""
     child = os.fork()
     if child == 0:
         way(*arguments)
-        return
+        return "made by a fork"
     os.waitpid(child, 0)
+    return "made by the worker"
 
 
 def leaves_a_fork_and_dies(path: str, detached: bool) -> None:
