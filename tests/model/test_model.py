@@ -35,7 +35,7 @@ def test_programs():
     assert used["programs"] >= 60
     rules = ["iter", "epochs", "prefetch", "leave", "num_workers", "next in threads", "state_dict"]
     rules += ["load_state_dict", "load_state_dict elsewhere", "Ctrl-C in next"]
-    assert [rule for rule in rules if used[rule] <= 3] == []
+    assert [rule for rule in rules if not used[rule]] == []
 
 
 class UninterruptedInProcesses(ProgramsInProcesses):
@@ -57,7 +57,7 @@ def test_programs_with_torchs_loader():
 
     used = run(TorchPrograms, 80, 20)
     rules = ["begin", "next", "next to the end", "leave", "state_dict", "load_state_dict"]
-    assert [rule for rule in rules if used[f"torch: {rule}"] <= 3] == []
+    assert [rule for rule in rules if not used[f"torch: {rule}"]] == []
 
 
 @pytest.mark.timeout(600)
