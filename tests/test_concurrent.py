@@ -165,6 +165,23 @@ class Deadly(Meeting):
         return index
 
 
+MADE: list[int] = []
+"""Numbers of samples in the batches that this worker has made."""
+
+
+class Noting(Meeting):
+    """Says how many batches its worker had made when a sample was read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return len(MADE)
+
+
+def note_made(samples: list[int]) -> list[int]:
+    sum(range(500_000))  # other threads come to their turn meanwhile
+    MADE.append(len(samples))
+    return samples
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 def test_only_the_batch_that_kills_is_lost(retries):
     """Though the samples of several are read when the worker dies."""
@@ -180,6 +197,11 @@ def test_only_the_batch_that_kills_is_lost(retries):
             [n, n + 1] for n in range(0, 24, 2) if n != 4
         ]
     assert [(each.ordinal, each.sample) for each in failed] == [(2, None)]  # of two: who knows
+    if retries == 0:  # so no task is read before the one before it is made, which would be blamed
+        items = iter([[n, n + 1] for n in range(0, 24, 2)])
+        options |= {"collate_fn": note_made, "on_error": "raise"}
+        with Loader(concurrent(Noting(), limit=2), items, **options) as loader:
+            assert list(loader) == [[ordinal] * 2 for ordinal in range(12)]
 
 
 class Session(Meeting):
