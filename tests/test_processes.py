@@ -26,6 +26,7 @@ from children import (
     RELEASE,
     Big,
     Large,
+    crash_at_exit,
     register_exit,
     run_loader,
     run_pool,
@@ -705,11 +706,12 @@ def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
     assert batches == [i * i for i in range(20)]
 
 
-def test_a_worker_leaves_in_good_order(tmp_path):
-    """Exit handlers run, and what the dataset left running is killed."""
-    with Loader(register_exit, [str(tmp_path)], num_workers=1) as loader:
+@pytest.mark.parametrize("leave", [register_exit, crash_at_exit])
+def test_a_worker_leaves(tmp_path, leave):
+    """Exit handlers run, and what the dataset left running is killed, also where they crash."""
+    with Loader(leave, [str(tmp_path)], num_workers=1) as loader:
         (child,) = loader
-    assert (tmp_path / "left").exists()
+    assert leave is crash_at_exit or (tmp_path / "left").exists()
     assert eventually(lambda: not alive(child))
 
 
