@@ -665,6 +665,8 @@ class Files:
 def test_shards_without_a_batch_are_told_once(caplog):
     with Loader(Files(), num_workers=3, executor="thread") as loader:
         assert [*loader, *loader] == [0, 1, 0, 1]
+    with Loader(Numbers(0), num_workers=3, executor="thread") as loader:
+        assert list(loader) == []  # no other number of workers has any
     (message,) = caplog.messages
     assert message.startswith("1 of the 3 shards of the stream gave no batch")
 
