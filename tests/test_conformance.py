@@ -65,10 +65,19 @@ def test_what_is_given(make, case):
 
 
 def test_items_reach_the_dataset_as_they_are(make):
-    items = ["a", (1, 2), [3, [4]], {"k": {5}}, None, slice(1, 2), np.arange(3), b"\0", 2**80]
+    items: Any = ["a", (1, 2), [3, [4]], {"k": {5}}, None, slice(1, 2), np.arange(3), b"\0", 2**80]
     for got, sent in zip(make(Echo(), items), items, strict=True):
         assert type(got) is type(sent)
         assert np.array_equal(got, sent) if isinstance(sent, np.ndarray) else got == sent
+
+    def refilled(item: Any) -> Iterator[Any]:
+        for n in range(3):
+            item[0] = n
+            yield item
+
+    # As they were when they were drawn: this sampler changes each when it is asked for the next.
+    items = itertools.chain.from_iterable(map(refilled, [[None], {}, bytearray(1), np.zeros(1)]))
+    assert [item[0] for item in make(Echo(), items)] == 4 * [0, 1, 2]
 
 
 def test_arrays_are_writable(make):
