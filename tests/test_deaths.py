@@ -356,6 +356,9 @@ def test_a_worker_that_dies_before_it_is_told_what_to_run(method, monkeypatch):
         assert len(pids) == 3
         assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 3)
         assert not any(map(psutil.pid_exists, pids))
+        loader.num_workers = 0
+        assert list(loader) == [i * i for i in range(6)]
+        assert loader.stats.errors.replaced == 3  # those of workers that are gone, too
 
 
 @pytest.mark.usefixtures("no_collector")
