@@ -276,6 +276,11 @@ def test_the_fewest_workers_that_are_about_as_fast():
     text = findings.recommend([each.row for each in found], best)
     assert "3.0 times as many as with 1 worker" in text
     assert "More workers add 3 %." in text
+    # None are enough for a consumer that works meanwhile, as a step does; and where there are none.
+    none = trial(0, 305)
+    assert findings.pick([none, *found], 0).row.num_workers == 2
+    assert findings.pick([none, *found], 0.01).row.num_workers == 0
+    assert findings.pick([none], 0) is none
 
 
 def test_too_few_batches_to_tell():
