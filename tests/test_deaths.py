@@ -34,7 +34,6 @@ from conftest import (
     alive,
     dead_at_once,
     eventually,
-    has_worked,
     is_broken,
     losses,
     outcomes,
@@ -575,7 +574,7 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         loader.start()
         batches = iter(loader)
         (busy,) = map(int, eventually(lambda: written(tmp_path / "begun")))
-        assert eventually(lambda: has_worked(loader))  # batch 1 is there
+        assert eventually(batches.arrivals.qsize)  # batch 1 is there
         (idle,) = [process.pid for process in workers(loader) if process.pid != busy]
         os.kill(idle, signal.SIGKILL)
         assert eventually(lambda: losses(loader))

@@ -104,7 +104,10 @@ class Lane:
     def _find_max_chunk(self) -> int:
         if isinstance(self.feed, ShardFeed):
             return MAX_SHARD_CHUNK
-        may_chunk = self.shared.options.chunks or self.feed.source.may_be_read_ahead
+        options = self.shared.options
+        if options.concurrency and not options.retries:
+            return 1  # what is read beside the batch that kills its worker would be blamed
+        may_chunk = options.chunks or self.feed.source.may_be_read_ahead
         return MAX_CHUNK if may_chunk else 1
 
     def _adopt(self) -> None:
