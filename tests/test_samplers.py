@@ -63,9 +63,10 @@ def test_epochs_of_a_number_and_of_a_sequence(n, kind, size, shuffle, last_batch
         assert sorted(order) == list(range(n))
         assert len(singles) == n
         sampler.set_epoch(epoch)
-        expected = len(sampler)
+        expected = len(sampler), sampler.dropped
         batches = list(sampler)
-        assert len(batches) == expected
+        assert (len(batches), sampler.dropped) == expected
+        assert sampler.dropped == (n % size if last_batch == "discard" else 0)
         assert all(type(batch) is list for batch in batches)
         full = batches[:-1] if last_batch == "keep" else batches
         assert all(len(batch) == size for batch in full)
