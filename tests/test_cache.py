@@ -9,6 +9,8 @@ import pickle
 import re
 import signal
 import threading
+from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +218,10 @@ def test_a_stream_is_no_dataset_to_cache():
 # --- the bound
 
 
-def test_what_finds_no_room_is_made_each_time():
-    dataset = [b"x" * size for size in (60_000, 60_000, 20_000, 1000)]
+@pytest.mark.parametrize("kind", [bytes, partial(array, "b")])
+def test_what_finds_no_room_is_made_each_time(kind):
+    """Whether its size is known before it is packed, or not."""
+    dataset = [kind(b"x" * size) for size in (60_000, 60_000, 20_000, 1000)]
     shared = cached(dataset, bytes=100_000)
     for _ in range(2):
         assert list(shared) == dataset

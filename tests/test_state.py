@@ -98,8 +98,9 @@ def test_a_drawn_seed_is_in_the_state(make):
     next(iter(first))
     state = first.state_dict()
     again = make(Guarded(), range(12), seed=None)
-    again.start()  # with another seed, so far
+    again.start()
     assert again.seed != first.seed
+    assert plain(next(iter(again))) != plain(expected[0])  # with another seed, so far
     again.load_state_dict(state)
     assert again.seed == first.seed
     assert plain(list(again)) == plain(expected[1:])
