@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from conftest import variants
 
-from .found import FOUND, FOUND_IN_PROCESSES, PRESSES, possible, press, run
+from .found import FEEDS, FOUND, FOUND_IN_PROCESSES, PRESSES, SHARD_FEEDS, possible, press, run
 from .programs import KINDS
 
 QUICK = ["own shuffled", "rolling", "batches of told", "told with state", "counted iterator"]
@@ -58,6 +58,6 @@ def test_an_interrupt_at_each_place(name, way, some):
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
     stride = pressed.stride * (1 if some else 3)
     most = max([press(kind, way, pressed, stride) for kind in those], default=1)
-    # Of others not each has such a place.
-    if some:
-        assert most > 0 or name == "the end"  # which threads have seen before
+    # Of others not each has such a place; and a feed may have been read by then, for threads.
+    if some and not (way == "threads" and pressed.within in (FEEDS, SHARD_FEEDS)):
+        assert most > 0
