@@ -56,13 +56,14 @@ def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
 
         loader = Loader(concurrent(dataset, limit=32), batch_size=64, num_workers=2)
 
-    Samples of the batches that are made next are read ahead, whatever the size of a batch. They
-    come in the order of their indices, and an error, or :data:`minloader.SKIP`, is that of its
-    sample, as ever. In each read ``get_worker_info().rng`` is a generator of the sample's own,
-    which depends on its place in the batch, and ``sample_rng`` one that depends on its index: the
-    same whoever reads, and when. The global generators of ``random``, ``numpy.random`` and torch
-    are shared by all reads, and with ``transform`` and ``collate_fn``: if a read draws from these,
-    what they give depends on the order of the reads.
+    Samples of the batches that are made next are read ahead, whatever the size of a batch; with the
+    loader's ``retries=0`` those of one batch at a time, since a read that ends its worker would be
+    blamed on the batch before. They come in the order of their indices, and an error, or
+    :data:`minloader.SKIP`, is that of its sample, as ever. In each read ``get_worker_info().rng``
+    is a generator of the sample's own, which depends on its place in the batch, and ``sample_rng``
+    one that depends on its index: the same whoever reads, and when. The global generators of
+    ``random``, ``numpy.random`` and torch are shared by all reads, and with ``transform`` and
+    ``collate_fn``: if a read draws from these, what they give depends on the order of the reads.
 
     A dataset that is a context manager (``__enter__`` and ``__exit__``, or ``__aenter__`` and
     ``__aexit__``, awaited on the event loop) opens there what its reads need, a session, say: it is
