@@ -188,7 +188,7 @@ class ReadAheadQueue:
 
     Args:
         tasks: the executor's own queue.
-        begin: called with a task, in a thread, as soon as it is taken.
+        begin: called with a task, in a thread, as soon as it is taken; not with the first.
     """
 
     def __init__(self, tasks: Any, begin: Callable[[Any], object]) -> None:
@@ -200,14 +200,18 @@ class ReadAheadQueue:
         _start(ReadAheadQueue._take, self)
 
     def _take(self) -> None:
+        # Nothing is made beside the first: who makes it begins to read it, and has said so by then,
+        # for the case that a read ends this process.
+        is_first = True
         while True:
             self._may_take.acquire()
             call = None
             try:
                 call = self._tasks.get(block=True)
                 for task in call.args if call is not None else ():
-                    if not task.alone:
+                    if not (task.alone or is_first):
                         self._begin(task)
+                is_first = False
             finally:
                 self._calls.put(call)
             if call is None:  # the end

@@ -180,6 +180,7 @@ class Worker:
         self._maker.begin_task()
         early_reads = self._early_reads.pop(task.id, None)
         if early_reads is None and self.reads_ahead and task.suspects is None:
+            self._environment.beat(task.id, 0, begin)  # a read may end this process at once
             early_reads = self.begin_reading(task)
             del self._early_reads[task.id]
         shard: ShardReply | None = None
