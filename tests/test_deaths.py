@@ -41,7 +41,7 @@ from conftest import (
     variants,
     workers,
 )
-from helpers import Echo, Gate, Squares
+from helpers import Echo, Gate, Numbers, Squares
 from trouble import (
     Noisy,
     Scripted,
@@ -582,6 +582,19 @@ def test_the_death_of_an_idle_worker_costs_no_try(tmp_path):
         assert list(batches) == list(range(6))
         assert (loader.stats.errors.retries, loader.stats.errors.replaced) == (0, 1)
         assert len(lines(tmp_path / "begun")) == 2
+
+
+@pytest.mark.parametrize(
+    ("on_error", "message"),
+    [("raise", r"batch 0 of epoch 0.*tried 2 times"), ("skip", "nothing is left of epoch 0")],
+)
+def test_a_stream_that_no_worker_makes_ready(on_error, message):
+    """It is made ready with its first task, of which each death is a try: they come to an end."""
+    init: Any = lambda info: trouble.die()  # noqa: E731
+    with Loader(Numbers(4), worker_init_fn=init, num_workers=1, on_error=on_error) as loader:
+        with pytest.raises(BatchError, match=message):
+            list(loader)
+        assert loader.stats.errors.retries > 0
 
 
 @pytest.mark.parametrize(

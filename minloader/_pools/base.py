@@ -37,8 +37,8 @@ class Death(NamedTuple):
     """How a worker ended that was running a task.
 
     Attributes:
-        item: index of the item of the task that it was making; -1: it read a stream again, on its
-            way to the first.
+        item: index of the item of the task that it was making; -1: it was on its way to the
+            first, making a stream ready or reading it again.
         worker: its id.
         pid: its process.
         exitcode: of the process; None if it is not known, or lives.

@@ -394,6 +394,8 @@ class Worker:
     def _read_batches(self, task: TaskMessage, work: _Work, writer: NoSlot) -> ShardReply:
         """Read the batches of a task of a shard, to its end; see :meth:`_make_batches`."""
         assert task.shard is not None
+        # What makes the stream ready may end this process, too.
+        self._environment.beat(task.id, -1 if task.shard.first else 0, work.began)
         try:
             reader = self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
         except BaseException as error:
