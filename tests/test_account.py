@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import weakref
 from array import array
@@ -24,6 +25,7 @@ import pytest
 from conftest import SLOW, WAYS, eventually, in_a_fork, making, outcomes, plain, require, variants
 from helpers import SAMPLERS, Deadly, Echo, Faulty, Numbers, Refuses, Scripted
 from interrupts import (
+    FINALIZERS,
     OURS,
     TESTS,
     at_each_step,
@@ -936,6 +938,26 @@ def test_a_signal_while_threads_make_batches_loses_nothing(begin):
     finally:
         signal.signal(signal.SIGINT, before)
     assert given == list(range(2_000))
+
+
+@pytest.mark.parametrize("begin", [iter, lambda loader: prefetch(loader, abs)])
+def test_a_loop_over_threads_runs_nothing_in_which_ctrl_c_is_dropped(begin, no_collector):
+    """As the callback of a weak reference to each future would be."""
+    found = []
+
+    def look(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name.endswith(FINALIZERS):
+            found.append(frame.f_code)
+
+    with Loader(Echo(), range(300), **THREADS) as loader:
+        batches = begin(loader)
+        sys.setprofile(look)
+        try:
+            given = list(batches)
+        finally:
+            sys.setprofile(None)
+    assert given == list(range(300))
+    assert found == []
 
 
 # --- what datasets, samplers and loops do to each other ------------------------------------------
