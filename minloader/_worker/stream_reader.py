@@ -173,21 +173,8 @@ class ShardReader:
             if self.iterator is None:
                 self._open({})
             samples = self._take(size)
-            if (
-                not samples
-                and not self.next_ordinal
-                and self.is_fresh
-                and self.shard.state is not None
-            ):
-                self._open({})  # it was the state of an end, and does not stand for a beginning
-                samples = self._take(size)
-                if not samples and job.beginning is not None:
-                    self.info.dataset.load_state_dict(unpack(job.beginning)["dataset"])
-                    self._open({})  # it begins each time where it was put last
-                    samples = self._take(size)
-            if not samples and not self.next_ordinal and self.is_read_again:
-                self.ended = True
-                raise _read_once(self.info.dataset)
+            if not samples and not self.next_ordinal:
+                samples = self._take_first_again(size)
         except Exception:
             # What cannot be begun is over, and so is a generator that has raised. It must be known
             # now: what has that for its place would be read on by who has its state.
@@ -261,6 +248,22 @@ class ShardReader:
             self._samples.extend(added)
         self._is_inside = False
         return self._samples[:-1]
+
+    def _take_first_again(self, size: int) -> list[Any]:
+        """Return the first samples of a pass that has given none; none if there are none."""
+        samples: list[Any] = []
+        beginning = self.maker.job.beginning
+        if self.is_fresh and self.shard.state is not None:
+            self._open({})  # it was the state of an end, and does not stand for a beginning
+            samples = self._take(size)
+            if not samples and beginning is not None:
+                self.info.dataset.load_state_dict(unpack(beginning)["dataset"])
+                self._open({})  # it begins each time where it was put last
+                samples = self._take(size)
+        if not samples and self.is_read_again:
+            self.ended = True
+            raise _read_once(self.info.dataset)
+        return samples
 
     def fetch(self) -> Any:
         """Return the next batch, or END."""
