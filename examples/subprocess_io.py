@@ -70,8 +70,10 @@ class AudioFiles:
 
     def decode(self, path: Path) -> NDArray[np.float32]:
         """The samples of a file, as 16 kHz mono."""
+        # Older ffmpegs pass over a part that is broken, unless they are to check it.
+        source = ("-err_detect", "crccheck+explode", "-i", f"file:{path}", "-map", "0:a:0")
         form = ("-ac", "1", "-ar", str(RATE), "-f", "f32le", "-")
-        wave = np.frombuffer(ffmpeg(path, "-i", f"file:{path}", "-map", "0:a:0", *form), "<f4")
+        wave = np.frombuffer(ffmpeg(path, *source, *form), "<f4")
         if not len(wave):
             raise AudioError(f"{path}: holds no audio at all")
         return wave
