@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import json
+import operator
 import threading
 import time
 from collections import Counter
@@ -250,6 +251,96 @@ def test_what_of_a_state_differs_is_named(here, then, found):
     words = differences(here, then)
     assert len(words) == len(found)
     assert all(word.startswith(begin) for word, begin in zip(words, found, strict=True))
+
+
+class Apart:
+    """A sampler whose iterators count for themselves. Its state is of the one made last, until that
+    has ended."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.start = 0
+        self.latest = range(0)
+
+    def __iter__(self) -> Any:
+        self.latest = iter(range(self.start, self.n))
+        self.start = 0
+        return self.latest
+
+    def state_dict(self) -> Any:
+        left = operator.length_hint(self.latest)
+        return {"at": self.n - left} if left else None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state["at"]
+
+
+def test_a_sampler_without_a_state_at_its_end(monkeypatch):
+    """The next epoch begins as without one, and not at the last state that there was."""
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
+    with Loader(list(range(8)), Apart(8), num_workers=0) as loader:
+        assert list(loader) == list(range(8))
+        state = plain(loader.state_dict())
+        assert list(loader) == list(range(8))
+    with Loader(list(range(8)), Apart(8), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == list(range(8))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_loops_in_turns_over_a_sampler_with_a_state(inner, monkeypatch):
+    """The next epoch of one does not begin where the other one is in the sampler."""
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
+    sampler = BatchSampler(Apart(8), 1) if inner else Apart(8)
+    expected = [[n] if inner else n for n in range(8)]
+    with Loader(Echo(), sampler, num_workers=0) as loader:
+        one = loader.epochs(2)
+        for _ in range(4):
+            next(one)
+        other = loader.epochs(2)
+        begun = [next(other)]
+        assert [batch for epoch, batch in one if epoch == 1] == expected
+        assert [batch for _, batch in [*begun, *other]] == 2 * expected
+
+
+def test_loops_in_turns_over_what_is_carried_to_the_next_epoch():
+    with Loader(Echo(), BatchSampler(10, 4, last_batch="rollover"), num_workers=0) as loader:
+        expected = list(loader.epochs(2))
+        one = loader.epochs(2)
+        begun = [next(one)]
+        other = loader.epochs(2)
+        assert next(other) == (3, [0, 1, 2, 3])
+        assert [batch for _, batch in [*begun, *one]] == [batch for _, batch in expected]
+        assert [batch for _, batch in other] == [batch for _, batch in expected][1:]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_an_error_of_a_sampler_that_is_read_anew_is_told(is_lazy):
+    """Where batches were given ahead of their turn, which are to be passed over."""
+
+    class Interrupted:
+        begun = False
+
+        def __iter__(self) -> Any:
+            items = self.items()
+            return items if is_lazy else itertools.chain([next(items)], items)
+
+        def items(self) -> Any:
+            if self.begun:
+                raise OSError("the index is gone")
+            self.begun = True
+            yield from range(4)
+            raise KeyboardInterrupt
+
+    with Loader(list(range(9)), Interrupted(), num_workers=0, in_order=False) as loader:
+        loader.load_state_dict(loader.state_dict() | {"delivered_ahead": [[3, 6]]})
+        batches = iter(loader)
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        with pytest.raises((OSError, ValueError)) as caught:
+            next(batches)
+        assert "the index is gone" in f"{caught.value} {caught.value.__cause__}"
 
 
 def test_a_sampler_whose_state_is_costly_is_rarely_asked():

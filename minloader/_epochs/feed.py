@@ -137,7 +137,7 @@ class Feed:
         next_ordinal: of the next item to draw.
         source_state: a state of the sampler, from there or before.
         check: of an item that was given before, for when it comes again; None: there is none.
-        end_state: its state at the end of the epoch.
+        end_state: its state at the end of the epoch; None if it has none, or that is not known.
         is_ended: whether there are no more items.
         error: raised by the sampler, and to be raised in the place of the next item.
         length: number of batches of the epoch; None if not known when it was begun.
@@ -166,7 +166,7 @@ class Feed:
         self.source_state = position.source_state
         self.check = position.check
         self.length = length
-        self.end_state = NO_SOURCE_STATE
+        self.end_state: Any = None
         self.is_ended = False
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
@@ -190,8 +190,8 @@ class Feed:
             is_abandoned: whether the consumer has left this one: then it has nothing for the next.
         """
         source_state = NO_SOURCE_STATE
-        if not is_abandoned and self.end_state.state is not None:
-            source_state = SourceState(0, self.end_state.state)
+        if not is_abandoned and self.end_state is not None:
+            source_state = SourceState(0, self.end_state)
         return Feed(self.source, epoch, LanePosition(source_state=source_state))
 
     # --- to begin, and to go on
@@ -212,6 +212,10 @@ class Feed:
         if not source.is_ours:
             check_length(self.epoch, length, self.length)
         self.length = length
+        if self.last is not None and (self.check is None or self.check.ordinal < self.last[0]):
+            # It is read anew: the item before, which others have by now, must be the same.
+            ordinal, item = self.last
+            self.check = Check(ordinal, self.digest(item))
         iterator = source.begin(self.pass_number)
         if is_put and source_state.at and iterator is source.items:
             _check_put_back(source.items, source_state)
@@ -262,6 +266,7 @@ class Feed:
         """
         check = self.check or Check(-1, None)
         failed = 0  # errors in a row
+        failure: Exception | None = None
         item: Any = None
         first = here
         while here < self.next_ordinal:
@@ -271,9 +276,11 @@ class Feed:
             block: list[Any] = []
             try:
                 block.extend(map(next, itertools.repeat(iterator, step)))
-            except Exception:
+            except Exception as error:
                 here += len(block)
                 failed += 1
+                without_frames(error)
+                failure = error
                 if failed == MAX_PASSED_ERRORS:
                     raise
                 continue
@@ -298,7 +305,7 @@ class Feed:
                 raise ValueError(
                     f"the state does not fit: it is at batch {self.next_ordinal}, but the sampler "
                     f"has ended after {here}"
-                )
+                ) from failure
         if here > first:
             self.last = (here - 1, item)
         return iterator
@@ -357,19 +364,17 @@ class Feed:
         )
         if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
             return
-        self.source_state = self._current_state(self.next_ordinal)
+        self.source_state = self._current_state()
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
 
-    def _current_state(self, ordinal: int) -> SourceState:
-        """Return the state of the sampler, which is at an ordinal; the last one if it has none."""
-        state = None
-        if self.source.last_pass == self.pass_number:
-            state = self.source.state(self._iterator)
-        return self.source_state if state is None else SourceState(ordinal, state)
+    def _current_state(self) -> SourceState:
+        """Return the sampler's state at the next item; the last one if it has none."""
+        state = self.source.state(self._iterator, self.pass_number)
+        return self.source_state if state is None else SourceState(self.next_ordinal, state)
 
     def state_behind_error(self) -> SourceState:
         """Return a state such that a run that goes on does not meet the error again."""
-        return self._current_state(self.next_ordinal) if self.source.is_ours else self.source_state
+        return self._current_state() if self.source.is_ours else self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the sampler gives again what it has given.
@@ -461,14 +466,14 @@ class Feed:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier pass.
         """
-        end_state = self._current_state(ordinal)
+        end_state = self.source.state(self._iterator, self.pass_number)
         nothing: Iterator[Any] = iter(())
         # Without a call in between, and so without Ctrl-C.
         self._iterator = nothing
         self.end_state = end_state
         self.is_ended = True
         if self.source.last_pass == self.pass_number:
-            self.source.end(self.sampler_iterator, ordinal, end_state.state)
+            self.source.end(self.sampler_iterator, ordinal, end_state)
 
     def recover(self, tasks: list[Task], hold: Callable[[Any], Any]) -> list[Task]:
         """Make sure, after an interrupt, that it is known where the sampler is.
@@ -518,12 +523,7 @@ class Feed:
                 return before
             self.last = (task.stop - 1, task.items[-1])
             return [*before, task]
-        # The sampler is read anew: the item before the task, which others have by now, must be the
-        # same.
-        is_newer = self.check is None or self.check.ordinal < task.first
-        if self.last is not None and is_newer:
-            ordinal, item = self.last
-            self.check = Check(ordinal, self.digest(item))
+        # The sampler is read anew.
         self.source_state = task.source_state
         self.next_ordinal = task.first
         self._iterator = None

@@ -201,7 +201,8 @@ class Lane:
 
     def _draw_items(self, feed: Feed, begin: float) -> Task | None:
         feed.open_or_fail()
-        self._pass_early(feed)
+        if not feed.is_ended:
+            self._pass_early(feed)
         if feed.is_ended or feed.error is not None:
             return None
         feed.note_state()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 from minloader._checks import brief_repr, check_bool, check_choice, check_int, state_of
 from minloader._sampling.ranks import with_inner
@@ -109,11 +109,12 @@ class Run(Iterator[Any]):
     def state(self) -> dict[str, Any] | None:
         """Return the sampler's state as of this run, whoever has begun another one since.
 
-        None: it is of a user's class that has none.
+        None: it is of a user's class that has none, or knows that of a later run only.
         """
         sampler = self.sampler
         if type(sampler).state_dict is not Sampler.state_dict:  # of a user's class
-            return cast("dict[str, Any] | None", state_of(sampler))
+            state: dict[str, Any] | None = state_of(sampler) if sampler._run is self else None
+            return state
         run_state = self.run_state() if self.touched else self._start
         return {**sampler._identity(), "epoch": self.epoch, **run_state}
 

@@ -166,15 +166,19 @@ class Source:
         if not read and self.has_given and is_own and not is_stateful(self.items):
             raise used_up(self.name, self.items)
 
-    def state(self, iterator: Any = None) -> Any:
-        """Return its state, if it has one.
+    def state(self, iterator: Any = None, pass_number: int | None = None) -> Any:
+        """Return its state; None if it has none, or knows that of a later pass only.
 
         Args:
-            iterator: the one over it whose state is asked for. Others' samplers know that of the
-                iterator made last only.
+            iterator: the one over it whose state is asked for.
+            pass_number: of the pass that has this iterator; None: whichever is the last. Others'
+                samplers know the state of that one only.
         """
-        is_run = self.is_ours and hasattr(iterator, "state")
-        return copy.deepcopy(iterator.state() if is_run else state_of(self.items))
+        if self.is_ours and hasattr(iterator, "state"):
+            return copy.deepcopy(iterator.state())
+        if pass_number not in (None, self.last_pass):
+            return None
+        return copy.deepcopy(state_of(self.items))
 
     def put(self, state: Any) -> None:
         """Put it back to a state.
@@ -299,8 +303,8 @@ class ItemSource(Source):
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
 
-    def state(self, iterator: Any = None) -> Any:
-        return super().state(iterator) if self.values is None else None
+    def state(self, iterator: Any = None, pass_number: int | None = None) -> Any:
+        return super().state(iterator, pass_number) if self.values is None else None
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
@@ -432,7 +436,7 @@ class Reading:
         """Note the state that the source has ended with."""
         source = self._source
         read = self.read
-        state = source.state(self._items)
+        state = source.state(self._items, self._pass_number)
         self.ended = True
         self.read += 1
         self._known_position = [self.read, state, True]
@@ -440,7 +444,9 @@ class Reading:
 
     def position(self) -> ReadPosition:
         """Return where this is."""
-        return self._known_position or [self.read, self._source.state(self._items), False]
+        if self._known_position is not None:
+            return self._known_position
+        return [self.read, self._source.state(self._items, self._pass_number), False]
 
     def following(self) -> ReadPosition:
         """Return where another epoch begins, after this one has ended."""
