@@ -613,9 +613,16 @@ class StatefulNumbers(Numbers):
 class StatefulIterator(Numbers):
     """Its iterators know their positions, and can go on after an error."""
 
-    def __init__(self, *args: Any, bad: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bad: int | None = None,
+        error: type[BaseException] = ValueError,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.bad = bad
+        self.error = error
 
     def __iter__(self):
         return _NumbersIterator(self)
@@ -636,7 +643,7 @@ class _NumbersIterator:
         number = self.numbers[self.position]
         self.position += 1
         if number == self.stream.bad:
-            raise ValueError(f"{number} is bad")
+            raise self.stream.error(f"{number} is bad")
         return self.stream.on_sample(number)
 
     def state_dict(self) -> Any:
@@ -753,12 +760,13 @@ def draw(sample: float) -> Any:
 class Refuses:
     """Fails for one number."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self, bad: int, error: type[BaseException] = ValueError) -> None:
         self.bad = bad
+        self.error = error
 
     def __call__(self, number: int) -> int:
         if number == self.bad:
-            raise ValueError(f"{number} is bad")
+            raise self.error(f"{number} is bad")
         return number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -12,8 +13,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from conftest import lists, plain, require, variants, workers
-from helpers import Numbers
+from conftest import lists, outcomes, plain, require, variants, workers
+from helpers import Numbers, Refuses, StatefulIterator
 from kinds import (
     IDIOMS,
     PASS,
@@ -214,6 +215,74 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+class TellsOnlyWhatWorked:
+    """Fails in one sample, and in saying where it is behind that."""
+
+    def __iter__(self) -> Any:
+        return self.Position()
+
+    class Position:
+        at = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            if self.at == 5:
+                raise StopIteration
+            self.at += 1
+            if self.at == 3:
+                raise ValueError("the third is bad")
+            return self.at
+
+        def state_dict(self) -> Any:
+            if self.at == 3:
+                raise KeyError("the place is not known")
+            return {"at": self.at}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.at = state["at"]
+
+
+def test_an_error_in_the_state_behind_another_does_not_hide_that(caplog):
+    with Loader(TellsOnlyWhatWorked(), num_workers=0, on_error="skip") as loader:
+        assert lists(loader) == [1, 2, 4, 5]
+    assert "ValueError: the third is bad" in caplog.text
+    assert "the state of a stream behind an error is not known: KeyError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("way", "error"),  # in the calling process the other one ends the program, as Ctrl-C does
+    [
+        ("inline", SystemExit),
+        *itertools.product(["thread", "process"], [SystemExit, asyncio.CancelledError]),
+    ],
+)
+@variants("is_shuffled", [False, True])
+@variants("stream", [Numbers, StatefulIterator, *IDIOMS], 2)
+def test_what_is_no_exception_fails_a_batch_of_a_stream_as_any_error(
+    stream, is_shuffled, error, way
+):
+    """And does not have it read again from there, without end."""
+    options: Any = {"num_workers": 0} if way == "inline" else {"num_workers": 1, "executor": way}
+
+    def given(error: type[BaseException]) -> Any:
+        bad = stream(9, Refuses(4, error))
+        loader = Loader(shuffled(bad, 4) if is_shuffled else bad, batch_size=2, **options)
+        given = []
+        with loader:
+            for _ in range(2):
+                batches = iter(loader)
+                while found := outcomes(batches, 1):
+                    has_failed = isinstance(found[0], BaseException)
+                    given.append("failed" if has_failed else plain(found[0]))
+                    if way == "inline":  # with workers it depends on what has come back
+                        given.append(plain(loader.state_dict()["stream"]))
+        return given
+
+    assert given(error) == given(ValueError)
 
 
 @pytest.mark.parametrize("way", ["inline", "thread", "process"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import lists, plain
+from conftest import lists, outcomes, plain
 from helpers import Refuses
+from interrupts import OURS, interrupted
 from kinds import (
     IDIOMS,
     BeginsAnew,
@@ -28,7 +30,7 @@ from kinds import (
 )
 from test_streams import in_turns
 
-from minloader import BatchSampler, Loader, MixtureSampler, shuffled
+from minloader import BatchError, BatchSampler, Loader, MixtureSampler, shuffled
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -147,6 +149,25 @@ def test_an_iterator_that_was_interrupted_in_its_own_code_is_not_read_on(stream,
             next(batches)
         assert list(batches) == []
         assert np.ravel(given).tolist() == list(range(at // (batch_size or 1) * (batch_size or 1)))
+
+
+@pytest.mark.parametrize("stream", [Separate, Counting], ids=["goes on", "has ended"])
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_an_error_that_was_interrupted_on_its_way_comes_again(stream, error):
+    """Its batch is read once more, and not the one before it."""
+    rest = [5, 6, 7] if stream is Separate else []
+    for place in range(0, 10_000, 3):
+        with Loader(stream(8, Refuses(4, error)), num_workers=0) as loader:
+            batches = iter(loader)
+            given = list(islice(batches, 4))
+            try:
+                interrupted(partial(next, batches), place, f"{OURS}/_worker/run.py")
+            except (ValueError, BatchError):  # there are fewer places
+                break
+            failure, *others = outcomes(batches)
+        assert "4 is bad" in str(failure)
+        assert given + others == [0, 1, 2, 3, *rest]
+    assert place
 
 
 def test_an_iterator_that_was_begun_here_is_sent_to_no_worker():

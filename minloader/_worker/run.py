@@ -127,13 +127,7 @@ class Worker:
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
-        self._readers = ShardReaders(
-            maker=self._maker,
-            seed=info.seed,
-            num_workers=info.num_workers,
-            reload=environment.reload,
-            is_inline=environment.is_inline,
-        )
+        self._readers = ShardReaders(maker=self._maker, info=info, environment=environment)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.options.is_stream:
             try:
@@ -397,7 +391,7 @@ class Worker:
         # What makes the stream ready may end this process, too.
         self._environment.beat(task.id, -1 if task.shard.first else 0, work.began)
         try:
-            reader = self._readers.find(task.shard, task.epoch, self.info.pid, self._prepare)
+            reader = self._readers.find(task.shard, task.epoch, self._prepare)
         except BaseException as error:
             when = "when the stream was made ready, by worker_init_fn if there is one"
             work.outcomes.append(self._failure(error, when, fatal=True))
@@ -453,7 +447,9 @@ class Worker:
             self._reread += 1
             try:
                 self._call(reader.begin(), reader.draw)
-            except Exception as error:
+            except BaseException as error:
+                if self._environment.ends_program(error):
+                    raise
                 check = shard.check
                 was_read = check is not None and check[0] == index and check[1] is not None
                 if not reader.ended or (reader.next_ordinal >= shard.first and not was_read):
@@ -471,10 +467,11 @@ class Worker:
                 return state
         except BaseException as error:
             failure = self._failure(error, "when the stream was asked for its state")
-            if reader.ended or not outcomes:  # all batches are here
-                logger.warning("the state of a stream at its end is not known: %s", failure.summary)
-            else:
+            if outcomes and type(outcomes[-1]) is not Failure and not reader.ended:
                 outcomes[-1] = failure
+            else:  # all batches are here, or there is an error in the place of the last
+                where = "at its end" if reader.ended else "behind an error"
+                logger.warning("the state of a stream %s is not known: %s", where, failure.summary)
         return None
 
 

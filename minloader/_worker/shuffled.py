@@ -159,7 +159,9 @@ class Shuffle:
                 self._ended = True
                 if self._has_failed:  # who reads this cannot tell: samples have come since
                     logger.warning("a shuffled stream ended with its error, as a generator does")
-            except Exception:
+            except KeyboardInterrupt:
+                raise  # not of the stream's own
+            except BaseException:
                 self._has_failed = True
                 half.num_failed += 1
                 raise

@@ -21,7 +21,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any
@@ -39,6 +39,7 @@ from minloader._checks import (
 )
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
@@ -66,11 +67,11 @@ class ShardReader:
         epoch: the epoch that it is read for.
         shard: as the task says that it was opened for.
         is_fresh: whether the stream's state, if there is one, must be put back.
-        is_inline: whether it runs in the calling process, where an interrupt may come.
+        environment: where it runs. An interrupt may come in the calling process.
         is_read_again: whether the stream is its own iterator, and was read before.
         next_ordinal: of the next batch to draw.
         ended: whether the stream has, with the batch drawn last or before it.
-        reading: whether the stream's own code is running, or has just failed.
+        reading: whether the stream's own code has just failed.
         iterator: of the stream, while it is read.
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
@@ -82,7 +83,7 @@ class ShardReader:
     epoch: int
     shard: Shard
     is_fresh: bool
-    is_inline: bool
+    environment: Environment
     is_read_again: bool = False
     next_ordinal: int = 0
     ended: bool = False
@@ -96,7 +97,6 @@ class ShardReader:
     _last_samples: list[Any] | None = None
     _is_inside: bool = False  # whether the iterator's own code runs
     _is_own_iterator: bool = False  # of the stream
-    _failed: bool = False  # the stream's own code has, before
 
     def is_followed_by(self, shard: Shard) -> bool:
         """Return whether the pass of a task can begin with the same copy, after this one."""
@@ -105,7 +105,7 @@ class ShardReader:
             return False
         # Where a state was put back in mid-epoch, the stream may begin there again.
         is_put = self.is_fresh and self.shard.at
-        return self.ended and not self._failed and not (is_put and is_stateful(dataset))
+        return self.ended and not (is_put and is_stateful(dataset))
 
     @property
     def was_just_put_back(self) -> bool:
@@ -127,7 +127,7 @@ class ShardReader:
     @property
     def cannot_begin_again(self) -> bool:
         """Whether the stream can only be read on, where an interrupt may come."""
-        return self.is_inline and serves_one_pass(self.info.dataset)
+        return self.environment.is_inline and serves_one_pass(self.info.dataset)
 
     @property
     def was_interrupted(self) -> bool:
@@ -149,24 +149,23 @@ class ShardReader:
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
         state = self.shard.state
-        self.reading = True
         try:
             states = {} if state is None or not self.is_fresh else unpack(state)
             if "dataset" in states:
                 self.info.dataset.load_state_dict(states["dataset"])
             if self.shard.at:
                 self._open(states)
-        except Exception:
-            self.ended = True  # what cannot be begun is over
+        except BaseException as error:
+            if not self.environment.ends_program(error):
+                self.reading = True
+                self.ended = True  # what cannot be begun is over
             raise
-        self.reading = False
 
     def draw(self) -> Any:
         """Return the samples of the next batch, a list, or END."""
         if self.ended:
             return END
-        self._failed |= self.reading
-        self.reading = True
+        self.reading = False
         job = self.maker.job
         size = job.options.batch_size or 1
         try:
@@ -175,23 +174,25 @@ class ShardReader:
             samples = self._take(size)
             if not samples and not self.next_ordinal:
                 samples = self._take_first_again(size)
-        except Exception:
+        except BaseException as error:
+            if self.environment.ends_program(error):
+                raise  # ``go_on_with`` finds out what it has left
+            self.reading = True
             # What cannot be begun is over, and so is a generator that has raised. It must be known
             # now: what has that for its place would be read on by who has its state.
             self.ended |= self.iterator is None or self._is_finished_generator
-            self._failed = True
             self._samples = []
+            self._last_samples = None
             self.last_fingerprint = None
             self._is_inside = False
             self.next_ordinal += 1  # it takes the place of a batch
             raise
-        self.reading = False
         self.ended = len(samples) < size
         if not samples or (self.ended and not job.options.keep_last):
             self._samples = []
             self._last_samples = None
             return END
-        self._last_samples = self._samples if self.is_inline else None
+        self._last_samples = self._samples if self.environment.is_inline else None
         self._samples = []
         self.next_ordinal += 1
         self.last_fingerprint = fingerprint(samples)
@@ -207,8 +208,6 @@ class ShardReader:
             self.ended = False
         if self.was_interrupted and not (self.cannot_begin_again and self.iterator is None):
             return False  # what raised the interrupt may be over, or have lost a sample
-        # An interrupt, which comes only inline, is no failure of the stream's own code.
-        self.reading = self._failed and self.reading and not self.is_inline
         return self.next_ordinal == shard.first or (self.ended and self.next_ordinal < shard.first)
 
     def _open(self, states: dict[str, Any]) -> None:
@@ -318,8 +317,7 @@ class ShardReader:
             return {}
         parts = {"dataset": None if own else dataset, "iterator": self.iterator}
         if self.ended:
-            whole = own or not (self._failed or self.reading)
-            parts = {"dataset": dataset if whole and not serves_one_pass(dataset) else None}
+            parts = {"dataset": None if serves_one_pass(dataset) else dataset}
         return {name: part for name, part in parts.items() if is_stateful(part)}
 
     def state(self) -> bytes | None:
@@ -335,37 +333,32 @@ class ShardReaders:
 
     Attributes:
         maker: makes batches of what is read.
-        seed: the loader's.
-        num_workers: how many workers there were when this one was started.
-        reload: gives another copy of the dataset. None: there is only this process's.
-        is_inline: whether this is the calling process.
+        info: what the user's code is told about where the worker runs. While it reads a shard, that
+            is told of the shard.
+        environment: where that is.
     """
 
     maker: BatchMaker
-    seed: int
-    num_workers: int
-    reload: Callable[[], Any] | None
-    is_inline: bool
+    info: WorkerInfo
+    environment: Environment
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_job_object_used: bool = False  # whether the job's own object was given to a reader
     _was_read_by_other: bool = False  # whether another loader has read the job's own object since
     _original: Any = None  # that object as it was then, if it had no state and is the user's
 
-    def find(
-        self, shard: Shard, epoch: int, pid: int, prepare: Callable[[WorkerInfo], None]
-    ) -> ShardReader:
+    def find(self, shard: Shard, epoch: int, prepare: Callable[[WorkerInfo], None]) -> ShardReader:
         """Return a reader for a task, which may stand before its first batch.
 
         Args:
             shard: which batches.
             epoch: the epoch that it is read for.
-            pid: of this process.
             prepare: calls ``worker_init_fn``, if there is one, on the copy that an info has.
 
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        if self.is_inline:
+        is_inline = self.environment.is_inline
+        if is_inline:
             self._take_over(shard)
         former = self._readers.get(shard.id)
         if former is not None and former.shard.pass_number == shard.pass_number:
@@ -378,7 +371,7 @@ class ShardReaders:
                     "lack a sample; give an object whose __iter__ begins anew, or one with "
                     "state_dict and load_state_dict"
                 )
-        if shard.state is None and self.is_inline:
+        if shard.state is None and is_inline:
             shard = shard._replace(state=self.maker.job.beginning)
         is_fresh = former is None or not former.is_followed_by(shard)
         is_prepared = False
@@ -386,10 +379,7 @@ class ShardReaders:
             info = former.info
         else:
             dataset, is_prepared = self._copy(shard)
-            info = WorkerInfo(
-                id=shard.id, num_workers=shard.total, pid=pid, seed=self.seed, dataset=dataset
-            )
-            info.rank = self.maker.job.options.rank
+            info = replace(self.info, id=shard.id, num_workers=shard.total, dataset=dataset)
             if serves_one_pass(dataset):
                 # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
                 # same for a copy that is made in a later epoch, to replace another.
@@ -402,7 +392,7 @@ class ShardReaders:
             epoch=epoch,
             shard=shard,
             is_fresh=is_fresh,
-            is_inline=self.is_inline,
+            environment=self.environment,
             is_read_again=is_prepared and serves_one_pass(info.dataset),
         )
         self._readers[shard.id] = reader
@@ -476,16 +466,18 @@ class ShardReaders:
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared before."""
         dataset = self.maker.job.dataset
+        is_inline = self.environment.is_inline
+        reload = self.environment.reload
         is_used = self._is_job_object_used
         if shard.state is None and self._original is not None:
             return copy.deepcopy(self._original), False
         if not is_used:
             self._note_beginning(dataset)
         # A forked worker makes copies of this object, so that has to stay as it is.
-        if self.reload is not None and (is_used or shard.total > self.num_workers):
-            return self.reload(), False
+        if reload is not None and (is_used or shard.total > self.info.num_workers):
+            return reload(), False
         alone = shard.total == 1
-        if self.reload is None and not (self.is_inline and alone):
+        if reload is None and not (is_inline and alone):
             try:
                 return copy.deepcopy(dataset), False
             except Exception as error:
@@ -494,9 +486,9 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if is_used and self.is_inline and not is_read_once(dataset):
+        if is_used and is_inline and not is_read_once(dataset):
             return dataset, True  # a class of Python's may begin anew in __iter__
-        if serves_one_pass(dataset) and (is_used or not (alone or self.reload)):
+        if serves_one_pass(dataset) and (is_used or not (alone or reload)):
             raise _read_once(dataset)
         self._is_job_object_used = True
         return dataset, is_used
@@ -511,7 +503,7 @@ class ShardReaders:
                     job.beginning = pack({"dataset": state}, down=False)
             except Exception as error:
                 logger.debug("the stream has no state before it is read: %r", error)
-            if job.beginning is None and self.is_inline:
+            if job.beginning is None and self.environment.is_inline:
                 with suppress(Exception):  # what cannot be copied cannot be begun anew either
                     self._original = copy.deepcopy(dataset)
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import traceback
@@ -276,12 +277,21 @@ def _rolling_state(n: int) -> Any:
     return BatchSampler(ToldWithState(n), 2, last_batch="rollover")
 
 
+RAISED = (ValueError, BatchError)
+"""What is raised in the place of what is bad: another error than an Exception is told by ours."""
+
 STREAMS: dict[str, Kind] = {
     "steady": Kind(Steady, in_shards(even_part), stream=True),
     "uneven": Kind(Uneven, in_shards(uneven_part), stream=True),
     "iterator with state": Kind(StatefulIterator, in_shards(even_part), stream=True),
     "failing iterator": Kind(
         lambda n: StatefulIterator(n, bad=4), in_shards(even_part), stream=True, bad=4
+    ),
+    "exiting iterator": Kind(
+        lambda n: StatefulIterator(n, bad=4, error=SystemExit),
+        in_shards(even_part),
+        stream=True,
+        bad=4,
     ),
     "opened": Kind(Opened, in_shards(even_part), stream=True, opened=True),
     "opened counting": Kind(
@@ -618,12 +628,10 @@ class Program:
                 self.model.stop(run)
                 self.drop(which)
                 return False
-            except BatchError as error:
+            except RAISED as error:
                 # A share of what was not skipped: all of that may have failed.
-                if not (self.has_skipped and "max_errors=0.999 allows" in str(error)):
-                    raise
-                continue
-            except ValueError as error:
+                if self.has_skipped and "max_errors=0.999 allows" in str(error):
+                    continue
                 outcome = error
             self.given(run, how, outcome)
             outcome = None  # an error leads to this frame: it would keep an iterator that is left
@@ -631,14 +639,15 @@ class Program:
 
     def given(self, run: Run, how: str, outcome: Any) -> None:
         epoch = None
-        if isinstance(outcome, ValueError):
-            if not str(outcome).endswith("is bad"):
+        if isinstance(outcome, RAISED):
+            bad = re.search(r"(\d+) is bad\b", str(outcome))
+            if bad is None:
                 raise outcome
             # The item is not told but in the note of the error.
             self.model.advance(run)
-            index, place = int(str(outcome).split()[0]), run.place
-            bad = [item for item, fate in place.rest.values() if fate == "fails"]
-            fitting = [item for item in bad if index_of(item) == index]
+            index, place = int(bad[1]), run.place
+            fails = [item for item, fate in place.rest.values() if fate == "fails"]
+            fitting = [item for item in fails if index_of(item) == index]
             assert fitting, f"{outcome}, which is not to come"
             self.model.give(run, None, fitting[0], "fails", None)
             return
@@ -682,7 +691,7 @@ class Program:
             end = object()
             try:
                 outcome = self.pressed(lambda: next(batches, end), place, within)
-            except ValueError as error:
+            except RAISED as error:
                 self.given(run, how, error)
                 return
             assert outcome.reached == outcome.interrupted, "Ctrl-C was swallowed"
@@ -729,7 +738,7 @@ class Program:
             ordered, one_order = self.model.ordered, self.model.one_order
             self.model.ordered = self.model.one_order = False
             for outcome in got:
-                if isinstance(outcome, Exception) and not isinstance(outcome, ValueError):
+                if isinstance(outcome, Exception) and not isinstance(outcome, RAISED):
                     raise outcome
                 self.given(run, how, outcome)
             self.model.ordered, self.model.one_order = ordered, one_order
@@ -806,7 +815,7 @@ class Program:
                 given: Any = next(former)
             except (RuntimeError, StopIteration):
                 return
-            except ValueError as error:
+            except RAISED as error:
                 given = error
             raise AssertionError(f"the former iterator has given {given}")
 
@@ -917,7 +926,7 @@ class Program:
                     given: Any = next(batches)
                 except (RuntimeError, StopIteration):
                     continue
-                except ValueError as error:
+                except RAISED as error:
                     given = error
                 # What prefetch has ready was made before.
                 assert how == "prefetched", f"a closed loader has given {given}"
@@ -931,7 +940,7 @@ class Program:
             def taking() -> None:
                 try:
                     while True:
-                        with contextlib.suppress(ValueError):
+                        with contextlib.suppress(*RAISED):
                             next(batches)
                 except (RuntimeError, StopIteration) as error:
                     ends.append(error)
@@ -1011,7 +1020,7 @@ def outcomes_of(batches: Iterator[Any]) -> Iterator[Any]:
             yield next(batches)
         except StopIteration:
             return
-        except ValueError as error:
+        except RAISED as error:
             yield error
 
 
