@@ -248,7 +248,7 @@ class TellsOnlyWhatWorked:
 
 def test_an_error_in_the_state_behind_another_does_not_hide_that(caplog):
     with Loader(TellsOnlyWhatWorked(), num_workers=0, on_error="skip") as loader:
-        assert lists(loader) == [1, 2, 4, 5]
+        assert list(loader) == [1, 2, 4, 5]
     assert "ValueError: the third is bad" in caplog.text
     assert "the state of a stream behind an error is not known: KeyError" in caplog.text
 

@@ -173,8 +173,6 @@ class Feed:
         self.drawing: Task | None = None
         self.passing: list[Any] = []
         self.sampler_iterator: Any = None  # what ``iter`` of the sampler gave
-        # Each has other items, and the state of one serves all.
-        self._ranks = ranks_of(source.items)
         # What items are drawn from: that iterator; None before it is opened, and where it is to be
         # opened again; at the end one that gives nothing.
         self._iterator: Any = None
@@ -343,12 +341,13 @@ class Feed:
 
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
-        bare = item
-        if isinstance(item, HeldItem):
-            if item.may_change and self._ranks is None:
-                return None
-            bare = item.item
-        return digest(bare if self._ranks is None else self._ranks)
+        # Each rank has other items, and the state of one serves all.
+        ranks = ranks_of(self.source.items)
+        if ranks is not None:
+            return digest(ranks)
+        if not isinstance(item, HeldItem):
+            return digest(item)
+        return None if item.may_change else digest(item.item)
 
     # --- states
 
@@ -399,10 +398,6 @@ class Feed:
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal
-
-    def reported_item(self, task: Task, n: int) -> Any:
-        """Return what messages say that a batch is made from."""
-        return task.item(n)
 
     # --- to draw
 

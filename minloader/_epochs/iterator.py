@@ -41,6 +41,7 @@ from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
+from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
@@ -307,6 +308,7 @@ class Batches(Iterator[B], Generic[B]):
         staged = (*claims.staged, claim) if thread is None else claims.staged
         if task is None:
             feed = lane.feed
+            assert isinstance(feed, Feed)  # what reading a shard raises has the place of a batch
             source_state = feed.state_behind_error()
             # Without a call in between, and so without Ctrl-C.
             if thread is not None:
@@ -317,8 +319,9 @@ class Batches(Iterator[B], Generic[B]):
             return
         taken, ahead = lane.taken_after(claim.ordinal)
         tally = lane.tally_after(task, claim.ordinal) if lane.counts_samples else lane.tally
-        outcomes = task.outcomes
-        assert outcomes is not None
+        reply = task.reply
+        assert reply is not None
+        outcomes = reply.outcomes
         n = claim.ordinal - task.first
         is_last = n + 1 == len(outcomes)
         # Without a call in between, and so without Ctrl-C.
@@ -330,7 +333,7 @@ class Batches(Iterator[B], Generic[B]):
         lane.tally = tally
         outcomes[n] = None
         if is_last:
-            task.reply = task.memory = None
+            task.memory = None
 
     def _fill_claim(self, claim: Claim) -> None:
         """Have a claim be what comes next: a batch, or an error in its place."""
@@ -367,12 +370,11 @@ class Batches(Iterator[B], Generic[B]):
             if claim.outcome is SKIP:
                 taken, ahead = lane.taken_after(ordinal)
                 tally = lane.tally_after(task, ordinal)
-                outcomes = task.outcomes
-                assert outcomes is not None
+                assert reply is not None
                 lane.ahead = ahead
                 lane.taken = taken
                 lane.tally = tally
-                outcomes[n] = None
+                reply.outcomes[n] = None
                 shared.counters.errors.skipped += 1
                 epoch.left_out += has_failed
                 continue
@@ -394,8 +396,8 @@ class Batches(Iterator[B], Generic[B]):
         assert lane is not None
         ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
         reply = task.reply
-        worker, pid = (-1, -1) if reply is None else (reply.worker, reply.pid)
-        where = track_of(worker, pid) if pid >= 0 else "consumer"
+        assert reply is not None
+        where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
         labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
         shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:
@@ -408,9 +410,9 @@ class Batches(Iterator[B], Generic[B]):
                 failure,
                 ordinal=ordinal,
                 epoch=epoch.number,
-                item=lane.feed.reported_item(task, claim.ordinal - task.first),
-                worker=worker,
-                pid=pid,
+                item=task.item(claim.ordinal - task.first),
+                worker=reply.worker,
+                pid=reply.pid,
                 on_error=shared.options.on_error,
             )
         except Exception as error:  # of the user's function: it takes the place of the batch

@@ -337,8 +337,8 @@ class Lane:
         """
         if self.shared.options.in_order or not self.feed.may_overtake:
             task = self.head
-            return None if task is None or task.outcomes is None else task
-        received = (task for task in self.tasks if task.outcomes is not None)
+            return None if task is None or task.reply is None else task
+        received = (task for task in self.tasks if task.reply is not None)
         return next((task for task in received if not self._is_taken(task)), None)
 
     @property
@@ -362,7 +362,7 @@ class Lane:
     def receive(self, shipment: Shipment) -> None:
         """Make available what has come back, in its place; or prepare to send it again."""
         task = shipment.task
-        if task.shipment is not shipment:  # it was forgotten
+        if shipment.is_unwanted:
             return
         shipment.future = None  # it leads here, and would keep the memory
         if shipment.reply is None:
@@ -377,17 +377,12 @@ class Lane:
             self.feed.receive(task, reply, self)
             return
         if made == len(task.items):
-            task.reply = reply
-            task.memory = shipment.memory
-            task.outcomes = reply.outcomes
-            task.shipment = None
+            task.settle(reply, shipment.memory)
             return
         pieces = []
         if made:
             made_part = task.part(0, made)
-            made_part.reply = reply
-            made_part.memory = shipment.memory
-            made_part.outcomes = reply.outcomes
+            made_part.settle(reply, shipment.memory)
             pieces.append(made_part)
         for n in range(made, len(task.items), self._chunk):
             pieces.append(task.part(n, n + self._chunk))
@@ -417,7 +412,7 @@ class Lane:
             )
         ordinal = self.feed.ordinal_in_epoch(task.first)
         labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
-        counters.made(reply, labels, self.feed.reported_item(task, made - 1))
+        counters.made(reply, labels, task.item(made - 1))
         limit = shared.job.options.memory_limit
         if limit is not None and figures.memory > limit:
             last = self.feed.ordinal_in_epoch(task.first + made - 1)
@@ -458,8 +453,7 @@ class Lane:
             if shipment.is_done:
                 self._arrivals.put(shipment)  # it may have been taken from there
             elif shipment.future is None:
-                shipment.cancel()
-                task.shipment = None
+                task.forget()
 
     def skip(self, n: int) -> None:
         """Leave out the next items, up to the end, or to an error.
@@ -484,7 +478,7 @@ class Lane:
             # First, and without a call in between: Ctrl-C behind it leaves work that need not be.
             self.ahead = ahead
             self.taken = taken
-            if head.outcomes is None:
+            if head.reply is None:
                 rest = [head.part(start, len(head.items))] if start < len(head.items) else []
                 self._replace(head, rest)
                 head.forget()

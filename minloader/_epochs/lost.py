@@ -21,7 +21,7 @@ from minloader._epochs.task import Shipment, Task
 from minloader._errors import BatchError, WorkerDied
 from minloader._insight.timeline import track_of
 from minloader._pools.base import Death, Pool
-from minloader._worker.messages import JobMissing, Reply
+from minloader._worker.messages import Failure, JobMissing, Reply
 
 logger = logging.getLogger("minloader")
 
@@ -69,7 +69,7 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     label = BatchLabel(
         ordinal=lane.feed.ordinal_in_epoch(task.first + n),
         epoch=lane.feed.epoch,
-        item=lane.feed.reported_item(task, n),
+        item=task.item(n),
         sample=_sample_of(lane, task, n, death.sample_number),
     )
     _report_death(lane, death, label)
@@ -86,11 +86,9 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
             retry.suspects = suspects
             retry.tries = 0  # another sample has tries of its own
         else:
-            retry.failed([error])
-            assert retry.outcomes is not None
-            retry.outcomes[0] = retry.outcomes[0]._replace(sample=label.sample)
-            retry.reply = Reply(
-                worker=death.worker, pid=death.pid, packed=False, outcomes=retry.outcomes
+            failure = Failure.of(error, packed=False)._replace(sample=label.sample)
+            retry.settle(
+                Reply(worker=death.worker, pid=death.pid, packed=False, outcomes=[failure])
             )
     pieces = [task.part(0, n), retry, task.part(n + 1, len(task.items))]
     return [each for each in pieces if each.items]
@@ -100,7 +98,7 @@ def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, .
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
     if number < 0 or isinstance(lane.feed, ShardFeed):
         return ()
-    item = lane.feed.reported_item(task, n)
+    item = task.item(n)
     if lane.shared.job.collate_fn is None:  # the item is the sample
         return (item,)
     return tuple(failures.indices_of(item)[number : number + 1])

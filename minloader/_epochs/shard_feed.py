@@ -93,9 +93,10 @@ class ShardFeed:
 
     def draw(self, most: int) -> Task:
         """Return a task for the next batches, so many at most."""
+        first = self.next_ordinal
         return Task(
-            first=self.next_ordinal,
-            items=[self.shard] * most,
+            first=first,
+            items=[(self.shard, ordinal) for ordinal in range(first, first + most)],
             source_state=self.source_state,
             check=self.check,
         )
@@ -116,14 +117,6 @@ class ShardFeed:
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal_in_epoch(ordinal, shard=self.shard, total=self.total)
-
-    def reported_item(self, task: Task, n: int) -> Any:
-        """Return what messages say that a batch is made from: the shard, and its ordinal there."""
-        return self.shard, task.first + n
-
-    def state_behind_error(self) -> SourceState:
-        """Return a state behind an error, of which there is none here."""
-        return self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the shard gives again what it has given.
@@ -182,10 +175,7 @@ class ShardFeed:
         # Only now: after Ctrl-C in _end the reply is received again, and tells of the end again.
         if is_end:
             task.items = task.items[:made]
-        task.reply = reply
-        task.memory = shipment.memory
-        task.outcomes = reply.outcomes
-        task.shipment = None
+        task.settle(reply, shipment.memory)
 
     def _end(self, task: Task, end_state: SourceState, lane: TaskQueue) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
@@ -203,8 +193,7 @@ class ShardFeed:
         )
         self._end(task, SourceState(task.first, None), lane)
         task.items = []
-        task.outcomes = []
-        task.shipment = None
+        task.settle(Reply(worker=-1, pid=-1, packed=False, outcomes=[]))
 
 
 def _failed_reading(outcome: Any) -> bool:

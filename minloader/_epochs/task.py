@@ -6,7 +6,7 @@
     first, items ----------> Shipment ---------------------------------> reply, or lost
                                                                             | Lane.receive()
                                                                             v
-                                                                  outcomes, handed over one by one
+                                                                  reply.outcomes, handed over
 
 What a task is for is in its first fields, and never changes. All else is a cache: it may be thrown
 away at any instruction, and the task be sent again.
@@ -36,7 +36,7 @@ class Task:
 
     Attributes:
         first: ordinal of the first of them in its lane.
-        items: what the sampler gave for each; of a shard, its number for each.
+        items: what the sampler gave for each; of a shard, its number, and the ordinal there.
         source_state: a state of the sampler, or of the shard, from the first of them or before.
         check: of a shard, what a batch before the first is recognized by.
         tries: how often it was lost and may be to blame: a worker died with it, or its reply did
@@ -45,9 +45,9 @@ class Task:
             the error that stands for it: they are not made again, and the others one by one. Empty:
             it is not known yet which do. None: it is made as ever.
         shipment: what was sent; None if it was not, or that was lost.
-        reply: to that; None where the outcomes are not a worker's.
+        reply: what has become of each item, made up where no worker has sent one; None before it
+            was received.
         memory: that the reply's batches lie in.
-        outcomes: what has become of each item; None before the reply was received.
         is_begun: whether the consumer has come to it.
     """
 
@@ -60,7 +60,6 @@ class Task:
     shipment: Shipment | None = None
     reply: Reply | None = None
     memory: Any = None
-    outcomes: list[Any] | None = None
     is_begun: bool = False
 
     @property
@@ -71,7 +70,7 @@ class Task:
     @property
     def is_unsent(self) -> bool:
         """Whether it waits for being sent."""
-        return self.shipment is None and self.outcomes is None
+        return self.shipment is None and self.reply is None
 
     def part(self, start: int, stop: int, *, tries: int | None = None) -> Task:
         """Return a task for some of the items, by their places in it, which is not sent."""
@@ -84,11 +83,19 @@ class Task:
             suspects=self.suspects,
         )
 
+    def settle(self, reply: Reply, memory: Any = None) -> None:
+        """Have a reply, whose batches lie in some memory, say what has become of it."""
+        # Without a call in between, and so without Ctrl-C.
+        self.memory = memory
+        self.reply = reply
+        self.shipment = None
+
     def failed(self, errors: list[Exception], *, when: str = "", fatal: bool = False) -> Task:
         """Have it come to errors, one for each item, which no worker has sent. Return it."""
         for each in errors:
             without_frames(each)
-        self.outcomes = [Failure.of(each, packed=False, when=when, fatal=fatal) for each in errors]
+        outcomes = [Failure.of(each, packed=False, when=when, fatal=fatal) for each in errors]
+        self.settle(Reply(worker=-1, pid=-1, packed=False, outcomes=outcomes))
         return self
 
     def item(self, n: int) -> Any:
@@ -98,13 +105,13 @@ class Task:
 
     def unpack(self, n: int) -> Any:
         """Return an outcome as it is handed over: a batch, SKIP, or a failure."""
-        assert self.outcomes is not None
-        outcome = self.outcomes[n]
+        assert self.reply is not None
+        outcome = self.reply.outcomes[n]
         kind = type(outcome)
         try:
             if kind is PackedBatch:
                 return unpack_batch(outcome, self.memory)
-            if kind is bytes and self.reply is not None and self.reply.packed:
+            if kind is bytes and self.reply.packed:
                 return unpack(outcome)
         except (Exception, SystemExit) as error:
             return Failure.of(error, packed=False, when="when the batch was unpickled")
@@ -113,7 +120,7 @@ class Task:
     def forget(self) -> None:
         """Let go of what was sent and made: what is queued need not run."""
         shipment, self.shipment = self.shipment, None
-        self.reply = self.memory = self.outcomes = None
+        self.reply = self.memory = None
         if shipment is not None:
             shipment.cancel()
 
@@ -131,7 +138,6 @@ class Shipment:
         reply: of the worker.
         memory: that the reply's batches lie in.
         error: why there is no reply, where it was lost.
-        is_unwanted: whether its task was forgotten.
     """
 
     task: Task
@@ -143,7 +149,11 @@ class Shipment:
     reply: Reply | None = None
     memory: Any = None
     error: BaseException | None = None
-    is_unwanted: bool = False
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether its task was forgotten, or is sent again."""
+        return self.task.shipment is not self
 
     @property
     def is_done(self) -> bool:
@@ -163,8 +173,6 @@ class Shipment:
         except Exception as failure:  # cancelled; or no room for a batch in this process
             failure.__context__ = None  # who keeps an error, in a log, would keep this frame
             error = failure.with_traceback(None)
-        if self.is_unwanted:
-            self.memory = None
         if error is not None:
             self.lose(error)
         elif not self.is_unwanted:
@@ -196,8 +204,7 @@ class Shipment:
             self.slots.free(self.slot, retire=True)
 
     def cancel(self) -> None:
-        """Have it come to nothing, if no worker has begun with it; nobody looks at it any more."""
-        self.is_unwanted = True
+        """Have it come to nothing, if no worker has begun with it; its task has let go of it."""
         self.memory = None
         future = self.future
         self.future = None  # it leads here, and would keep the memory
