@@ -436,6 +436,16 @@ class Feed:
                 del items[-1]
             self.fail(error)
 
+    def finish(self, task: Task) -> None:
+        """Note that all items of a task were drawn."""
+        stop = task.stop
+        last = (stop - 1, task.items[-1])
+        # Without a call in between, and so without Ctrl-C.
+        self.source.has_given = True
+        self.next_ordinal = stop
+        self.last = last
+        self.drawing = None
+
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""
         self.error = error
@@ -513,10 +523,9 @@ class Feed:
             task.items[-1:] = map(hold, task.items[-1:])
             if task.items:
                 self._compare(task)
-            self.next_ordinal = task.stop
             if not task.items:
                 return before
-            self.last = (task.stop - 1, task.items[-1])
+            self.finish(task)
             return [*before, task]
         # The sampler is read anew.
         self.source_state = task.source_state

@@ -222,12 +222,7 @@ class Lane:
             self.tasks.pop()
             feed.drawing = None
             return None
-        stop = task.stop
-        last = (stop - 1, task.items[-1])
-        feed.source.has_given = True
-        feed.next_ordinal = stop
-        feed.last = last
-        feed.drawing = None
+        feed.finish(task)
         return task
 
     def _pass_early(self, feed: Feed) -> None:

@@ -81,6 +81,7 @@ class _Work:
         fingerprints: of a stream, of the batches.
         overflowed: how many batches found no room in shared memory.
         packing: seconds that these took to be packed.
+        reread: batches of a stream that were passed over.
     """
 
     began: float
@@ -91,6 +92,7 @@ class _Work:
     fingerprints: list[int | None] = field(default_factory=list)
     overflowed: int = 0
     packing: float = 0.0
+    reread: int = 0
 
 
 class Worker:
@@ -123,7 +125,6 @@ class Worker:
             )
         self._own_generators = OwnGenerators(job, restores=environment.is_inline)
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
-        self._reread = 0  # batches of a stream, since the last reply
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
@@ -402,7 +403,7 @@ class Worker:
             writer.begin()
             try:
                 self._leave_out_suspects(task, n)
-                made = [self._read(task, n, reader)]
+                made = [self._read(task, work, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
                 when = ""
@@ -417,24 +418,22 @@ class Worker:
             del outcome
             work.fingerprints.append(reader.last_fingerprint)
         state = self._end_stream_task(reader, work.outcomes)
-        reread = self._reread
-        self._reread = 0
         return ShardReply(
-            ended=reader.ended, state=state, fingerprints=work.fingerprints, reread=reread
+            ended=reader.ended, state=state, fingerprints=work.fingerprints, reread=work.reread
         )
 
-    def _read(self, task: TaskMessage, n: int, reader: ShardReader) -> Any:
+    def _read(self, task: TaskMessage, work: _Work, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
         current_batch(self.info).seeds_globals = self._environment.seeds_globals
         if not reader.next_ordinal and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
-            self._call(reader.begin(0), reader.restore)
-        if not n and not reader.ended:
-            self._pass_over(task, reader)
+            self._call(reader.begin(), reader.restore)
+        if not work.item and not reader.ended:
+            self._pass_over(task, work, reader)
         return self._call(reader.begin(), reader.fetch)
 
-    def _pass_over(self, task: TaskMessage, reader: ShardReader) -> None:
+    def _pass_over(self, task: TaskMessage, work: _Work, reader: ShardReader) -> None:
         """Read what was delivered before, without making batches of it."""
         shard = task.shard
         assert shard is not None
@@ -444,7 +443,7 @@ class Worker:
             index = reader.next_ordinal
             # The time that each may take begins. Who finds this worker dead knows what it did.
             self._environment.beat(task.id, -1, time.perf_counter())
-            self._reread += 1
+            work.reread += 1
             try:
                 self._call(reader.begin(), reader.draw)
             except BaseException as error:

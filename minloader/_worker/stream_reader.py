@@ -96,7 +96,6 @@ class ShardReader:
     # Those of the batch drawn last, where an interrupt may come.
     _last_samples: list[Any] | None = None
     _is_inside: bool = False  # whether the iterator's own code runs
-    _is_own_iterator: bool = False  # of the stream
 
     def is_followed_by(self, shard: Shard) -> bool:
         """Return whether the pass of a task can begin with the same copy, after this one."""
@@ -134,13 +133,12 @@ class ShardReader:
         """Whether an interrupt has come while the stream's own code ran."""
         return self._is_inside and not self._is_batch_drawn
 
-    def begin(self, index: int | None = None) -> BatchKey:
-        """Prepare for a batch of the shard, by default the next, and return its key.
+    def begin(self) -> BatchKey:
+        """Prepare for the next batch of the shard, and return its key.
 
-        At the end the next one is the first of the epoch to come.
+        At the end that is the first of the epoch to come.
         """
-        if index is None:
-            index = 0 if self.ended else self.next_ordinal
+        index = 0 if self.ended else self.next_ordinal
         epoch = self.epoch + self.ended
         ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
         begin_batch(self.info, epoch, ordinal)
@@ -213,20 +211,15 @@ class ShardReader:
     def _open(self, states: dict[str, Any]) -> None:
         """Begin to read, in one step; ``states`` may have one of the iterator."""
         dataset = self.info.dataset
-        is_own = False
         self._is_inside = True
         if has_epochs(dataset):
             dataset.set_epoch(self.epoch)
         iterator = iter(dataset)
-        if is_stateful(dataset) and is_stateful(iterator):
-            # Not compared themselves: both may stand for the same object of the user's.
-            is_own = iterator.state_dict == dataset.state_dict
         if "iterator" in states:
             iterator.load_state_dict(states["iterator"])
-            if is_own:
+            if _is_own_iterator(dataset, iterator):
                 begin_at_state(dataset, states["iterator"])
         self.iterator = iterator
-        self._is_own_iterator = is_own
         self._samples = []
         self.next_ordinal = self.shard.at
         self._is_inside = False
@@ -312,12 +305,15 @@ class ShardReader:
     def parts(self) -> dict[str, Any]:
         """What has a state, by names: the shard, or at its end the next pass, goes on from that."""
         dataset = self.info.dataset
-        own = self._is_own_iterator
-        if not self.ended and getattr(self.iterator, "_is_at_beginning", False):
-            return {}
-        parts = {"dataset": None if own else dataset, "iterator": self.iterator}
+        iterator = self.iterator
         if self.ended:
             parts = {"dataset": None if serves_one_pass(dataset) else dataset}
+        elif getattr(iterator, "_is_at_beginning", False):
+            parts = {}
+        elif _is_own_iterator(dataset, iterator):
+            parts = {"iterator": iterator}
+        else:
+            parts = {"dataset": dataset, "iterator": iterator}
         return {name: part for name, part in parts.items() if is_stateful(part)}
 
     def state(self) -> bytes | None:
@@ -511,6 +507,14 @@ class ShardReaders:
 _last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
 """Who has read an object of the user's last, in the calling process, by the object's id. They keep
 the object, so that no other has its id."""
+
+
+def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
+    """Return whether a stream and its iterator have one state."""
+    if not (is_stateful(dataset) and is_stateful(iterator)):
+        return False
+    # Not compared themselves: both may stand for the same object of the user's.
+    return bool(iterator.state_dict == dataset.state_dict)
 
 
 def _unwrapped(dataset: Any) -> Any:
