@@ -191,22 +191,6 @@ def fail_to_begin(worker_id: int) -> None:
     raise KeyError(f"no worker {worker_id}")
 
 
-class Noise(Numbers):
-    """Random numbers of the kinds that there are without torch."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.random()
-
-
-class TorchNoise(Noise):
-    """And of torch's."""
-
-    def __getitem__(self, index: int) -> Any:
-        import torch
-
-        return *super().__getitem__(index), torch.rand(1)
-
-
 class Bad(Numbers):
     """Fails at one index, hangs at another."""
 

@@ -113,27 +113,6 @@ class Specials:
         return {"special": Special(index), "plain": index}
 
 
-class Told:
-    """Learns a number from the script, and tells what it has given, through shared tensors."""
-
-    def __init__(self, number: torch.Tensor) -> None:
-        self.number = number
-        self.log = torch.zeros(5, dtype=torch.int64).share_memory_()
-
-    @property
-    def seen(self) -> Any:
-        return self.log[: self.log[-1]].tolist()
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        value = self.number + index
-        self.log[self.log[-1]] = value[0]
-        self.log[-1] += 1
-        return value
-
-
 class Drawing:
     """Gives the index and a random number."""
 

@@ -1,11 +1,13 @@
 """Lightning's checkpoints after a resume are those of a run that was not interrupted.
 
-All that its loops save is compared after each step: what they count, and the loader's state.
+All that its loops save is compared after each step: what they count, and the loader's state. Its
+combined loaders can be copied in mid-epoch, as its profilers and its checkpoints do.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from minloader.torch import DataLoader
 
@@ -60,3 +63,7 @@ if __name__ == "__main__":
         whole = fit(path, at, validates, workers)
         assert len(whole) == 6
         assert fit(path, -1, validates, workers, ckpt_path=path) == whole[at:], (at, validates)
+    combined = CombinedLoader([DataLoader(range(20), 4), DataLoader(range(20), 5)], "max_size")
+    next(iter(combined))
+    for make in (copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))):
+        assert len(list(make(combined))) == 5
