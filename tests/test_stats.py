@@ -156,8 +156,9 @@ def test_what_is_counted_and_how_it_is_shown(make):
         assert value in [figures[each] for each in figures if each.startswith(f"{name}_")]
 
 
-def test_the_parts_add_up(make):
+def test_what_was_done_is_in_the_figures_the_timeline_and_the_trace(make, tmp_path):
     """What a worker spends on transform and collate is not the dataset's."""
+    path = tmp_path / "run.json"
 
     def slow_transform(value):
         time.sleep(2 * SLOW)
@@ -168,16 +169,77 @@ def test_the_parts_add_up(make):
         return values
 
     def in_order():
-        items, slow = [[0], [1], [2]], {"transform": slow_transform, "collate_fn": slow_collate}
-        with make(Sleepy(6), items, **slow) as loader:
+        """Whether no other program had the machine in between."""
+        options = {"transform": slow_transform, "collate_fn": slow_collate, "trace": path}
+        begin = time.perf_counter()
+        with make(Sleepy(6), [[0], [1], [2]], **options) as loader:
             stats = run(loader)
-        assert stats.time.dataset >= 3 * SLOW
-        assert stats.time.transform >= 3 * 2 * SLOW
-        assert stats.time.collate >= 3 * 3 * SLOW
-        assert stats.slowest >= 6 * SLOW
+        check_figures(stats)
+        check_timeline(stats, begin, time.perf_counter())
+        check_trace(path, stats.events)
         return stats.time.dataset < stats.time.transform < stats.time.collate
 
     assert eventually(in_order)
+
+
+def check_figures(stats):
+    assert stats.time.dataset >= 3 * SLOW
+    assert stats.time.transform >= 3 * 2 * SLOW
+    assert stats.time.collate >= 3 * 3 * SLOW
+    assert stats.slowest >= 6 * SLOW
+    # Memory is told of our processes only.
+    assert set(stats.memory.workers) == set(stats.memory.at_start)
+    ours = {f"worker {n}" for n in range(3)} if stats.workers.executor == "process" else set()
+    assert set(stats.memory.workers) <= ours
+
+
+def check_timeline(stats, begin, end):
+    events = stats.events
+    check_tracks(events)
+    assert all(begin <= each.start <= each.start + each.seconds <= end for each in events)
+    tasks = [event for event in events if event.name == "task"]
+    assert sorted(task.args["batch"] for task in tasks) == [0, 1, 2]
+    assert {task.args["epoch"] for task in tasks} == {0}
+    assert {event.track for event in tasks} <= {
+        *("worker 0", "worker 1", "worker 2"),
+        *(name for name in stats.busy if name.startswith("process ")),
+    }
+    for part in ("dataset", "transform", "collate"):
+        assert len([event for event in events if event.name == part]) == 3
+    draws = sum(event.args["count"] for event in events if event.name == "draw")
+    assert draws == 3
+    waits = sum(event.seconds for event in events if event.name == "wait")
+    assert waits == pytest.approx(stats.time.wait - stats.time.unpacking)
+
+
+def check_tracks(events: list[Event]) -> None:
+    """In each track but the consumer's (whose waits have the draws in them), one after another."""
+    tracks: dict[str, list[Event]] = {}
+    for event in events:
+        if event.name == "task" or event.track == "sampler":
+            tracks.setdefault(event.track, []).append(event)
+    for track in tracks.values():
+        for before, after in itertools.pairwise(sorted(track, key=lambda event: event.start)):
+            assert before.start + before.seconds <= after.start + 1e-6
+
+
+def check_trace(path, events):
+    """It is what Chrome reads."""
+    entries = read_trace(path)
+    assert [entry["name"] for entry in entries] == [event.name for event in events]
+    assert {entry["track"] for entry in entries} == {event.track for event in events}
+    for entry, event in zip(entries, events, strict=True):
+        assert entry["ts"] == pytest.approx(event.start * 1e6)
+        if event.seconds:
+            assert (entry["ph"], entry["dur"]) == ("X", pytest.approx(event.seconds * 1e6))
+
+
+def read_trace(path):
+    entries = json.loads(Path(path).read_text())
+    tracks = {
+        each["tid"]: each["args"]["name"] for each in entries if each["name"] == "thread_name"
+    }
+    return [each | {"track": tracks[each["tid"]]} for each in entries if each["ph"] != "M"]
 
 
 def test_streams_are_counted():
@@ -273,7 +335,8 @@ def test_failures_are_counted(make):
 
 
 def test_tasks_in_flight():
-    with Loader(Sleepy(), range(40), num_workers=2, prefetch_factor=3) as loader:
+    options = {"executor": "thread", "num_workers": 2, "prefetch_factor": 3}
+    with Loader(Sleepy(), range(40), **options) as loader:
         iterator = iter(loader)
         next(iterator)
         assert loader.stats.workers.in_flight == 6
@@ -289,12 +352,6 @@ IDLE = "workers were idle"
 SETUPS = {
     # name: what the loader is made of, its options beside two workers, what is to be said
     "dataset": ((Sleepy(),), {}, ["the dataset is the limit", BUSY]),
-    "transform": ((range(40),), {"transform": sleepy}, ["transform is the limit", BUSY]),
-    "collate": (
-        (range(40), [[n] for n in range(40)]),
-        {"collate_fn": sleepy},
-        ["collate_fn is the limit", BUSY],
-    ),
     "packing": (
         (pack_slowly, range(40)),
         {},
@@ -305,33 +362,16 @@ SETUPS = {
         {},
         ["unpickling a batch takes", "return arrays"],
     ),
-    "threads": (
-        (Sleepy(),),
-        {"executor": "thread"},
-        ["the dataset is the limit", "executor='process'"],
-    ),
-    "one": ((Sleepy(),), {"num_workers": 1}, ["the worker was busy"]),
     "sampler": (
         (range(40), SlowItems()),
         {},
         ["the sampler is the limit: it takes 2", "ms a batch", IDLE],
-    ),
-    "sampler-inline": (
-        (range(40), SlowItems()),
-        {"num_workers": 0},
-        ["the sampler is the limit: it takes 2"],
     ),
     "consumer": (
         (Sleepy(seconds=0.001),),
         {"num_workers": 3},
         ["the consumer is the limit", IDLE, "num_workers=1 would do"],
     ),
-    "inline": (
-        (Sleepy(),),
-        {"num_workers": 0},
-        ["the dataset is the limit", "num_workers=1 makes"],
-    ),
-    "inline-consumer": ((range(40),), {"num_workers": 0}, ["the consumer is the limit"]),
     "pipe": ((LARGE, range(60)), {"shared_memory": 100_000}, ["shared_memory would help", "pipe"]),
     "uneven": ((Uneven(64),), {}, ["some batches are slow", "prefetch_factor", "in_order=False"]),
     "tiny": ((range(30_000),), {}, ["a batch takes", "µs", "larger batches", "batch_size"]),
@@ -341,7 +381,7 @@ SETUPS = {
         ["the first batch took", "loader.start()"],
     ),
 }
-STEPS = {"consumer": SLOW, "inline-consumer": SLOW, "uneven": 0.002}
+STEPS = {"consumer": SLOW, "uneven": 0.002}
 """Seconds a batch of the consumer, where it takes any."""
 
 
@@ -356,7 +396,7 @@ def test_the_verdict_names_the_bottleneck(name):
             if name != "start":  # on a busy machine that may be all there is to say
                 loader.start()
                 eventually(lambda: all(worker.is_ready for worker in inspect(loader).workers))
-            for _ in range(1 if name == "start" or name.startswith("sampler") else 2):
+            for _ in range(1 if name in ("start", "sampler") else 2):
                 stats = run(loader, STEPS.get(name, 0.0))
         texts.append(str(stats))
         assert stats.verdict in texts[-1]
@@ -383,7 +423,14 @@ FIGURES: dict[str, Any] = {
             {"time_dataset": 0.4, "memory_overflowed": 50},
             "through the pipe, so more shared_memory would help",
         ),
+        ({"time_transform": 1.9}, "transform is the limit, with 100 % of the work"),
         ({"time_collate": 1.9}, "collate_fn is the limit, with 100 % of the work"),
+        ({"time_dataset": 0.9, "workers_count": 1}, "the worker was busy 90 %"),
+        ({"time_dataset": 0.9, "workers_count": 0}, "num_workers=1 makes batches meanwhile"),
+        (
+            {"time_sampler": 0.9, "workers_count": 0},
+            "it takes 9 ms a batch; the consumer waited 100 % of the time",
+        ),
         (
             {"time_dataset": 0.2, "errors_replaced": 3},
             "3 workers had to be replaced, which takes time",
@@ -621,62 +668,6 @@ def test_shared_memory_is_what_is_used_and_the_limit_apart():
 # --- the timeline
 
 
-def check_tracks(events: list[Event]) -> None:
-    """In each track but the consumer's (whose waits have the draws in them), one after another."""
-    tracks: dict[str, list[Event]] = {}
-    for event in events:
-        if event.name == "task" or event.track == "sampler":
-            tracks.setdefault(event.track, []).append(event)
-    for track in tracks.values():
-        for before, after in itertools.pairwise(sorted(track, key=lambda event: event.start)):
-            assert before.start + before.seconds <= after.start + 1e-6
-
-
-def test_the_timeline_has_all_that_was_done(make):
-    begin = time.perf_counter()
-    with make(Sleepy(9), batch_size=3, transform=sleepy) as loader:
-        stats = run(loader)
-    end = time.perf_counter()
-    events = stats.events
-    check_tracks(events)
-    assert all(begin <= each.start <= each.start + each.seconds <= end for each in events)
-    tasks = [event for event in events if event.name == "task"]
-    assert sorted(task.args["batch"] for task in tasks) == [0, 1, 2]
-    assert {task.args["epoch"] for task in tasks} == {0}
-    assert {event.track for event in tasks} <= {
-        *("worker 0", "worker 1", "worker 2"),
-        *(name for name in stats.busy if name.startswith("process ")),
-    }
-    for part in ("dataset", "transform", "collate"):
-        assert len([event for event in events if event.name == part]) == 3
-    draws = sum(event.args["count"] for event in events if event.name == "draw")
-    assert draws == 3
-    waits = sum(event.seconds for event in events if event.name == "wait")
-    assert waits == pytest.approx(stats.time.wait - stats.time.unpacking)
-
-
-def read_trace(path):
-    entries = json.loads(Path(path).read_text())
-    tracks = {
-        each["tid"]: each["args"]["name"] for each in entries if each["name"] == "thread_name"
-    }
-    return [each | {"track": tracks[each["tid"]]} for each in entries if each["ph"] != "M"]
-
-
-def test_a_trace_is_what_chrome_reads(make, tmp_path):
-    path = tmp_path / "run.json"
-    with make(Sleepy(8, 0.001), trace=path) as loader:
-        list(loader)
-        events = loader.stats.events
-    entries = read_trace(path)
-    assert [entry["name"] for entry in entries] == [event.name for event in events]
-    assert {entry["track"] for entry in entries} == {event.track for event in events}
-    for entry, event in zip(entries, events, strict=True):
-        assert entry["ts"] == pytest.approx(event.start * 1e6)
-        if event.seconds:
-            assert (entry["ph"], entry["dur"]) == ("X", pytest.approx(event.seconds * 1e6))
-
-
 def test_a_trace_of_a_part(tmp_path):
     with Loader(Squares(6), num_workers=2) as loader:
         list(loader)
@@ -719,7 +710,7 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
     with (
         caplog.at_level(logging.WARNING, "minloader"),
-        Loader(Squares(6), num_workers=2, trace="/dev/full") as loader,
+        Loader(Squares(6), num_workers=0, trace="/dev/full") as loader,
     ):
         assert list(loader) == [0, 1, 4, 9, 16, 25]
     assert "the trace /dev/full ends here" in caplog.text
@@ -866,16 +857,6 @@ def test_the_sample_by_which_a_worker_grew_is_told(options):
         r"\ngrew at once +8\d MB +worker 0, at 1\d \(batch 1\d of epoch 0\)", str(stats)
     )
     assert "memory_jumps" not in stats.as_dict()
-
-
-def test_memory_is_told_of_our_processes_only(make):
-    with make(Sleepy(10, 0.01)) as loader:
-        stats = run(loader)
-    known = set(stats.memory.workers)
-    assert known == set(stats.memory.at_start)
-    assert known <= {f"worker {n}" for n in range(3)}
-    if not make.name.startswith("process"):
-        assert known == set()
 
 
 def reply(pid, memory, at_start):
