@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -56,27 +55,6 @@ class Locked(Unlike):
         with open(os.path.join(tempfile.gettempdir(), "lock"), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return super().__getitem__(index)
-
-
-class Computing(Unlike):
-    """Takes 5 ms of a processor, in Python."""
-
-    def __getitem__(self, index: int) -> float:
-        begin = time.thread_time()
-        while time.thread_time() < begin + 0.005:
-            pass
-        return time.perf_counter()
-
-
-class Starting(Unlike):
-    """Takes some 20 ms of two processors at once, in programs that it starts."""
-
-    def __getitem__(self, index: int) -> float:
-        loop = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done"
-        programs = [subprocess.Popen(["sh", "-c", loop]) for _ in range(2)]
-        for program in programs:
-            program.wait()
-        return time.perf_counter()
 
 
 class Slow:

@@ -54,21 +54,8 @@ def fail():
     raise KeyError("no such corpus")
 
 
-class Deep:
-    make = staticmethod(make_loader)
-    number = 5
-
-
 def endless():
     return Loader(lambda index: time.sleep(0.003), iter(int, 1))
-
-
-def no_loader():
-    return [1, 2]
-
-
-def empty():
-    return Loader(Numbers(), [])
 """
 
 
@@ -163,23 +150,6 @@ def test_workers_that_wait_for_each_other():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_starts")
-def test_threads_and_one_processor():
-    def threads() -> Loader:
-        return Loader(patients.Computing(), executor="thread")
-
-    report = limited(threads, "interpreter's lock")
-    assert all(row.memory == 0 for row in report.rows)
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        told = re.compile("there is one processor|waiting for a processor")  # if others have it
-        examined(lambda: Loader(patients.Computing()), lambda report: told.search(report.cause))
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_starts")
 def test_a_stream_has_its_shards():
     examined(
         lambda num_workers: Loader(patients.Stream(), num_workers=num_workers),
@@ -253,20 +223,6 @@ def test_threads_without_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch):
     for gil in (False, True):
         monkeypatch.setattr("minloader._diagnosis.verdict.has_gil", lambda gil=gil: gil)
         assert ("interpreter's lock" in findings.cause(found, found[1])) == gil
-
-
-@pytest.mark.slow
-def test_programs_that_a_dataset_starts_count():
-    """Each batch takes two processors, and there are two."""
-    before = os.sched_getaffinity(0)
-    two = sorted(before)[:2]
-    if len(two) < 2:
-        pytest.skip("there is one processor")
-    try:
-        os.sched_setaffinity(0, two)
-        limited(lambda: Loader(patients.Starting()), "processor", seconds=1)
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def test_the_fewest_workers_that_are_about_as_fast():
@@ -357,6 +313,7 @@ def test_one_epoch_and_an_executor_of_ones_own():
             lambda: Loader(patients.Healthy(), iter(range(5)), executor=executor), workers=[2]
         )
     assert report.is_reproducible
+    assert [row.memory for row in report.rows] == [0]
     assert "~" in str(report)
 
 
@@ -434,10 +391,6 @@ def test_torchs_own_loader_has_a_stand_in():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (5, {}, "must be a function that makes a Loader, got 5"),
-        (list, {}, r"must return a minloader.Loader, .*, got \[\]"),
-        (lambda: Loader([]), {}, "no batches in epoch 0"),
-        (Loader, {"workers": [-1]}, "workers must be at least 0, got -1"),
         (Loader, {"workers": []}, "at least one number"),
         (Loader, {"prefetch": [0]}, "prefetch must be at least 1, got 0"),
         (Loader, {"seconds": 0}, "seconds must be above 0"),
@@ -447,14 +400,6 @@ def test_torchs_own_loader_has_a_stand_in():
 def test_wrong_arguments(make: Any, options: dict[str, Any], message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         quick(make, **options)
-
-
-def test_a_loader_must_be_new():
-    with (
-        Loader(list(range(9))) as loader,
-        pytest.raises(ValueError, match="must make a new one each time"),
-    ):
-        quick(lambda: loader, workers=[0, 1], seconds=0.1)
 
 
 # --- the command
@@ -511,8 +456,6 @@ def test_the_command(tmp_path: Path):
         (["train.py:make_loader", "--json", "no/report"], 2, "that is there, got no/report"),
         (["train.py:make_loader", "--json", "."], 2, "--json must be a file in a folder"),
         (["train.py:make_loader", "--workers", "-1"], 1, "must be at least 0, got -1"),
-        (["train.py:no_loader"], 1, "must return a minloader.Loader"),
-        (["train.py:empty"], 1, "no batches in epoch 0"),
         (["train.py:fail"], 1, 'raise KeyError("no such corpus")'),
         (["signal.py:make_loader"], 2, "rename it"),
     ],

@@ -45,6 +45,7 @@ from minloader import (
 )
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import MOST_LEAVES, leaves
+from minloader.doctor import examine
 from minloader.testing import IrreproducibleError, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -401,24 +402,35 @@ def test_the_error_survives_pickling():
 # --- arguments -----------------------------------------------------------------------------------
 
 
-def test_the_same_loader_twice():
-    with Loader(Squares()) as loader, pytest.raises(ValueError, match="the same Loader again"):
-        check_reproducible(lambda: loader, **QUICK)
+def run_the_doctor(make_loader: Any, **options: Any) -> None:
+    examine(make_loader, **({"workers": [0, 1], "prefetch": [2], "seconds": 0.1} | options))
 
 
-def test_arguments():
-    with pytest.raises(TypeError, match="make_loader must be a function that makes a Loader"):
-        check_reproducible(5)
-    with pytest.raises(TypeError, match=r"must return a minloader.Loader, .*, got \[1\]"):
-        check_reproducible(lambda: [1])
-    with pytest.raises(ValueError, match="no batches in epoch 0"):
-        check_reproducible(lambda: Loader(Squares(), []))
-    with pytest.raises(ValueError, match="batches must be at least 1, got 0"):
-        check_reproducible(lambda: Loader(Squares()), batches=0)
-    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
-        check_reproducible(lambda: Loader(Squares()), epochs=0)
-    with pytest.raises(ValueError, match="workers must be at least 0, got -1"):
-        check_reproducible(lambda: Loader(Squares()), workers=[-1])
+@pytest.mark.parametrize("check", [check_reproducible, run_the_doctor])
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (5, {}, "make_loader must be a function that makes a Loader, got 5"),
+        (lambda: [1], {}, r"must return a minloader.Loader, .*, got \[1\]"),
+        (lambda: Loader(Squares(), []), {}, "no batches in epoch 0"),
+        (lambda: Loader(Squares()), {"workers": [-1]}, "workers must be at least 0, got -1"),
+    ],
+)
+def test_what_makes_no_loader(make, options, message, check):
+    with pytest.raises((TypeError, ValueError), match=message):
+        check(make, **options)
+
+
+@pytest.mark.parametrize("check", [check_reproducible, run_the_doctor])
+def test_the_same_loader_twice(check):
+    with Loader(Squares(9)) as loader, pytest.raises(ValueError, match="a new one each time"):
+        check(lambda: loader)
+
+
+@pytest.mark.parametrize("name", ["batches", "epochs"])
+def test_arguments(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        check_reproducible(lambda: Loader(Squares()), **{name: 0})
 
 
 # --- leaves --------------------------------------------------------------------------------------
