@@ -47,7 +47,6 @@ def assert_nothing_left(folder: Path) -> None:
         ("accelerate", "recipe", 2, {}),
         ("transformers", "recipe", 1, {}),
         ("transformers", "recipe", 2, {}),
-        ("dcp", "minloader", 1, {}),
         ("dcp", "minloader", 2, {}),
     ],
 )
@@ -91,8 +90,7 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     [
         ("accelerate", "opt_in"),
         ("transformers", "other_folder"),
-        pytest.param("lightning", "parity", marks=pytest.mark.slow),
-        pytest.param("lightning", "batch_samplers", marks=pytest.mark.slow),
+        pytest.param("lightning", "lightning_resumes", marks=pytest.mark.slow),
     ],
 )
 def test_a_program_of(package: str, name: str, tmp_path: Path) -> None:
