@@ -31,7 +31,6 @@ from minloader import (
     pad_collate,
     prefetch,
 )
-from minloader._sampling.base import Sampler
 from tests.packages.__main__ import HEAD, PAGE, TABLE, rows, tried, with_row
 from tests.packages.cases import CASES
 
@@ -159,17 +158,19 @@ def test_the_signature_is_the_loaders():
     assert re.sub(r"\s+", " ", shown) == f"Loader({', '.join(parameters)})"
 
 
-SAMPLERS = [
-    thing
-    for thing in map(minloader.__getattr__, minloader.__all__)
-    if isinstance(thing, type) and issubclass(thing, Sampler)
-]
+SAMPLERS = {
+    name: module
+    for module, names in minloader._MODULES.items()
+    for name in names.split()
+    if name.endswith("Sampler")
+}
+"""The modules of the samplers, by name."""
 
 
 @pytest.mark.parametrize(
     ("thing", "page"),
     [
-        *((sampler, "samplers") for sampler in SAMPLERS),
+        *((getattr(minloader, name), "samplers") for name in SAMPLERS),
         (Concatenated, "samplers"),
         (pad_collate, "samplers"),
         (pack_collate, "samplers"),
@@ -265,15 +266,6 @@ def test_the_readme_is_one_page_with_the_commands_that_the_whole_run_reads():
         assert lines[marker + 1] == "```sh"
         assert lines[marker + 2].startswith("python3 -m venv .venv && ")
         assert lines[marker + 3] == "```"
-
-
-SAMPLERS = {
-    name: module
-    for module, names in minloader._MODULES.items()
-    for name in names.split()
-    if name.endswith("Sampler")
-}
-"""The modules of the samplers, by name."""
 
 
 def test_each_sampler_has_its_section():

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import complaints, eventually, python, require, variants
+from conftest import complaints, eventually, python, require
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -163,8 +163,7 @@ def assert_blamed(done: subprocess.CompletedProcess[str], name: str, *texts: str
     assert "Traceback" not in done.stderr
 
 
-@variants("workers", [0, 2])
-def test_audio_that_breaks_off_is_named(tmp_path: Path, workers: int) -> None:
+def test_audio_that_breaks_off_is_named(tmp_path: Path) -> None:
     """It starts well, so that only a worker finds out."""
     require("tqdm")
     require("imageio_ffmpeg")
@@ -174,7 +173,7 @@ def test_audio_that_breaks_off_is_named(tmp_path: Path, workers: int) -> None:
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     (tmp_path / "broken.flac").write_bytes(data)
 
-    arguments = ["--workers", workers, "good.wav", "broken.flac"]
+    arguments = ["--workers", 2, "good.wav", "broken.flac"]
     done = run_example("subprocess_io.py", *arguments, cwd=tmp_path)
     said = "Invalid data found when processing input"
     assert_blamed(done, "broken.flac", "ffmpeg failed with exit code", said, "minloader: batch 0")
@@ -185,9 +184,8 @@ def test_what_is_no_audio_is_named(tmp_path: Path) -> None:
     require("imageio_ffmpeg")
     write_wav(tmp_path / "good.wav", 1)
     (tmp_path / "notes.mp3").write_text("These are words, not music.\n")
-    for name in ("notes.mp3", "missing.mp3"):
-        done = run_example("subprocess_io.py", "good.wav", name, cwd=tmp_path)
-        assert_blamed(done, name, "ffmpeg failed with exit code")
+    done = run_example("subprocess_io.py", "good.wav", "notes.mp3", cwd=tmp_path)
+    assert_blamed(done, "notes.mp3", "ffmpeg failed with exit code")
 
 
 def test_audio_longer_than_the_budget_is_named(tmp_path: Path) -> None:
