@@ -295,7 +295,7 @@ def test_a_fragment_escapes_everything_and_leaves_colours_to_the_notebook():
 
 
 def test_page_says_what_the_stats_say():
-    with Loader(Squares(30), num_workers=2) as loader:
+    with Loader(Squares(30), num_workers=2, executor="thread") as loader:
         list(loader)
         stats = loader.stats
     shown = page_data(stats)
