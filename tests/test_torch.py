@@ -814,22 +814,35 @@ SPAWNED: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
 LOCKS: dict[str, Any] = {"transform": lambda _: threading.Lock(), "collate_fn": list}
 MASKED = np.ma.masked_equal([1, 2], 2)
 NONE = "is None in sample 2 of the 4 of a batch, and in 1 more"
+of_numbers = partial(DataLoader, Numbers())
 collate = torch_collate.collate
 
 MESSAGES: list[tuple[Callable[[], Any], Any, str | None]] = [
     # Some of these torch would only stumble over later, or not name.
     *(
-        (partial(begin, **{name: value}), TypeError, f"{name} must be .*, got")
+        (partial(of_numbers, **{name: value}), TypeError, f"{name} must be .*, got")
         for name, value in WRONG_TYPES.items()
     ),
     *(
-        (partial(begin, **{name: value}), (TypeError, ValueError), f"{name} must be")
+        (partial(of_numbers, **{name: value}), (TypeError, ValueError), f"{name} must be")
         for name, value in WRONG.items()
     ),
-    (partial(begin, num_workers=1, prefetch_factor=1.5), TypeError, r"must be an int, got 1\.5"),
+    (
+        partial(of_numbers, num_workers=1, prefetch_factor=1.5),
+        TypeError,
+        r"prefetch_factor must be an int, got 1\.5",
+    ),
     (partial(begin, timeout=1), ValueError, "timeout=1 is for workers"),
-    (lambda: begin(IterableWrapper([1])), NotImplementedError, "DataPipe, IterableWrapperIterData"),
-    (partial(begin, Unmarked()), TypeError, r"from torch\.utils\.data\.IterableDataset, or use"),
+    (
+        lambda: DataLoader(IterableWrapper([1])),
+        NotImplementedError,
+        "DataPipe, IterableWrapperIterDataPipe",
+    ),
+    (
+        partial(DataLoader, Unmarked()),
+        TypeError,
+        r"from torch\.utils\.data\.IterableDataset, or use",
+    ),
     (lambda: begin(Holds(Lock()), **SPAWNED), TypeError, r"dataset\.shared.* is a Lock"),
     (
         lambda: begin(Holds(threading.Lock()), **SPAWNED),
