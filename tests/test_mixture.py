@@ -21,12 +21,10 @@ from kinds import Raising, every_rank
 from minloader import (
     BatchSampler,
     Concatenated,
-    DynamicBatchSampler,
     Loader,
     concurrent,
 )
 from minloader import MixtureSampler as Mixture
-from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=25)  # a busy machine is no failure
 STOPS = ["first", "last", "never"]
@@ -225,7 +223,9 @@ def test_weight_zero():
     for stop in STOPS:
         mixture = Mixture([3, Raising(0, ()), iter(())], [1, 0, 0], stop=stop)
         assert first(5, mixture)[:3] == [(0, 0), (0, 1), (0, 2)]
-    assert list(Mixture([3, 9], [1, 0], stop="last")) == [(0, 0), (0, 1), (0, 2)]
+    limited = Mixture([3, 9], [1, 0], stop="last")
+    assert len(limited) == 3
+    assert list(limited) == [(0, 0), (0, 1), (0, 2)]
     assert list(Mixture([2, 1], [1, 1e-300], stop="last")) == [(0, 0), (0, 1), (1, 0)]
 
 
@@ -278,36 +278,6 @@ def test_a_schedule_of_impossible_weights(wrong, error, message):
 # --- states --------------------------------------------------------------------------------------
 
 
-def test_parts_with_states_are_not_read_again():
-    def make() -> tuple[Any, Any]:
-        part = Stateful(range(1000))
-        return part, Mixture([part, 10**15], [1, 1])
-
-    _, lived = make()
-    iterator = iter(lived)
-    first(1800, iterator)
-    state = stored(lived.state_dict())
-    for _ in range(2):  # it serves again: what some samplers empty is a copy
-        part, resumed = make()
-        resumed.load_state_dict(state)
-        assert sum(1 for _ in resumed) == 200
-        assert part.drawn == 100
-
-
-def test_one_sampler_as_two_parts_goes_on_at_every_item():
-    """Each part stands where it is, though both are the same object."""
-
-    def make() -> Any:
-        both = BatchSampler(9, None, shuffle=True)
-        return Mixture([both, both], [2, 1], stop="last")
-
-    whole, lived = list(make()), make()
-    for k, _ in enumerate(lived, 1):
-        resumed = make()
-        resumed.load_state_dict(stored(lived.state_dict()))
-        assert list(resumed) == whole[k:]
-
-
 def by_epoch(epoch: int, step: int) -> list[float]:
     return [5, 3 + epoch, 1 + step % 2]
 
@@ -317,7 +287,7 @@ def test_a_mixture_without_an_end_goes_on_at_every_batch(rank, world_size):
     """By a schedule; parts with a state and without any are begun anew."""
 
     def make() -> Any:
-        parts = [300, Stateful(range(250)), Lazily(range(200))]
+        parts = [30, Stateful(range(25)), Lazily(range(20))]
         ranks = {"rank": rank, "world_size": world_size}
         mixture = Mixture(parts, by_epoch, 3, stop="never", shuffle=True, **ranks)
         mixture.set_epoch(1)
@@ -325,23 +295,13 @@ def test_a_mixture_without_an_end_goes_on_at_every_batch(rank, world_size):
 
     lived = make()
     states, given = [stored(lived.state_dict())], []
-    for batch in islice(lived, 300):
+    for batch in islice(lived, 60):
         given.append(batch)
         states.append(stored(lived.state_dict()))
     for k, state in enumerate(states[:-1]):
         resumed = make()
         resumed.load_state_dict(state)
-        assert first(40, resumed)[: 300 - k] == given[k : k + 40]
-
-
-def test_a_part_that_does_not_fit_its_state_is_refused():
-    def make(seed: int) -> Any:
-        return Mixture([6, BatchSampler(6, None, True, seed=seed)], [1, 1], stop="last")
-
-    lived = make(0)
-    next(iter(lived))
-    with pytest.raises(ValueError, match="seed is 1, but the state is of seed 0"):
-        make(1).load_state_dict(lived.state_dict())
+        assert first(20, resumed)[: 60 - k] == given[k : k + 20]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float16", "float32"])
@@ -392,16 +352,6 @@ def test_other_weights_begin_with_an_epoch_or_by_a_schedule():
 
 
 # --- under a budget ------------------------------------------------------------------------------
-
-
-def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
-    monkeypatch.setattr(windows, "WINDOW", 400)
-    lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
-    for buckets in (1, 16):
-        sampler = DynamicBatchSampler(
-            lengths, max_total=250, buckets=buckets, sampler=range(2000), shuffle=True
-        )
-        assert len(list(sampler)) < 1.15 * sum(lengths) / 250
 
 
 def test_a_mixture_in_batches_of_its_own_kind():
@@ -490,10 +440,3 @@ def test_impossible_datasets():
         Concatenated(["ab", 3])
     with pytest.raises(TypeError, match=r"datasets\[0\] is concurrent; write concurrent\(Conc"):
         Concatenated([concurrent([1, 2])])
-
-
-def test_a_mixture_of_datasets_through_a_loader():
-    dataset = Concatenated([np.arange(6), np.arange(60, 64)])
-    mixture = Mixture(map(len, dataset.datasets), [2, 1], 3)
-    with Loader(dataset, mixture, num_workers=0, collate_fn=list) as loader:
-        assert list(loader) == [[0, 1, 60], [2, 3, 61], [4, 5, 62]]

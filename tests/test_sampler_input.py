@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
@@ -162,10 +163,11 @@ def test_impossible_seeds_ranks_epochs_and_flags(kind):
             (partial(Loader, [1], in_order=value), "in_order must be True or False")
             for value in (None, 5, 0.5, [], [1], object(), np.arange(3))
         ),
+        (partial(Loader, [1], on_error=ValueError), "on_error must be 'raise'"),
     ],
 )
 def test_arguments_that_mean_something_else_are_refused(call, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
@@ -174,6 +176,11 @@ def test_arguments_that_mean_something_else_are_refused(call, message):
 
 BUCKETS = partial(DynamicBatchSampler, max_padded=10, buckets=2)
 SPLIT = partial(PackedBatchSampler, capacity=5, long="split")
+
+
+def costing(value: Any) -> Any:
+    """A sampler in which a sample of length 7 costs that, and each other its length."""
+    return partial(DynamicBatchSampler, max_total=9, cost=lambda n: value if n == 7 else n)
 
 
 @lengths_as
@@ -201,6 +208,27 @@ SPLIT = partial(PackedBatchSampler, capacity=5, long="split")
         *(
             (SPLIT, values, TypeError, "lengths must be one int for each sample, got")
             for values in ([1, 2.0], ["1"], [True], [[1, 2]])
+        ),
+        *(
+            (costing(value), [3, 7, 5], ValueError, f"for the length 7 it gave {shown}")
+            for value, shown in (
+                (-1, "-1"),
+                (math.nan, "nan"),
+                (math.inf, "inf"),
+                (None, "None"),
+                (True, "True"),
+                ("5", "'5'"),
+                (np.ones(2), "array"),
+            )
+        ),
+        (costing(-1), [7], ValueError, "cost must give a finite number of at least 0, but for"),
+        (costing(50), [3, 7], ValueError, r"lengths\[1\] is 7 and costs 50, but .* max_total=9"),
+        # cost is not asked about what is no length
+        (
+            partial(DynamicBatchSampler, max_total=9, cost=math.sqrt),
+            [4, -4],
+            ValueError,
+            r"lengths\[1\] is -4, but must be at least 0",
         ),
     ],
 )
@@ -348,7 +376,7 @@ def test_lengths_that_no_integer_of_numpy_holds():
 
 
 @planned
-def test_a_window_is_planned_by_itself_and_read_again(monkeypatch, kind):
+def test_a_window_is_planned_by_itself(monkeypatch, kind):
     monkeypatch.setattr(windows, "WINDOW", 20)
     sampler = PLANNED[kind](lambda n: 1, sampler=range(40), shuffle=True, world_size=2)
     batches = list(sampler)
@@ -356,24 +384,38 @@ def test_a_window_is_planned_by_itself_and_read_again(monkeypatch, kind):
     assert [[n + 20 for n in batch] for batch in batches[:half]] != batches[half:]
     assert max(flat(batches[:half])) < 20 <= min(flat(batches[half:]))
 
-    def over_items() -> tuple[Any, Any]:
-        inner = Stateful(range(1000))
-        return inner, PLANNED[kind](lambda n: 1, sampler=inner)
-
-    _, lived = over_items()
-    iterator = iter(lived)
-    taken = flat(islice(iterator, 61))
-    state = json.loads(json.dumps(lived.state_dict()))
-    rest = list(iterator)
-    assert sorted(taken + flat(rest)) == list(range(1000))
-    for _ in range(2):  # the state serves again
-        inner, resumed = over_items()
-        resumed.load_state_dict(state)
-        assert list(resumed) == rest
-        assert inner.drawn == 1000 - 300
     # It would begin anew if it were asked for an iterator at each window.
     own = PLANNED[kind](lambda n: 1, sampler=SelfIterating(range(60)))
     assert flat(islice(own, 12)) == list(range(60))
+
+
+OVER: dict[str, Callable[[Any], Any]] = {
+    "batch": lambda inner: BatchSampler(inner, 3),
+    "dynamic": lambda inner: DynamicBatchSampler(lambda n: 1, max_total=3, sampler=inner),
+    "packed": lambda inner: PackedBatchSampler(lambda n: 1, 3, sampler=inner),
+    "mixture": lambda inner: MixtureSampler([inner, 10**9], [1, 1], 3),
+}
+"""Each kind of sampler over another one."""
+
+over_another = pytest.mark.parametrize("kind", OVER)
+
+
+@over_another
+def test_what_has_a_state_is_not_read_again(monkeypatch, kind):
+    monkeypatch.setattr(windows, "WINDOW", 20)
+    lived = OVER[kind](Stateful(range(1000)))
+    iterator = iter(lived)
+    deque(islice(iterator, 101), 0)
+    state = json.loads(json.dumps(lived.state_dict()))
+    rest = list(iterator)
+    needed = [item for item in flat(rest) if kind != "mixture" or item[0] == 0]
+    assert len(needed) > 600
+    for _ in range(2):  # the state serves again
+        inner = Stateful(range(1000))
+        resumed = OVER[kind](inner)
+        resumed.load_state_dict(state)
+        assert list(resumed) == rest
+        assert inner.drawn - len(needed) < 20  # of the window
 
 
 class Empty(Iterator[Any]):
@@ -400,23 +442,7 @@ def test_no_function_ends_an_epoch_by_stop_iteration(sampler):
             next(iterator)
 
 
-# --- len()
-
-
-def test_the_length_of_a_mixture_is_known_where_every_item_comes():
-    over = BatchSampler(20, None)
-    for world_size in (1, 4, 8):
-        mixture = MixtureSampler(
-            [30, over, 13, 99], [3, 2, 1, 0], 5, "last", True, 0, 0, world_size
-        )
-        steps, rest = divmod(63, 5 * world_size)
-        steps += rest >= world_size
-        for _ in range(2):
-            assert (len(mixture), mixture.dropped) == (steps, 0 if rest >= world_size else rest)
-            assert [len(mixture) for _ in mixture] == [steps] * steps
-        singles = MixtureSampler([30, over, 13], [3, 2, 1], stop="last", world_size=world_size)
-        assert (len(singles), singles.dropped) == divmod(63, world_size)
-        assert len(list(singles)) == 63 // world_size
+def test_a_mixture_has_no_length_where_it_is_not_known_what_comes():
     for unknown in (
         MixtureSampler([9, 9], [1, 1]),
         MixtureSampler([9, 9], [1, 1], stop="never"),
@@ -535,27 +561,27 @@ def test_a_state_is_of_the_iterator_made_last(kind):
     assert sampler.state_dict()["batches"] == 1
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        lambda inner: BatchSampler(inner, 3),
-        lambda inner: DynamicBatchSampler(lambda n: 1, max_total=3, sampler=inner),
-        lambda inner: PackedBatchSampler(lambda n: 1, 3, sampler=inner),
-        lambda inner: MixtureSampler([inner, 9], [1, 1], 3),
-    ],
-)
-def test_an_inner_sampler_may_gain_a_state_but_not_lose_it(monkeypatch, over):
+@over_another
+def test_an_inner_sampler_may_gain_a_state_but_not_lose_it(monkeypatch, kind):
     monkeypatch.setattr(windows, "WINDOW", 9)
-    lists, states = (over(kind(range(20))) for kind in (Lazily, Stateful))
+    lists, states = (OVER[kind](inner(range(20))) for inner in (Lazily, Stateful))
     whole = list(lists)
     for sampler in (lists, states):
         assert list(islice(sampler, 4)) == whole[:4]
-    gained, lost = (over(kind(range(20))) for kind in (Stateful, Lazily))
+    gained, lost = (OVER[kind](inner(range(20))) for inner in (Stateful, Lazily))
     gained.load_state_dict(lists.state_dict())
     assert list(gained) == whole[4:]
     with pytest.raises(ValueError, match=r"holds one of .* has no load_state_dict"):
         lost.load_state_dict(states.state_dict())
     assert list(lost) == whole
+
+
+@over_another
+def test_a_state_that_does_not_fit_an_inner_sampler_is_refused(kind):
+    lived, other = (OVER[kind](BatchSampler(6, None, True, seed=seed)) for seed in (0, 1))
+    next(iter(lived))
+    with pytest.raises(ValueError, match="seed is 1, but the state is of seed 0"):
+        other.load_state_dict(lived.state_dict())
 
 
 def test_states_are_small():

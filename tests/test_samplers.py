@@ -1,15 +1,17 @@
-"""What batches are made of: nothing lost, nothing repeated, the budget held, the epoch obeyed."""
+"""What batches are made of, in one rank and in several: nothing lost, nothing repeated."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import flat
+from conftest import flat, require
 from helpers import Lazily
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kinds import every_rank
 
 from minloader import BatchSampler, DynamicBatchSampler
 from minloader._sampling import windows
@@ -36,6 +38,11 @@ class Counted:
 def epoch_of(sampler: Any, epoch: int) -> list[Any]:
     sampler.set_epoch(epoch)
     return list(sampler)
+
+
+def steps_of(ranks: list[Any]) -> list[tuple[Any, ...]]:
+    """What all ranks take at once; fails if they have different numbers of batches."""
+    return list(zip(*ranks, strict=True))
 
 
 # --- BatchSampler ------------------------------------------------------------------------------
@@ -122,18 +129,67 @@ def test_numpy_integers_are_integers():
     assert orders[0] == orders[1] == orders[2]
 
 
+def test_ranks_of_an_infinite_inner_sampler():
+    def evens():
+        number = 0
+        while True:
+            yield number
+            number += 2
+
+    ranks = [BatchSampler(evens(), 2, rank=rank, world_size=2) for rank in range(2)]
+    assert [list(islice(sampler, 2)) for sampler in ranks] == [
+        [[0, 2], [8, 10]],
+        [[4, 6], [12, 14]],
+    ]
+
+
+def test_samplers_of_torch():
+    torch = require("torch")
+    from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+    data = range(10)
+    sequential = BatchSampler(SequentialSampler(data), 4)
+    assert list(sequential) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(sequential) == 3
+    ranks = every_rank(partial(BatchSampler, SequentialSampler(data), 4), 2)
+    assert [list(sampler) for sampler in ranks] == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], [9]]]
+
+    def draw():
+        return RandomSampler(data, generator=torch.Generator().manual_seed(1))
+
+    expected = list(draw())
+    lived = BatchSampler(draw(), 4)
+    iterator = iter(lived)
+    assert next(iterator) == expected[:4]
+    resumed = BatchSampler(draw(), 4)
+    resumed.load_state_dict(lived.state_dict())
+    assert flat(resumed) == expected[4:] == flat(iterator)
+
+    shares = [DistributedSampler(data, num_replicas=2, rank=rank) for rank in range(2)]
+    first, second = (BatchSampler(share, 2) for share in shares)
+    for sampler in (first, second):
+        sampler.set_epoch(5)
+    assert [share.epoch for share in shares] == [5, 5]
+    assert sorted(flat(first) + flat(second)) == list(data)
+    begun = iter(first)
+    next(begun)
+    resumed = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 2)
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == list(begun)
+
+
 # --- DynamicBatchSampler -----------------------------------------------------------------------
 
 
-def cost(batch: list[int], lengths: Any, budget_name: str) -> float:
-    values = [lengths[index] or 1 for index in batch]  # what costs nothing counts as 1
+def cost_of(batch: list[int], costs: Any, budget_name: str) -> float:
+    values = [costs[index] or 1 for index in batch]  # what costs nothing counts as 1
     return sum(values) if budget_name == "max_total" else len(values) * max(values)
 
 
 # Quarters add up exactly, so the budget can be compared without a tolerance.
 some_lengths = st.one_of(
-    st.lists(st.integers(0, 60), max_size=60),
-    st.lists(st.integers(0, 240).map(lambda quarters: quarters / 4), max_size=60),
+    st.lists(st.integers(0, 60), max_size=80),
+    st.lists(st.integers(0, 240).map(lambda quarters: quarters / 4), max_size=80),
 )
 budgets = st.sampled_from(["max_total", "max_padded"])
 
@@ -143,31 +199,45 @@ budgets = st.sampled_from(["max_total", "max_padded"])
     lengths=some_lengths,
     kind=st.sampled_from([list, np.array, Lazily, iter]),
     budget_name=budgets,
-    slack=st.integers(0, 200),
+    cost=st.sampled_from([None, lambda n: n * n, lambda n: 1 + n // 7]),
+    slack=st.integers(0, 200) | st.integers(0, 5000),
     max_batch=st.none() | st.integers(1, 9),
     buckets=st.integers(1, 6),
     shuffle=st.booleans(),
     epoch=st.integers(0, 3),
+    world_size=st.integers(1, 5),
+    window=st.integers(6, 200),
 )
-def test_every_index_once_within_the_budget(
-    lengths, kind, budget_name, slack, max_batch, buckets, shuffle, epoch
+def test_ranks_share_every_index_within_the_budget(
+    lengths, kind, budget_name, cost, slack, max_batch, buckets, shuffle, epoch, world_size, window
 ):
-    budget = max([*lengths, 1]) + slack
-    sampler = DynamicBatchSampler(
-        kind(lengths),
-        max_batch=max_batch,
-        buckets=buckets,
-        shuffle=shuffle,
-        **{budget_name: budget},
-    )
-    batches = epoch_of(sampler, epoch)
-    assert sorted(flat(batches)) == list(range(len(lengths)))
-    assert all(type(index) is int for index in flat(batches))
-    for batch in batches:
+    costs = lengths if cost is None else [cost(n) for n in lengths]
+    budget = max([*costs, 1]) + slack
+    options = {"max_batch": max_batch, "buckets": buckets, "shuffle": shuffle, "cost": cost}
+
+    def make(**rank: int) -> DynamicBatchSampler:
+        return DynamicBatchSampler(kind(lengths), **{budget_name: budget}, **options, **rank)
+
+    ranks = every_rank(make, world_size, epoch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "WINDOW", window)
+        steps = steps_of(ranks)
+    taken = flat(flat(steps))
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= set(range(len(lengths)))
+    assert all(type(index) is int for index in taken)
+    dropped = len(lengths) - len(taken)
+    assert {sampler.dropped for sampler in ranks} == {dropped}
+    for batch in flat(steps):
         assert 1 <= len(batch) <= (max_batch or len(lengths))
-        assert cost(batch, lengths, budget_name) <= budget
+        assert cost_of(batch, costs, budget_name) <= budget
+    if world_size == 1:
+        assert dropped == 0
     if kind in (list, np.array):
-        assert len(sampler) == len(batches)
+        assert dropped < world_size
+        assert {len(sampler) for sampler in ranks} == {len(steps)}
+        firsts = [min(flat(step)) for step in steps]
+        assert shuffle or world_size == 1 or firsts == sorted(firsts)
 
 
 @invariant
@@ -185,7 +255,7 @@ def test_in_order_and_as_full_as_can_be(lengths, lazy, budget_name, max_batch):
     assert flat(batches) == list(range(len(lengths)))
     for batch, following in pairwise(batches):
         longer = [*batch, following[0]]
-        assert cost(longer, lengths, budget_name) > budget or len(batch) == max_batch
+        assert cost_of(longer, lengths, budget_name) > budget or len(batch) == max_batch
 
 
 def test_budgets_by_example():
@@ -211,6 +281,16 @@ def test_buckets_pad_less(lazy, shuffle):
         return sum(len(b) * lengths[b].max() - lengths[b].sum() for b in batches)
 
     assert padding(8) < 0.5 * padding(1)
+
+
+def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW", 400)
+    lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
+    for buckets in (1, 16):
+        sampler = DynamicBatchSampler(
+            lengths, max_total=250, buckets=buckets, sampler=range(2000), shuffle=True
+        )
+        assert len(list(sampler)) < 1.15 * sum(lengths) / 250
 
 
 def test_buckets_are_equally_full():
@@ -253,12 +333,122 @@ def test_the_window_is_as_documented():
     assert max(batch) > 100
 
 
-@pytest.mark.parametrize("number", [np.int64, np.float32, np.uint16])
-def test_numpy_budgets_are_numbers(number):
+@pytest.mark.parametrize("number", [np.int64, np.float32, np.uint16, float])
+def test_budgets_and_costs_may_be_of_any_kind_of_number(number):
     """``max_padded=8 * lengths.max()`` is how one writes it."""
-    assert list(DynamicBatchSampler([2, 2, 2], max_total=number(4))) == [[0, 1], [2]]
+    sampler = DynamicBatchSampler([1, 2, 3], max_total=number(6), cost=lambda n: number(2 * n))
+    assert list(sampler) == [[0, 1], [2]]
 
 
 def test_lengths_that_are_sized_but_no_sequence():
     lengths = {"a.wav": 2, "b.wav": 2, "c.wav": 2}
     assert list(DynamicBatchSampler(lengths.values(), max_total=4)) == [[0, 1], [2]]
+
+
+# --- costs, and ranks whose batches cost alike ------------------------------------------------
+
+
+def spread(costs: Iterable[float]) -> float:
+    costs = list(costs)
+    return (max(costs) - min(costs)) / max(costs) if max(costs) else 0.0
+
+
+@pytest.fixture(scope="module")
+def corpus() -> np.ndarray:
+    """Sizes like those of source files (the standard library's), in chunks of 16,384 bytes."""
+    files = np.random.default_rng(0).lognormal(8.5, 1.9, 1800).astype(int)
+    return np.array([min(16_384, size - at) for size in files for at in range(0, size, 16_384)])
+
+
+@pytest.mark.parametrize("budget_name", ["max_total", "max_padded"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_rank_waits(corpus, budget_name, lazy):
+    """At every step the ranks' costs are within 5 %, and next to nothing is dropped for it."""
+    kind = partial(
+        DynamicBatchSampler,
+        Lazily(corpus) if lazy else corpus,
+        buckets=16,
+        shuffle=True,
+        **{budget_name: 262_144},
+    )
+    for epoch in range(5):
+        ranks = every_rank(kind, 4, epoch)
+        steps = steps_of(ranks)
+        costs = [[cost_of(batch, corpus, budget_name) for batch in step] for step in steps]
+        assert max(map(spread, costs)) <= 0.05
+        assert ranks[0].dropped == len(corpus) - len(flat(flat(steps))) < 4
+        # Not at the price of smaller batches.
+        alone = kind(seed=0)
+        alone.set_epoch(epoch)
+        assert len(steps) <= 1.05 * len(list(alone)) / 4 + 1
+
+
+def test_batches_of_a_step_are_of_one_bucket_where_they_can_be():
+    lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
+    kind = partial(DynamicBatchSampler, lengths, max_padded=20_000, buckets=10, shuffle=True)
+    steps = steps_of(every_rank(kind, 4))
+    alike = [spread(lengths[batch].mean() for batch in step) < 0.3 for step in steps]
+    assert sum(alike) > 0.9 * len(steps)
+
+
+def test_a_handful_of_samples_is_not_thrown_away():
+    """They cannot be of like cost; that is no reason to leave most of them out."""
+    first, second = every_rank(partial(DynamicBatchSampler, [1, 10, 100, 1000], max_total=1000), 2)
+    assert (list(first), list(second)) == ([[1], [3]], [[0], [2]]) or first.dropped <= 2
+    assert len(list(first)) == len(list(second)) >= 1
+    nothing = every_rank(partial(DynamicBatchSampler, [1, 2], max_total=9), 3)
+    assert [list(sampler) for sampler in nothing] == [[], [], []]
+    assert nothing[0].dropped == 2
+
+
+def test_infinite_lengths_with_ranks(monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW", 500)
+
+    def lengths():
+        rng = np.random.default_rng(3)
+        while True:
+            yield int(rng.integers(1, 50))
+
+    known = list(islice(lengths(), 5000))
+    ranks = [
+        DynamicBatchSampler(lengths(), max_total=200, rank=rank, world_size=3) for rank in range(3)
+    ]
+    steps = list(zip(*(islice(sampler, 100) for sampler in ranks), strict=True))
+    taken = flat(flat(steps))
+    assert len(taken) == len(set(taken))
+    spreads = [spread(cost_of(b, known, "max_total") for b in step) for step in steps]
+    assert np.mean(spreads) <= 0.05  # at the end of each window some are more
+    late = max(taken) // 500 * 500  # all that was dealt out by then, save for the odd ones
+    assert len(set(range(late)) - set(taken)) <= 0.02 * late
+
+
+def test_quadratic_cost():
+    lengths = [1, 2, 3, 4, 1, 1, 1]
+
+    def square(n: int) -> int:
+        return n * n
+
+    assert list(DynamicBatchSampler(lengths, max_total=16, cost=square)) == [
+        [0, 1, 2],
+        [3],
+        [4, 5, 6],
+    ]
+    assert list(DynamicBatchSampler(lengths, max_padded=18, cost=square)) == [
+        [0, 1],
+        [2],
+        [3],
+        [4, 5, 6],
+    ]
+
+
+def test_cost_is_asked_for_once_a_length_and_as_a_number():
+    asked = []
+
+    def cost(length):
+        asked.append(length)
+        return 1 if length < 2.5 else 2  # would fail for an array
+
+    lengths = np.array([1, 2, 3, 3, 2, 1] * 10, dtype=np.float32)
+    assert len(DynamicBatchSampler(lengths, max_total=4, cost=cost)) == 20
+    assert asked == [1.0, 2.0, 3.0]
+    assert {type(length) for length in asked} == {float}
