@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from conftest import flat, require
-from helpers import Lazily, Stateful
+from helpers import Lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import every_rank
@@ -20,9 +20,7 @@ from numpy.testing import assert_array_equal
 
 from minloader import (
     SKIP,
-    Concatenated,
     Loader,
-    MixtureSampler,
     Packed,
     PackedBatchSampler,
     pack_collate,
@@ -53,19 +51,28 @@ PLANS = given(
     rows=st.none() | st.integers(1, 4),
     long=st.sampled_from(["refuse", "split"]),
     window=st.none() | st.integers(1, 30),
-    lazy=st.booleans(),
+    source=st.sampled_from(["lengths", "lazy lengths", "sampler"]),
     shuffle=st.booleans(),
     world_size=st.integers(1, 4),
     epoch=st.integers(0, 2),
 )
 
 
-def check_plan(lengths, capacity, rows, long, window, lazy, shuffle, world_size, epoch):
+def check_plan(lengths, capacity, rows, long, window, source, shuffle, world_size, epoch):
     """Every sample is there once, but for those that are dropped, and the rows hold them."""
     if long == "refuse":
         capacity = max([capacity, *lengths])
-    over = Lazily(lengths) if lazy else lengths
-    kind = partial(PackedBatchSampler, over, capacity, rows, long, window, shuffle)
+    sampler = range(len(lengths)) if source == "sampler" else None
+    kind = partial(
+        PackedBatchSampler,
+        Lazily(lengths) if source == "lazy lengths" else lengths,
+        capacity,
+        rows=rows,
+        long=long,
+        window=window,
+        shuffle=shuffle,
+        sampler=sampler,
+    )
     ranks = every_rank(kind, world_size, epoch)
     steps = list(zip(*ranks, strict=True))  # fails if one has more batches than others
     taken = flat(flat(steps))
@@ -83,7 +90,7 @@ def check_plan(lengths, capacity, rows, long, window, lazy, shuffle, world_size,
     assert all(type(part) is int for piece in taken for part in piece)
     assert {sampler.dropped for sampler in ranks} == {len(pieces) - len(taken)}
     assert len(pieces) - len(taken) < world_size
-    if not lazy:
+    if source == "lengths":
         assert {len(sampler) for sampler in ranks} == {len(steps)}
     for batch in flat(steps):
         sizes = [stop - start for _, start, stop in batch] if long != "refuse" else batch
@@ -186,19 +193,16 @@ def test_windows_are_planned_as_they_are_needed(fits, way, shuffle):
     assert fits == [100] * 20
 
 
-def test_the_length_of_a_loader_is_there_all_the_same():
-    sampler = PackedBatchSampler([1, 2, 3] * 50, 6, window=10)
-    with Loader(len, sampler, num_workers=0) as loader:
-        before = len(loader)
-        assert [len(loader) for _ in loader] == [before] * before
+class Sorted(PackedBatchSampler):
+    """Changes the batches."""
+
+    def __iter__(self) -> Any:
+        return map(sorted, super().__iter__())
 
 
-def test_the_length_of_a_loader_whose_sampler_changes_the_batches():
-    class Sorted(PackedBatchSampler):
-        def __iter__(self) -> Any:
-            return map(sorted, super().__iter__())
-
-    with Loader(len, Sorted([1, 2, 3] * 50, 6, window=10), num_workers=0) as loader:
+@pytest.mark.parametrize("kind", [PackedBatchSampler, Sorted])
+def test_the_length_of_a_loader_is_there_all_the_same(kind):
+    with Loader(len, kind([1, 2, 3] * 50, 6, window=10), num_workers=0) as loader:
         before = len(loader)
         assert [len(loader) for _ in loader] == [before] * before
 
@@ -267,35 +271,6 @@ def test_rows_are_full(corpus, options, least):
     ranks = [kind(rank=rank) for rank in range(options.get("world_size", 1))]
     rows = sum(len(list(sampler)) for sampler in ranks)
     assert corpus.sum() / (4096 * rows) >= least
-
-
-# --- the items of another sampler ----------------------------------------------------------------
-
-PARTS = [[1 + n % 7 for n in range(150)], [2 + n % 25 for n in range(90)]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_of_a_mixture(shuffle, world_size):
-    """Every piece of every item once, in windows."""
-
-    def make(rank: int, world_size: int) -> PackedBatchSampler:
-        mixture = MixtureSampler([150, Stateful(range(90))], [3, 1], stop="last", shuffle=True)
-        options: Any = {"rows": 2, "long": "split", "window": 50, "shuffle": shuffle}
-        options |= {"rank": rank, "world_size": world_size}
-        return PackedBatchSampler(Concatenated(PARTS), 20, sampler=mixture, **options)
-
-    ranks = every_rank(make, world_size, epoch=3)
-    batches = flat(zip(*ranks, strict=True))
-    for batch in batches:
-        assert 1 <= len(rows_of([stop - start for _, start, stop in batch], 20)) <= 2
-    assert sorted(flat(batches)) == sorted(
-        ((part, index), start, min(start + 20, length))
-        for part, lengths in enumerate(PARTS)
-        for index, length in enumerate(lengths)
-        for start in range(0, length, 20)
-    )
-    assert {sampler.dropped for sampler in ranks} == {0}
 
 
 # --- pack_collate --------------------------------------------------------------------------------
