@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import variants
 
 from minloader import (
     BatchSampler,
@@ -52,18 +53,16 @@ def samples_of(dataset: Any, sampler: Any, **options: Any) -> list[Any]:
         return [sample for batch in loader for sample in batch]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_draw_other_numbers_at_each_step(num_workers):
-    options = {"num_workers": num_workers}
-    ranks = [
-        samples_of(Drawn(), BatchSampler(40, 4, rank=rank, world_size=2), **options)
-        for rank in range(2)
-    ]
+def test_ranks_draw_other_numbers_at_each_step():
+    def drawn(rank: int, num_workers: int) -> list[Any]:
+        sampler = BatchSampler(40, 4, rank=rank, world_size=2)
+        return samples_of(Drawn(), sampler, num_workers=num_workers)
+
+    ranks = [drawn(rank, 0) for rank in range(2)]
     for draw in (2, 3, 4):  # rng, random, numpy.random
         values = [[sample[draw] for sample in samples] for samples in ranks]
         assert not set(values[0]) & set(values[1])
-    again = samples_of(Drawn(), BatchSampler(40, 4, rank=1, world_size=2), num_workers=0)
-    assert again == ranks[1]
+    assert drawn(1, 2) == ranks[1]
 
 
 class OfTorch:
@@ -212,16 +211,6 @@ def test_ranks_shuffle_a_stream_otherwise_and_draw_other_numbers():
     assert not set(drawn) & set(other_drawn)
 
 
-def test_ranks_within_a_mixture_draw_other_numbers():
-    def drawn(rank: int) -> set[float]:
-        parts = [BatchSampler(20, None, shuffle=True, rank=rank, world_size=2) for _ in range(2)]
-        sampler = MixtureSampler(parts, [1, 1])
-        with Loader(lambda item: random.random(), sampler, num_workers=0) as loader:
-            return set(loader)
-
-    assert not drawn(0) & drawn(1)
-
-
 def test_samples_of_a_shuffled_stream_draw_not_what_batches_draw():
     """From the global generators: a sample belongs to its place in the stream."""
 
@@ -251,11 +240,12 @@ def draws_by_sample(samples: list[Any]) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}])
-def test_what_belongs_to_the_sample_follows_from_its_index_alone(way, options):
+@variants("num_workers", [0, 2])
+def test_what_belongs_to_the_sample_follows_from_its_index_alone(way, num_workers):
     expected = draws_by_sample(samples_of(Drawn(), BatchSampler(40, 4), num_workers=0))
     assert len(set(expected.values())) == 40
-    assert draws_by_sample(samples_of(Drawn(), WAYS[way](), **options)) == expected
+    drawn = samples_of(Drawn(), WAYS[way](), num_workers=num_workers)
+    assert draws_by_sample(drawn) == expected
 
 
 @pytest.mark.parametrize("kind", [Drawn, Awaited])
