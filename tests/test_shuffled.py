@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WAYS, plain, variants
+from conftest import WAYS, outcomes, plain, variants
 from helpers import Deadly
 from kinds import Counting, Numbered, OwnIterator, Resuming, Separate, Sticky
 
 from minloader import Loader, shuffled
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
 
 STREAMS = [Counting, OwnIterator, Resuming, Separate, Numbered]
 
@@ -124,7 +126,7 @@ def test_going_on_reads_no_more_than_the_buffer_again(k):
     assert PlacedReading.read <= 40 - k + 8
 
 
-@variants("options", WAYS.values(), quick=2)
+@variants("options", WAYS.values())
 @pytest.mark.parametrize("kind", STREAMS)
 def test_loaders_go_on_at_every_batch(kind, options):
     """Of two epochs, whatever way the stream has its state in."""
@@ -201,26 +203,18 @@ def test_errors_are_raised_once(size):
     def make() -> Loader:
         return Loader(shuffled(Faulty(30), size), num_workers=0)
 
-    def rest(loader: Loader) -> list[Any]:
-        batches, found = iter(loader), []
-        while True:
-            try:
-                found.append(next(batches))
-            except StopIteration:
-                return found
-            except LookupError as error:
-                found.append(str(error))
-            states.append(json.loads(json.dumps(loader.state_dict())))
-
-    states: list[Any] = []
-    whole, after = rest(make()), list(states)
-    assert sorted(map(str, whole)) == sorted(
+    lived, states = make(), []
+    batches, found = iter(lived), []
+    while more := outcomes(batches, 1):
+        found += map(str, more)
+        states.append(plain(lived.state_dict()))
+    assert sorted(found) == sorted(
         [*(str(n) for n in range(30) if n % 5 < 4)] + [f"no {n}" for n in range(4, 30, 5)]
     )
-    for k, state in enumerate(after):
+    for k, state in enumerate(states, 1):
         loader = make()
         loader.load_state_dict(state)
-        assert rest(loader) == whole[k + 1 :], k
+        assert list(map(str, outcomes(iter(loader)))) == found[k:], k
 
 
 @pytest.mark.parametrize("way", ["thread", "process"])
