@@ -71,13 +71,21 @@ class Counted:
         return self.n
 
     def __iter__(self) -> Iterator[int]:
+        yield from self.begin()
+
+    def begin(self) -> Iterator[int]:
         if not self.loaded:
             self.at = 0
         self.loaded = False
-        order = shuffled_indices(self.n, self.passes)
+        return self.read(self.passes, shuffled_indices(self.n, self.passes))
+
+    def read(self, number: int, order: list[int]) -> Iterator[int]:
         while self.at < self.n:
             self.at += 1
-            yield PASS * self.passes + order[self.at - 1]
+            yield PASS * number + order[self.at - 1]
+        self.end()
+
+    def end(self) -> None:
         self.passes += 1
         self.at = 0
 
@@ -93,17 +101,7 @@ class CountedIterator(Counted):
     """As :class:`Counted`, but its ``__iter__`` runs when it is called."""
 
     def __iter__(self) -> Iterator[int]:
-        if not self.loaded:
-            self.at = 0
-        self.loaded = False
-        return self._items(shuffled_indices(self.n, self.passes))
-
-    def _items(self, order: list[int]) -> Iterator[int]:
-        while self.at < self.n:
-            self.at += 1
-            yield PASS * self.passes + order[self.at - 1]
-        self.passes += 1
-        self.at = 0
+        return self.begin()
 
 
 class ToldWithState(Counted):
@@ -113,15 +111,8 @@ class ToldWithState(Counted):
         if epoch != self.passes:
             self.passes, self.at, self.loaded = epoch, 0, False
 
-    def __iter__(self) -> Iterator[int]:
-        if not self.loaded:
-            self.at = 0
-        self.loaded = False
-        order = shuffled_indices(self.n, self.passes)
-        number = self.passes
-        while self.at < self.n:
-            self.at += 1
-            yield PASS * number + order[self.at - 1]
+    def end(self) -> None:
+        """It stays at its end."""
 
 
 class OwnGenerator:
@@ -262,10 +253,13 @@ class Counting:
         first, step = shard()
         return range(100 * self.epoch + first, 100 * self.epoch + self.n, step)
 
-    def __iter__(self):
+    def read(self) -> Iterator[Any]:
         while self.i < len(self.values()):
             self.i += 1
             yield self.on_sample(self.values()[self.i - 1])
+
+    def __iter__(self):
+        yield from self.read()
         self.i = 0
         self.epoch += 1
 
@@ -283,9 +277,7 @@ class Numbered(Counting):
         self.epoch = epoch
 
     def __iter__(self):
-        while self.i < len(self.values()):
-            self.i += 1
-            yield self.on_sample(self.values()[self.i - 1])
+        yield from self.read()
         self.i = 0
 
 
@@ -325,9 +317,7 @@ class Resuming(Counting):
         else:
             super().load_state_dict(self.resume)
             self.resume = None
-        for value in self.values()[self.i :]:
-            self.i += 1
-            yield self.on_sample(value)
+        yield from self.read()
 
     def load_state_dict(self, state: Any) -> None:
         self.resume = state
@@ -382,9 +372,7 @@ class Sticky(Counting):
 
     def __iter__(self):
         self.i = self.start
-        while self.i < len(self.values()):
-            self.i += 1
-            yield self.on_sample(self.values()[self.i - 1])
+        yield from self.read()
 
     def load_state_dict(self, state: Any) -> None:
         self.start = state["i"]
@@ -523,9 +511,8 @@ class _Shuffled(_Place):
 
 
 def shard_of(values: range) -> range:
-    info = get_worker_info()
-    assert info is not None
-    return values[info.id :: info.num_workers]
+    first, step = shard()
+    return values[first::step]
 
 
 class OwnOrder(Steady):
@@ -624,10 +611,7 @@ class Uneven(Steady):
     """Shard ``k`` has ``k`` numbers fewer than the first, and the last one has none."""
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        for number in uneven_part(self.n, info.id, info.num_workers):
-            yield self.on_sample(number)
+        yield from map(self.on_sample, uneven_part(self.n, *shard()))
 
 
 def uneven_part(n: int, shard: int, shards: int) -> list[int]:

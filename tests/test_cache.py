@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import eventually, require
+from conftest import eventually, plain, require
 from helpers import SHARED, Echo, Many, Squares, cook
 from trouble import Noted, die_writing
 
@@ -29,20 +29,16 @@ pytestmark = pytest.mark.usefixtures("quick_starts")
 MEGABYTE = 1 << 20
 
 
-def plain(batches: Any) -> list[Any]:
-    return [{name: array.tolist() for name, array in batch.items()} for batch in batches]
-
-
 def test_a_sample_is_made_once_for_all_who_read_it(make, tmp_path):
     dataset = Noted(tmp_path / "calls")
     shared = cached(dataset, bytes=MEGABYTE)
     options = {"batch_size": 3, "shuffle": True}
     with Loader(dataset, num_workers=0, **options) as loader:
-        expected = [plain(loader) for _ in range(2)]
+        expected = [plain(list(loader)) for _ in range(2)]
     os.unlink(dataset.path)
     loader = make(shared, **options)
-    assert [plain(loader) for _ in range(2)] == expected
-    assert plain(make(shared, **options)) == expected[0]
+    assert [plain(list(loader)) for _ in range(2)] == expected
+    assert plain(list(make(shared, **options))) == expected[0]
     assert dataset.calls() == list(range(12))
     assert shared.kept[0] == 12
     assert len(shared) == 12

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import printed_by, require, variants
+from conftest import lists, printed_by, require, variants
 from interrupts import each_place
 
 from minloader import Loader, concurrent, get_worker_info
@@ -220,10 +220,6 @@ def of_torch(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, **({"batch_size": 2} | options))
 
 
-def plain(batches: Any) -> list[Any]:
-    return [np.asarray(batch).tolist() for batch in batches]
-
-
 @variants("method", ["forkserver", "spawn", "fork"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_however_workers_start(method):
@@ -234,7 +230,7 @@ def test_however_workers_start(method):
         ours = Loader(Holder(rng()), batch_size=2, mp_context=method, **options)
         options["multiprocessing_context"] = method_or_none
         with ours, of_torch(Holder(rng()), **options) as theirs:
-            drawn.append([plain(ours), plain(theirs)])
+            drawn.append([lists(ours), lists(theirs)])
     assert drawn[0] == drawn[1]
 
 
@@ -253,7 +249,7 @@ def test_one_that_worker_init_fn_has_made_is_seeded():
     drawn = []
     for _ in range(2):
         with of_torch(Empty(), **options) as loader:
-            drawn.append(plain(loader))
+            drawn.append(lists(loader))
     assert drawn[0] == drawn[1]
     assert len({tuple(batch) for batch in drawn[0]}) == 12
 
@@ -314,13 +310,13 @@ def test_those_of_a_stream_are_seeded_where_it_is_read(num_workers):
         batches = iter(loader)
         begin = [next(batches)]
         state = loader.state_dict()
-        epochs = [plain([*begin, *batches]), plain(loader)]
+        epochs = [lists([*begin, *batches]), lists(loader)]
     numbers = [number for epoch in epochs for batch in epoch for number in batch]
     assert len(set(numbers)) == len(numbers) == 12 * max(1, num_workers)
     with Loader(Stream(), **options) as loader:
-        assert [plain(loader), plain(loader)] == epochs
+        assert [lists(loader), lists(loader)] == epochs
         loader.load_state_dict(state)
-        assert plain(loader) == epochs[0][1:]
+        assert lists(loader) == epochs[0][1:]
 
 
 class Lazy(Holder):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import flat, outcomes, require
+from conftest import flat, outcomes, plain, require
 from helpers import Lazily, SelfIterating, Stateful
 
 from minloader import (
@@ -406,7 +406,7 @@ def test_what_has_a_state_is_not_read_again(monkeypatch, kind):
     lived = OVER[kind](Stateful(range(1000)))
     iterator = iter(lived)
     deque(islice(iterator, 101), 0)
-    state = json.loads(json.dumps(lived.state_dict()))
+    state = plain(lived.state_dict())
     rest = list(iterator)
     needed = [item for item in flat(rest) if kind != "mixture" or item[0] == 0]
     assert len(needed) > 600
@@ -493,7 +493,7 @@ def test_a_state_that_does_not_fit_is_refused(kind, changed, message):
     sampler = make(kind, **changed)
     before = sampler.state_dict()
     with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict(json.loads(json.dumps(lived.state_dict())))
+        sampler.load_state_dict(plain(lived.state_dict()))
     assert sampler.state_dict() == before
     assert list(islice(sampler, 5)) == list(islice(make(kind, **changed), 5))
 

@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import WAYS, outcomes, plain, variants
-from helpers import Deadly
-from kinds import Counting, Numbered, OwnIterator, Resuming, Separate, Sticky
+from helpers import Deadly, Refuses
+from kinds import (
+    Counting,
+    Numbered,
+    OwnIterator,
+    Raising,
+    Resuming,
+    Separate,
+    Steady,
+    Sticky,
+)
 
 from minloader import Loader, shuffled
 
@@ -20,43 +29,11 @@ pytestmark = pytest.mark.usefixtures("quick_starts")
 STREAMS = [Counting, OwnIterator, Resuming, Separate, Numbered]
 
 
-class Numbers:
-    """A stream without a state."""
-
-    def __init__(self, n: int, fails: frozenset[int] = frozenset()) -> None:
-        self.n = n
-        self.fails = fails
-
-    def __iter__(self) -> Any:
-        return Reading(self.n, self.fails)
-
-
-class Reading(Iterator[int]):
-    """Its iterator, which goes on after an error."""
-
-    def __init__(self, n: int, fails: frozenset[int]) -> None:
-        self.numbers, self.fails = iter(range(n)), fails
-
-    def __next__(self) -> int:
-        number = next(self.numbers)
-        if number in self.fails:
-            raise LookupError(f"no {number}")
-        return number
-
-
-class FailingGenerator:
-    def __init__(self, n: int, bad: int) -> None:
-        self.n, self.bad = n, bad
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(self.n):
-            if number == self.bad:
-                raise ValueError(f"{number} is bad")
-            yield number
-
-
-class Placed(Numbers):
+class Placed:
     """One whose iterator has a state, and that is not begun anew by it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     def __iter__(self) -> Any:
         return PlacedReading(self.n)
@@ -84,14 +61,14 @@ class PlacedReading(Iterator[int]):
 
 @pytest.mark.parametrize("size", [4, 7, 10, 64, 1000])
 def test_all_samples_in_another_order(size):
-    stream = shuffled(Numbers(200), size)
+    stream = shuffled(Raising(200, ()), size)
     order = list(stream)
     assert sorted(order) == list(range(200))
     assert list(stream) == order
-    assert list(shuffled(Numbers(200), size, seed=1)) != order
+    assert list(shuffled(Raising(200, ()), size, seed=1)) != order
     moved = np.abs(np.array(order) - np.arange(200))
     assert moved.max() < size
-    assert list(shuffled(Numbers(0), size)) == []
+    assert list(shuffled(Raising(0, ()), size)) == []
 
 
 def test_reading_is_steady():
@@ -106,7 +83,7 @@ def test_every_order_is_as_frequent():
     """Of a half of the buffer, over many seeds."""
     counts = np.zeros((4, 4))
     for seed in range(2000):
-        for place, number in enumerate(shuffled(Numbers(4), 8, seed)):
+        for place, number in enumerate(shuffled(Raising(4, ()), 8, seed)):
             counts[place, number] += 1
     assert ((counts - 500) ** 2 / 500).sum() < 40  # chi-square with 9 degrees: 1 in 100,000
 
@@ -116,7 +93,7 @@ def test_going_on_reads_no_more_than_the_buffer_again(k):
     whole = list(shuffled(Placed(40), 8))
     samples: Any = iter(shuffled(Placed(40), 8))
     head = list(itertools.islice(samples, k))
-    state = json.loads(json.dumps(samples.state_dict()))
+    state = plain(samples.state_dict())
     assert len(json.dumps(state)) < 120
     other: Any = iter(shuffled(Placed(40), 8))
     PlacedReading.read = 0
@@ -138,7 +115,7 @@ def test_loaders_go_on_at_every_batch(kind, options):
         batches, states = [], [loader.state_dict()]
         for _, batch in loader.epochs(2):
             batches.append(batch.tolist())
-            states.append(json.loads(json.dumps(loader.state_dict())))
+            states.append(plain(loader.state_dict()))
         assert sorted(np.concatenate(batches)) == [*range(14), *range(100, 114)]
         for k, state in enumerate(states):
             other.load_state_dict(state)
@@ -176,7 +153,7 @@ def test_a_death_in_the_first_half_of_a_later_epoch_loses_nothing(tmp_path, monk
 
 @pytest.mark.parametrize("options", list(WAYS.values())[:2])
 def test_errors_lose_nothing(options):
-    stream = shuffled(Numbers(30, frozenset({0, 4, 5, 17, 29})), 8)
+    stream = shuffled(Raising(30, {0, 4, 5, 17, 29}), 8)
     with Loader(stream, on_error="skip", **options) as loader:
         shards = loader.num_workers or 1
         given = sorted(loader)
@@ -220,7 +197,7 @@ def test_errors_are_raised_once(size):
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_an_end_by_an_error_is_told(way, caplog):
     """Samples that are in the buffer come after it, and then no more."""
-    stream = shuffled(FailingGenerator(40, 20), 10)
+    stream = shuffled(Steady(40, Refuses(20)), 10)
     with Loader(stream, num_workers=1, executor=way, on_error="skip") as loader:
         assert sorted(loader) == list(range(20))
     assert [record.message for record in caplog.records].count(
@@ -229,7 +206,7 @@ def test_an_end_by_an_error_is_told(way, caplog):
 
 
 def test_epochs_and_shards_have_orders_of_their_own():
-    with Loader(shuffled(Numbers(50), 50), num_workers=2, executor="thread") as loader:
+    with Loader(shuffled(Raising(50, ()), 50), num_workers=2, executor="thread") as loader:
         orders = [list(loader)[shard::2] for _ in range(2) for shard in range(2)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
