@@ -400,6 +400,11 @@ OVER: dict[str, Callable[[Any], Any]] = {
 over_another = pytest.mark.parametrize("kind", OVER)
 
 
+def of_inner(kind: str, batches: Any) -> list[Any]:
+    """The items that come from the sampler below."""
+    return [item for item in flat(batches) if kind != "mixture" or item[0] == 0]
+
+
 @over_another
 def test_what_has_a_state_is_not_read_again(monkeypatch, kind):
     monkeypatch.setattr(windows, "WINDOW", 20)
@@ -408,7 +413,7 @@ def test_what_has_a_state_is_not_read_again(monkeypatch, kind):
     deque(islice(iterator, 101), 0)
     state = plain(lived.state_dict())
     rest = list(iterator)
-    needed = [item for item in flat(rest) if kind != "mixture" or item[0] == 0]
+    needed = of_inner(kind, rest)
     assert len(needed) > 600
     for _ in range(2):  # the state serves again
         inner = Stateful(range(1000))
@@ -416,6 +421,32 @@ def test_what_has_a_state_is_not_read_again(monkeypatch, kind):
         resumed.load_state_dict(state)
         assert list(resumed) == rest
         assert inner.drawn - len(needed) < 20  # of the window
+
+
+class Mounted:
+    """Its items can be read only where it is mounted."""
+
+    def __init__(self, mounted: bool) -> None:
+        self.mounted = mounted
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.mounted:
+            raise OSError("not mounted")
+        return iter(range(20))
+
+
+@over_another
+def test_what_cannot_be_begun_is_not_over_after_a_resume(kind):
+    lived = OVER[kind](Mounted(False))
+    with pytest.raises(OSError, match="not mounted"):
+        next(iter(lived))
+    state = plain(lived.state_dict())
+    there, elsewhere = OVER[kind](Mounted(True)), OVER[kind](Mounted(False))
+    for fresh in (there, elsewhere):
+        fresh.load_state_dict(state)
+    assert of_inner(kind, there) == of_inner(kind, OVER[kind](Mounted(True)))
+    with pytest.raises(OSError, match="not mounted"):
+        list(elsewhere)
 
 
 class Empty(Iterator[Any]):

@@ -565,42 +565,6 @@ def test_an_error_comes_once_and_every_state_around_it_leads_to_the_rest(kind):
     assert raised[-1] == 0
 
 
-class Mounted:
-    """Its items can be read only where it is mounted."""
-
-    def __init__(self, mounted: bool) -> None:
-        self.mounted = mounted
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.mounted:
-            raise OSError("not mounted")
-        return iter(range(N))
-
-
-@pytest.mark.parametrize(
-    "over",
-    [
-        lambda inner: BatchSampler(inner, 4),
-        lambda inner: DynamicBatchSampler(LENGTHS, max_total=60, sampler=inner),
-        lambda inner: PackedBatchSampler(LENGTHS, 45, sampler=inner),
-        lambda inner: MixtureSampler([inner, 9], [1, 1], 4, "last"),
-    ],
-)
-def test_what_cannot_be_begun_is_not_over_after_a_resume(over):
-    lived = over(Mounted(False))
-    with pytest.raises(OSError, match="not mounted"):
-        next(iter(lived))
-    state = saved(lived)
-    for mounted in False, True:
-        fresh = over(Mounted(mounted))
-        fresh.load_state_dict(state)
-        if mounted:
-            assert sorted(items_of("", fresh)) == sorted(items_of("", over(Mounted(True))))
-        else:
-            with pytest.raises(OSError, match="not mounted"):
-                list(fresh)
-
-
 class Spoilt(Told):
     """Some of its items raise, and it goes on behind them."""
 
