@@ -62,7 +62,7 @@ def check_plan(lengths, capacity, rows, long, window, source, shuffle, world_siz
     """Every sample is there once, but for those that are dropped, and the rows hold them."""
     if long == "refuse":
         capacity = max([capacity, *lengths])
-    sampler = range(len(lengths)) if source == "sampler" else None
+    sampler = list(range(len(lengths)))[::-1] if source == "sampler" else None
     kind = partial(
         PackedBatchSampler,
         Lazily(lengths) if source == "lazy lengths" else lengths,

@@ -352,7 +352,9 @@ HUGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", HUGE)
-@pytest.mark.parametrize("length", [10**9, 2**63, 10**30, 10**400])
+@pytest.mark.parametrize(
+    "length", [10**9, 2**63, 10**30, 10**400], ids=["1e9", "2**63", "1e30", "1e400"]
+)
 @pytest.mark.parametrize("wrap", [Lazily, list])
 def test_a_huge_length_is_the_error_of_its_sample_alone(kind, length, wrap):
     lengths = [1, 2, length, 3]
