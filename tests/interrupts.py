@@ -20,6 +20,10 @@ import minloader
 OURS = str(Path(minloader.__file__).parent)
 """Where the package lies: an interrupt comes there, and not in what it calls."""
 
+FEEDS = f"{OURS}/_epochs/feed.py"
+SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
+"""What draws from samplers, and what makes the tasks of streams."""
+
 TESTS = str(Path(__file__).parent)
 """What stands for the user's code. A generator in it that was interrupted cannot go on."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +66,10 @@ def test_what_is_given(make, case):
     assert list(loader) == expected
 
 
+class Listed(list):  # type: ignore[type-arg]
+    """A list of the user's own kind."""
+
+
 def test_items_reach_the_dataset_as_they_are(make):
     items: Any = ["a", (1, 2), [3, [4]], {"k": {5}}, None, slice(1, 2), np.arange(3), b"\0", 2**80]
     for got, sent in zip(make(Echo(), items), items, strict=True):
@@ -76,8 +82,9 @@ def test_items_reach_the_dataset_as_they_are(make):
             yield item
 
     # As they were when they were drawn: this sampler changes each when it is asked for the next.
-    items = itertools.chain.from_iterable(map(refilled, [[None], {}, bytearray(1), np.zeros(1)]))
-    assert [item[0] for item in make(Echo(), items)] == 4 * [0, 1, 2]
+    kinds = [[0], {}, bytearray(1), np.zeros(1), array("q", [0]), deque([0]), Listed([0])]
+    items = itertools.chain.from_iterable(map(refilled, kinds))
+    assert [item[0] for item in make(Echo(), items, chunks=True)] == len(kinds) * [0, 1, 2]
 
 
 def test_arrays_are_writable(make):

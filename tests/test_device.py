@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
 from helpers import Faulty, Gate, Squares
-from interrupts import each_place
 from kinds import same
 
 from minloader import Loader, get_worker_info, prefetch
@@ -434,16 +433,6 @@ loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EX
 {SCRIPTS[name]}
 """
     printed_by(script)
-
-
-def test_an_interrupt_anywhere_loses_no_batch_of_an_iterator():
-    """Also not between taking a batch and sending it to the thread."""
-    for place, press in each_place(1, least=30):
-        with prefetch(iter(range(6)), lambda n: -n, depth=2) as batches:
-            outcome = press(batches.__next__)
-            given = [*batches] if outcome.interrupted else [outcome.value, *batches]
-        assert given == [0, -1, -2, -3, -4, -5], place
-        assert outcome.interrupted == outcome.reached
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -177,6 +177,9 @@ def test_an_item_that_is_the_batch(make):
     with make(Readings(), range(12)) as loader:
         assert lists(loader) == [0, 1, 2, 6, 8, 9, 10, 11]
         assert loader.stats.errors.skipped == 4
+    with make(Readings(), [3, 4, 5]) as loader:
+        assert lists(loader) == []
+        assert loader.stats.errors.skipped == 3
 
 
 def test_batches_of_several_shards_stay_whole(make):

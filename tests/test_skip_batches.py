@@ -120,20 +120,6 @@ def test_skip_is_refused_while_on_error_is_asked(make):
         assert list(batches) == [4, 6, 7]
 
 
-def test_set_epoch_is_refused_while_prefetch_takes_epochs_ahead(make):
-    with make(echo, range(3)) as loader:
-        batches = prefetch(loader.epochs(3), echo, 4)
-        assert next(batches) == (0, 0)
-        with pytest.raises(RuntimeError, match="while epochs"):
-            loader.epoch = 7
-        assert list(batches) == [(0, 1), (0, 2), *((e, n) for e in (1, 2) for n in range(3))]
-        batches = prefetch(loader, echo, 4)
-        next(batches)
-        loader.epoch = 7  # as after each other epoch
-        assert list(batches) == [1, 2]
-        assert loader.epoch == 7
-
-
 class Unreachable:
     """Gives three items, and raises from then on."""
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from interrupts import OURS
+from interrupts import FEEDS, OURS, SHARD_FEEDS
 
 from .programs import KINDS, Kind, Program
 
@@ -44,6 +44,7 @@ PRESSED: dict[str, Callable[..., Any]] = {
     "iter": lambda program, place, within: program.begin("iter", place=place),
     "epochs": lambda program, place, within: program.begin("epochs", 2, place=place),
     "next": lambda program, place, within: program.interrupt(-1, place, within, noted=True),
+    "next of the former": lambda program, place, within: program.interrupt(0, place, within),
     "load": lambda program, place, within: program.load(0, place),
     "skip": lambda program, place, within: program.skip(2, place),
     "resize": lambda program, place, within: program.resize(1, place),
@@ -134,9 +135,6 @@ class Press(NamedTuple):
     stride: int = 1
 
 
-FEEDS = f"{OURS}/_epochs/feed.py"
-SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
-
 PRESSES: dict[str, Press] = {
     "iter": Press("", "iter", stride=67),
     "iter after an epoch": Press("iter; finish", "iter", stride=67),
@@ -150,6 +148,9 @@ PRESSES: dict[str, Press] = {
     "the end": Press("iter; take all", "next", FEEDS, 5),
     "the next epoch": Press("epochs 2; take all but one", "next", f"{OURS}/_epochs", 61),
     "the first of the next epoch": Press("epochs 2; take all", "next", f"{OURS}/_epochs", 61),
+    "next behind a later one": Press(
+        "iter; iter; take 1 0; take 4", "next of the former", stride=41
+    ),
     "load": Press("iter; take 2; note; finish", "load", stride=79),
     "load within an epoch": Press("iter; take 2; note; take 1", "load", stride=79),
     "skip": Press("iter; take 1", "skip", stride=19),
@@ -220,7 +221,7 @@ def press(kind: str, way: str, pressed: Press, stride: int) -> int:
             reached = program.reached
             if program.what.has_state:
                 program.note()
-            do(program, "finish; iter; finish; iter; finish")
+            do(program, "finish 0; finish; iter; finish; iter; finish")
             if program.what.has_state:
                 verify(program)
         except BaseException as error:

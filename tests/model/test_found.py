@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 from conftest import variants
+from interrupts import FEEDS, SHARD_FEEDS
 
-from .found import FEEDS, FOUND, FOUND_IN_PROCESSES, PRESSES, SHARD_FEEDS, possible, press, run
+from .found import FOUND, FOUND_IN_PROCESSES, PRESSES, possible, press, run
 from .programs import KINDS
 
 QUICK = ["own shuffled", "rolling", "batches of told", "told with state", "counted iterator"]
@@ -52,7 +53,9 @@ def test_found_in_processes(name, kind):
 @pytest.mark.parametrize("way", ["here", "threads"])
 @pytest.mark.parametrize("name", PRESSES)
 @variants("some", [True, False], ids=["some", "others"])
-def test_an_interrupt_at_each_place(name, way, some):
+def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
+    if way == "here":
+        monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
     pressed = PRESSES[name]
     kinds = QUICKEST if some else in_turns(OTHERS, PRESSES, name, way)
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
