@@ -14,11 +14,11 @@ import pytest
 import trouble
 from conftest import outcomes, require, variants
 from helpers import Deadly, Numbers
+from kinds import same
 
 from minloader import (
     SKIP,
     BatchError,
-    BatchSampler,
     BatchTimeout,
     Loader,
     WorkerDied,
@@ -105,7 +105,7 @@ BAD = [(0, 1), (1, 4), (1, 5), (3, 9)]
 @variants("in_order", [True, False])
 def test_samples_that_kill_their_worker(handler, expected, where, in_order, caplog):
     """Past ``retries`` the batch is made without them, each by itself, and all others come."""
-    deeds = one_of(fail, leave, exits, trouble.die)
+    deeds = one_of(fail, leave, exits, trouble.die if where == "dataset" else fail)
     options: dict[str, Any] = {"num_workers": 2, "in_order": in_order, "retries": 0}
     dataset: Any = Troubled({})
     if where == "transform":
@@ -129,8 +129,7 @@ def test_samples_that_kill_their_worker(handler, expected, where, in_order, capl
         assert "left out sample 4: " in caplog.text
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@variants("retries", [0, 1])
+@variants(("method", "retries"), [("fork", 0), ("fork", 1), ("spawn", 0), ("spawn", 1)])
 def test_samples_that_hang(method, retries, tmp_path):
     hang = partial(trouble.wait_until, tmp_path / "go")
     dataset = Troubled({4: hang, 5: hang})
@@ -175,12 +174,12 @@ def test_what_a_callable_is_told():
 
 
 class Named(Troubled):
-    """Its indices are tuples, and its samples their second parts."""
+    """Its indices are numbers, or tuples, and its samples their second parts."""
 
     def __getitem__(self, index: Any) -> int:
         if index in self.deeds:
             self.deeds[index]()
-        return int(index[1])
+        return int(index[1] if isinstance(index, tuple) else index)
 
 
 def test_each_sample_has_tries_of_its_own(tmp_path):
@@ -226,16 +225,12 @@ def test_a_batch_that_kills_when_it_is_collated_has_failed(dataset):
 
 
 def test_an_item_that_is_the_sample():
-    """Also if it is a list."""
-    dataset = Troubled({4: leave})
-    with Loader(dataset, range(3, 6), retries=0, on_sample_error=negated) as loader:
-        assert list(loader) == [3, -4, 5]
-        assert bad(loader) == [(1, 4)]
-    named = Named({("a", 4): leave})
-    items = [("a", 3), ("a", 4)]
-    with Loader(named, items, retries=0, on_sample_error="skip", num_workers=1) as loader:
-        assert list(loader) == [3]
-        assert bad(loader) == [(1, ("a", 4))]
+    """Also if it could be a list of samples."""
+    dataset = Named({("a", 4): leave, 6: leave})
+    options: dict[str, Any] = {"num_workers": 1, "retries": 0, "on_sample_error": "skip"}
+    with Loader(dataset, [("a", 3), ("a", 4), 5, 6], **options) as loader:
+        assert list(loader) == [3, 5]
+        assert bad(loader) == [(1, ("a", 4)), (3, 6)]
 
 
 def test_a_sample_of_a_list_of_batches():
@@ -257,22 +252,19 @@ class Draws(Troubled):
         return index, int(get_worker_info().rng.integers(1000))
 
 
-@pytest.mark.parametrize("wrap", [lambda dataset: dataset, concurrent], ids=["plain", "concurrent"])
-def test_other_samples_stay_as_they_are(wrap, tmp_path):
+@pytest.mark.parametrize(
+    ("wrap", "counts"), [(same, [1, 2]), (concurrent, [2])], ids=["plain", "concurrent"]
+)
+def test_other_samples_stay_as_they_are(wrap, counts):
     """Where each read has a generator of its own; the same for any number of workers."""
+    options: dict[str, Any] = {"batch_size": 3, "collate_fn": list}
     found = []
-    for num_workers in (1, 2):
-        with Loader(
-            wrap(Draws({4: leave})),
-            batch_size=3,
-            collate_fn=list,
-            num_workers=num_workers,
-            retries=0,
-            on_sample_error="skip",
-        ) as loader:
+    for count in counts:
+        skipping = options | {"num_workers": count, "retries": 0, "on_sample_error": "skip"}
+        with Loader(wrap(Draws({4: leave})), **skipping) as loader:
             found.append(list(loader))
-    assert found[0] == found[1]
-    with Loader(wrap(Draws({})), batch_size=3, collate_fn=list, num_workers=0) as loader:
+    assert found == found[:1] * len(counts)
+    with Loader(wrap(Draws({})), num_workers=0, **options) as loader:
         whole = list(loader)
     assert found[0][::2] == whole[::2]
     if wrap is concurrent:
@@ -293,9 +285,8 @@ class Whole(Together):
 
 
 @pytest.mark.parametrize("kind", [Together, Whole])
-def test_the_sample_that_getitems_fails_on_is_found(make, kind):
-    dataset = kind({4: fail, 9: fail})
-    with make(dataset, batch_size=3, collate_fn=list, on_sample_error="skip") as loader:
+def test_the_sample_that_getitems_fails_on_is_found(kind):
+    with Loader(kind({4: fail, 9: fail}), num_workers=0, **SKIPPING) as loader:
         assert lists(loader) == [[0, 1, 2], [3, 5], [6, 7, 8], [10, 11]]
         assert bad(loader) == [(1, 4), (3, 9)]
 
@@ -305,17 +296,14 @@ def test_with_torch():
     torch = require("torch")
     from minloader.torch import DataLoader
 
-    for dataset in (
-        Troubled(one_of(leave, fail)),
-        torch.utils.data.Subset(Troubled(one_of(leave, fail)), range(12)),
-    ):
-        options: dict[str, Any] = {"num_workers": 2, "on_sample_error": negated, "retries": 0}
-        with DataLoader(dataset, 3, **options) as loader:
-            assert lists(loader)[:2] == [[0, -1, 2], [3, -4, 5]]
-            assert bad(loader) == BAD[:2]
-        options["on_sample_error"] = "skip"
-        with DataLoader(dataset, None, **options) as loader:
-            assert [int(sample) for sample in loader] == [0, 2, 3, *range(5, 12)]
+    dataset: Any = torch.utils.data.Subset(Troubled(one_of(leave, fail)), range(12))
+    options: dict[str, Any] = {"num_workers": 2, "on_sample_error": negated, "retries": 0}
+    with DataLoader(dataset, 3, **options) as loader:
+        assert lists(loader)[:2] == [[0, -1, 2], [3, -4, 5]]
+        assert bad(loader) == BAD[:2]
+    options["on_sample_error"] = "skip"
+    with DataLoader(Troubled(one_of(leave, fail)), None, **options) as loader:
+        assert [int(sample) for sample in loader] == [0, 2, 3, *range(5, 12)]
     for num_workers in (0, 1):
         dataset = Troubled({1: fail, 4: fail, 9: fail})
         options = {"num_workers": num_workers, "on_sample_error": "skip", "max_errors": 0.2}
@@ -330,7 +318,7 @@ def test_with_torch():
 # --- streams
 
 
-@pytest.mark.parametrize(("handler", "expected"), [("skip", [6, 10]), (lambda _: -1, [6, -1, 10])])
+@variants(("handler", "expected"), [("skip", [6, 10]), (lambda _: -1, [6, -1, 10])])
 def test_a_sample_of_a_stream_that_kills_in_transform(handler, expected):
     """It has no index, but it is known which of its batch it is. The next ones come."""
     deadly = Deadly({8}, None)
@@ -404,7 +392,8 @@ def test_a_share_of_the_samples(sampler, failing, share, place):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_share_of_a_stream(num_workers):
     options: dict[str, Any] = {"batch_size": 2, "collate_fn": list, "on_sample_error": "skip"}
-    options |= {"transform": Transform({3: fail, 4: fail}), "num_workers": num_workers}
+    options |= {"transform": Transform({3: fail, 4: fail})}
+    options |= {"num_workers": num_workers, "executor": "thread"}
     with Loader(Numbers(20), max_errors=0.08, **options) as loader:
         (error,) = told(loader)
         assert "2 of the batches and samples of epoch 0 failed" in error[1]
@@ -470,14 +459,15 @@ def test_a_callable_that_cannot_be_sent():
 FAULTY = dict.fromkeys((1, 4, 5, 9), fail)
 
 
-@variants("k", [2, 0, 1, 3, 4], quick=2)
+@pytest.mark.parametrize("k", range(5))
 @pytest.mark.parametrize("there", [{"num_workers": 0}, {"num_workers": 2, "in_order": False}])
-def test_bad_samples_survive_a_resume(k, there, make):
+def test_bad_samples_survive_a_resume(k, there):
     """The list of them, and what max_errors compares, in JSON, with another number of workers."""
-    with make(Troubled(FAULTY), max_errors=4, **SKIPPING) as loader:
+    options = SKIPPING | {"num_workers": 2, "executor": "thread"}
+    with Loader(Troubled(FAULTY), max_errors=4, **options) as loader:
         whole = lists(loader)
         errors = sorted(loader.stats.errors.last)
-    with make(Troubled(FAULTY), max_errors=4, **SKIPPING) as loader:
+    with Loader(Troubled(FAULTY), max_errors=4, **options) as loader:
         batches = iter(loader)
         given = [list(next(batches)) for _ in range(k)]
         state = json.loads(json.dumps(loader.state_dict()))
@@ -485,9 +475,7 @@ def test_bad_samples_survive_a_resume(k, there, make):
     (failed,) = state["errors"]
     assert failed["failed"] == len(failed["last"]) == known == [0, 1, 3, 3, 4][k]
     for most, is_enough in ((4, True), (3, False)):
-        with Loader(
-            Troubled(FAULTY), max_errors=most, seed=state["seed"], **SKIPPING | there
-        ) as loader:
+        with Loader(Troubled(FAULTY), max_errors=most, **options | there) as loader:
             loader.load_state_dict(state)
             assert json.loads(json.dumps(loader.state_dict())) == state
             assert len(loader.stats.errors.last) == loader.stats.errors.failed == known
@@ -640,8 +628,8 @@ def test_errors_of_a_state_that_are_damaged(errors):
             loader.load_state_dict(state | {"errors": errors})
 
 
-def test_skip_is_still_a_sample(make):
+def test_skip_is_still_a_sample():
     """What a callable returns may be SKIP; then the transform is not asked."""
-    options: dict[str, Any] = {"transform": Transform({}), "on_sample_error": lambda failure: SKIP}
-    with make(Troubled(FAULTY), BatchSampler(12, 3), collate_fn=list, **options) as loader:
+    options = SKIPPING | {"transform": abs, "on_sample_error": lambda failure: SKIP}
+    with Loader(Troubled(FAULTY), num_workers=0, **options) as loader:
         assert lists(loader) == WITHOUT
