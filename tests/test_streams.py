@@ -64,6 +64,7 @@ from minloader._worker.run import Worker
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
 own = pytest.mark.parametrize("make", ["inline", "thread", "process-2"], indirect=True)
+here = pytest.mark.parametrize("make", ["inline", "thread"], indirect=True)
 foreign = pytest.mark.parametrize("make", ["foreign-process", "foreign-thread"], indirect=True)
 
 
@@ -95,20 +96,12 @@ def test_shards_in_turns(make, last):
         assert lists(loader) == expected
 
 
-@own
-def test_elements_are_batches_without_a_batch_size(make):
-    loader = make(Numbers(10), transform=str)
-    expected = in_turns(10, max(1, loader.num_workers), 1)
-    assert list(loader) == [str(number) for (number,) in expected]
-
-
-@own
-def test_transform_and_collate_run_in_the_worker(make):
-    loader = make(Numbers(12), batch_size=2, transform=np.ones, collate_fn=pad_collate())
-    shards = max(1, loader.num_workers)
-    for padded, numbers in zip(loader, in_turns(12, shards, 2), strict=True):
-        assert padded.lengths.tolist() == numbers
-        assert padded.values.sum() == sum(numbers)
+def test_samples_are_transformed_and_collated():
+    options: dict[str, Any] = {"transform": np.ones, "collate_fn": pad_collate()}
+    with Loader(Numbers(12), batch_size=2, num_workers=2, executor="thread", **options) as loader:
+        for padded, numbers in zip(loader, in_turns(12, 2, 2), strict=True):
+            assert padded.lengths.tolist() == numbers
+            assert padded.values.sum() == sum(numbers)
 
 
 def test_batches_are_born_in_the_slot():
@@ -122,7 +115,7 @@ def test_batches_are_born_in_the_slot():
         assert loader.stats.memory.overflowed == 0
 
 
-@own
+@here
 def test_infinite_streams(make):
     loader = make(Numbers(None), batch_size=2)
     shards = max(1, loader.num_workers)
@@ -133,7 +126,7 @@ def test_infinite_streams(make):
 
 def test_tiny_batches_share_tasks(monkeypatch):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    with Loader(Numbers(4000), batch_size=2, num_workers=2) as loader:
+    with Loader(Numbers(4000), batch_size=2, num_workers=2, executor="thread") as loader:
         assert lists(loader) == in_turns(4000, 2, 2)
         assert loader.stats.workers.chunk_size > 1
 
@@ -147,19 +140,10 @@ def test_each_shard_stays_with_its_worker():
     assert {count for _, _, count in places} == {3}
 
 
-@own
-def test_what_is_ready_first(make):
-    loader = make(Numbers(40), batch_size=2, in_order=False)
-    shards = max(1, loader.num_workers)
-    got = lists(loader)
-    assert sorted(got) == sorted(in_turns(40, shards, 2))
-
-
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_a_slow_shard_does_not_hold_up_the_others(executor, tmp_path):
+def test_a_slow_shard_does_not_hold_up_the_others(tmp_path):
     gate = tmp_path / "open"
     stream = Scripted(30, {0: ("waits", str(gate))})
-    with Loader(stream, num_workers=3, executor=executor, in_order=False) as loader:
+    with Loader(stream, num_workers=3, executor="thread", in_order=False) as loader:
         batches = iter(loader)
         first = [next(batches) for _ in range(20)]
         gate.touch()
@@ -167,7 +151,7 @@ def test_a_slow_shard_does_not_hold_up_the_others(executor, tmp_path):
         assert list(batches) == list(range(0, 30, 3))
 
 
-@own
+@here
 def test_several_passes_at_once(make):
     loader = make(StatefulNumbers(20), batch_size=2)
     expected = in_turns(20, max(1, loader.num_workers), 2)
@@ -192,7 +176,7 @@ def test_what_was_left_is_let_go(tmp_path):
             assert next(iter(loader)) == 1
 
 
-@own
+@here
 def test_streams_are_told_the_epoch(make):
     loader = make(Scripted(6, {}, epochs=True))
     for epoch in (0, 1, 5):
@@ -200,10 +184,12 @@ def test_streams_are_told_the_epoch(make):
         assert [told for told, _ in loader] == [epoch] * 6
 
 
-@own
-def test_no_length(make):
-    with pytest.raises(TypeError, match="no length, since its dataset is a stream"):
-        len(make(Numbers(3)))
+def test_no_length():
+    with (
+        Loader(Numbers(3), num_workers=0) as loader,
+        pytest.raises(TypeError, match="no length, since its dataset is a stream"),
+    ):
+        len(loader)
 
 
 def test_torch_streams():
@@ -215,7 +201,7 @@ def test_torch_streams():
             for n in range(info.id, 10, info.num_workers):
                 yield torch.full((3,), n)
 
-    for num_workers in (0, 1, 2):
+    for num_workers in (0, 2):
         with Loader(Stream(), num_workers=num_workers, mp_context="fork") as loader:
             batches = list(loader)
         assert all(isinstance(batch, torch.Tensor) for batch in batches)
@@ -255,7 +241,7 @@ def test_random_streams_are_the_same_everywhere(kind):
     assert runs[0][0] != runs[0][1]
 
 
-@own
+@here
 def test_every_batch_has_seeds_of_its_own(make):
     """Those of its ordinal; what is done with a sample does not repeat what the stream drew."""
     loader = make(Scripted(7, {}, noise="asked"), transform=draw)
@@ -327,7 +313,7 @@ def test_who_has_begun_with_a_shard_keeps_it():
 # --- errors, deaths, hangs -----------------------------------------------------------------------
 
 
-@own
+@here
 def test_an_error_in_transform_costs_a_batch(make):
     loader = make(Numbers(12), batch_size=2, transform=Refuses(4), num_workers=one(make))
     batches = iter(loader)
@@ -355,13 +341,13 @@ def test_an_error_in_the_stream_ends_a_generator(make, caplog):
     assert "shard 0 of the stream ended with the error in its batch 2" in caplog.text
 
 
-@own
+@here
 def test_an_iterator_that_can_goes_on_after_an_error(make):
     loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=one(make), on_error="skip")
     assert lists(loader) == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
 
 
-@own
+@here
 def test_only_the_shard_with_the_error_ends(make):
     loader = make(Scripted(30, {6: ("raises",)}), on_error=lambda error: SKIP)
     shards = max(1, loader.num_workers)
@@ -369,7 +355,7 @@ def test_only_the_shard_with_the_error_ends(make):
     assert sorted(loader) == [n for n in range(30) if n not in lost]
 
 
-@own
+@here
 def test_a_stream_that_cannot_begin(make):
     loader = make(BrokenStream())
     for _ in range(2):
@@ -525,12 +511,11 @@ class Unloadable(Numbers):
         raise OSError("the disk is not there")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_worker_that_cannot_load_the_stream(num_workers):
+def test_a_worker_that_cannot_load_the_stream():
     """Each of them says so once, and then the epoch is over."""
-    with Loader(Unloadable(9), num_workers=num_workers, retries=0) as loader:
+    with Loader(Unloadable(9), num_workers=2, retries=0) as loader:
         errors = outcomes(iter(loader))
-    assert len(errors) == num_workers
+    assert len(errors) == 2
     assert all("the disk is not there" in str(error) for error in errors)
 
 
@@ -659,7 +644,7 @@ class BeginsAnew(OwnIterator):
         return self
 
 
-@own
+@here
 def test_a_stream_that_is_its_own_iterator_begins_anew(make):
     loader = make(BeginsAnew(), batch_size=2)
     expected = in_turns(6, max(1, loader.num_workers), 2)
@@ -680,16 +665,3 @@ def test_copies_of_an_iterator_are_each_read_once():
     with Loader(iter(range(4)), num_workers=1) as loader:
         for _ in range(3):
             assert list(loader) == [0, 1, 2, 3]
-
-
-# --- nothing is left -----------------------------------------------------------------------------
-
-
-def test_workers_of_a_stream_end_together():
-    loader = Loader(Numbers(None), num_workers=4, transform=whereabouts)
-    pids = {pid for pid, _, _ in itertools.islice(loader, 8)}
-    assert len(pids) == 4
-    loader.close()
-    assert eventually(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
-    with pytest.raises(RuntimeError, match="closed"):
-        iter(loader)
