@@ -65,8 +65,16 @@ def test_every_sample_of_an_undisturbed_epoch_comes_once(way, epochs):
         assert loader.stats.errors.reread == 0
 
 
-@ways
-@variants("stream", [Numbers, *IDIOMS], 2)
+@variants(
+    ("way", "stream"),
+    [
+        ("thread", Numbers),
+        ("thread", IDIOMS[0]),
+        ("process", IDIOMS[0]),
+        *itertools.product(["thread", "process"], IDIOMS[1:]),
+    ],
+    quick=3,
+)
 def test_an_undisturbed_epoch_reads_nothing_again(way, stream):
     """Nor does a stream with a state."""
     n = 1_200
@@ -351,8 +359,9 @@ class Seen:
         yield (info.id, info.num_workers), list(self.seen)  # type: ignore[attr-defined]
 
 
-@ways
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("way", "count"), [("thread", 1), ("thread", 2), ("thread", 3), ("process", 2)]
+)
 def test_a_copy_is_opened_once_for_its_own_shard(way, count):
     with Loader(Seen(), num_workers=3, executor=way, worker_init_fn=note_shard) as loader:
         loader.num_workers = count
@@ -397,8 +406,9 @@ def noisy(value: float) -> float:
     return value + 100 * random.random()
 
 
-@pytest.mark.parametrize("kind", ["no state", "global", "own"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("no state", 0), ("global", 0), ("own", 0), ("global", 2)]
+)
 def test_a_shuffled_stream_that_draws_random_numbers_goes_on_alike(kind, workers):
     """So does a transform that draws behind it."""
 

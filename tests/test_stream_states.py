@@ -250,14 +250,14 @@ class GoesWithIter:
 @pytest.mark.parametrize("make_stream", [same, lambda stream: shuffled(stream, 8)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_goes_to_its_state_when_it_is_begun(workers, make_stream):
-    stream = make_stream(GoesWithIter(30))
-    with Loader(stream, batch_size=2, num_workers=workers) as loader:
+    options: Any = {"batch_size": 2, "num_workers": workers, "executor": "thread"}
+    with Loader(make_stream(GoesWithIter(30)), **options) as loader:
         given, states = [], []
         for epoch, batch in loader.epochs(2):
             given.append((epoch, batch.tolist()))
             states.append(loader.state_dict())
     for k in (0, 4, 13, 20):
-        with Loader(make_stream(GoesWithIter(30)), batch_size=2, num_workers=workers) as loader:
+        with Loader(make_stream(GoesWithIter(30)), **options) as loader:
             loader.load_state_dict(states[k])
             rest = [(epoch, batch.tolist()) for epoch, batch in loader.epochs(until=2)]
             assert rest == given[k + 1 :]

@@ -148,9 +148,7 @@ PRESSES: dict[str, Press] = {
     "the end": Press("iter; take all", "next", FEEDS, 5),
     "the next epoch": Press("epochs 2; take all but one", "next", f"{OURS}/_epochs", 61),
     "the first of the next epoch": Press("epochs 2; take all", "next", f"{OURS}/_epochs", 61),
-    "next behind a later one": Press(
-        "iter; iter; take 1 0; take 4", "next of the former", stride=41
-    ),
+    "behind a later one": Press("iter; iter; take 1 0; take 4", "next of the former", stride=41),
     "load": Press("iter; take 2; note; finish", "load", stride=79),
     "load within an epoch": Press("iter; take 2; note; take 1", "load", stride=79),
     "skip": Press("iter; take 1", "skip", stride=19),
@@ -221,7 +219,7 @@ def press(kind: str, way: str, pressed: Press, stride: int) -> int:
             reached = program.reached
             if program.what.has_state:
                 program.note()
-            do(program, "finish 0; finish; iter; finish; iter; finish")
+            do(program, "finish 0; finish; iter; finish")
             if program.what.has_state:
                 verify(program)
         except BaseException as error:
