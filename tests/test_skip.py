@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import require, variants
+from conftest import require
 from helpers import once_in
 
 from minloader import SKIP, BatchError, BatchSampler, Loader, get_worker_info
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
+
+inline = pytest.mark.parametrize("make", ["inline"], indirect=True)
+"""Where batches are made is no matter: figures of each executor are in other tests here."""
 
 
 class Readings:
@@ -83,6 +86,7 @@ def test_samples_that_the_dataset_skips(make, dataset):
         assert (loader.stats.errors.skipped, loader.stats.errors.skipped_samples) == (0, 4)
 
 
+@inline
 def test_a_batch_of_none_is_skipped(make):
     with make(Readings(), batch_size=3) as loader:
         assert lists(loader) == [[0, 1, 2], [6, 8], [9, 10, 11]]
@@ -93,6 +97,7 @@ def test_a_batch_of_none_is_skipped(make):
         assert (loader.stats.errors.skipped, loader.stats.errors.failed) == (2, 0)
 
 
+@inline
 def test_samples_that_transform_skips(make):
     with make(Readings(), batch_size=4, transform=skip_odd) as loader:
         assert lists(loader) == [[0, 2], [6], [8, 10]]
@@ -163,6 +168,7 @@ def test_a_callable_is_asked_about_samples_of_a_stream(options):
         assert loader.stats.errors.failed == 3
 
 
+@inline
 def test_what_is_no_samples_fault_is_raised(make):
     def refuse(samples: list[Any]) -> Any:
         raise ArithmeticError("cannot stack")
@@ -173,6 +179,7 @@ def test_what_is_no_samples_fault_is_raised(make):
             next(batches)
 
 
+@inline
 def test_an_item_that_is_the_batch(make):
     with make(Readings(), range(12)) as loader:
         assert lists(loader) == [0, 1, 2, 6, 8, 9, 10, 11]
@@ -182,6 +189,7 @@ def test_an_item_that_is_the_batch(make):
         assert loader.stats.errors.skipped == 3
 
 
+@inline
 def test_batches_of_several_shards_stay_whole(make):
     items = [[[0, 1], [2, 6]], [[1, 3], [6, 7]], [[3, 4], [6, 8]]]
     with make(Readings(), items, collate_fn=list) as loader:
@@ -204,7 +212,8 @@ def test_the_same_after_a_kill(tmp_path):
         assert (loader.stats.errors.replaced, loader.stats.errors.skipped_samples) == (1, 4)
 
 
-@variants("k", range(4))
+@inline
+@pytest.mark.parametrize("k", range(4))
 def test_the_same_after_a_resume(make, k):
     with make(Readings(), batch_size=3) as loader:
         whole = lists(loader)
@@ -248,6 +257,7 @@ def test_what_failed_is_a_list(make):
     ]
 
 
+@pytest.mark.parametrize("make", ["inline", "process-2"], indirect=True)
 @pytest.mark.parametrize("on_error", ["skip", "raise", lambda error: -1])
 def test_batches_that_failed_are_in_the_list(make, on_error):
     with make(Faulty(), batch_size=2, on_error=on_error) as loader:
@@ -276,6 +286,7 @@ def test_of_many_errors_the_last_are_kept():
         assert loader.stats.errors.last[0][1] == 500
 
 
+@pytest.mark.parametrize("make", ["inline", "thread"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "given"),
     [

@@ -1,10 +1,14 @@
-"""loader.skip(n): the next batches are left out, and not made; all others stay as they are."""
+"""loader.skip(n): the next batches are left out, and not made; all others stay as they are.
+
+How it goes with epochs, states and what was left is said by the programs of the model.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from conftest import making
 from helpers import Numbers, SelfIterating, Stateful
 
 from minloader import (
@@ -16,7 +20,12 @@ from minloader import (
     prefetch,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_starts")
+
+@pytest.fixture(params=["inline", "thread"])
+def make(request):
+    """Batches are left out in this process, wherever they are made."""
+    with making(request) as factory:
+        yield factory
 
 
 N = 24
@@ -50,15 +59,6 @@ def fail_at_two_and_five(item: int) -> int:
     return item
 
 
-def test_an_epoch_ends_there_within_epochs(make):
-    with make(echo, range(9)) as loader:
-        given = []
-        for epoch, batch in loader.epochs(2):
-            given.append((epoch, batch))
-            loader.skip(1000 if batch == 1 else 0)
-        assert given == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 def test_what_is_left_out_is_not_made():
     made: list[int] = []
 
@@ -78,7 +78,7 @@ def test_what_is_left_out_is_not_made():
 
 def test_a_part_of_a_task_is_left_out():
     """Tiny batches are sent many at a time."""
-    with Loader(echo, range(5000), num_workers=1) as loader:
+    with Loader(echo, range(5000), num_workers=1, executor="thread") as loader:
         list(loader)
         batches = iter(loader)
         given = []

@@ -329,12 +329,11 @@ def opened(n: int, **options: Any) -> Loader:
     return Loader(Opened(n), batch_size=2, worker_init_fn=open_stream, **options)
 
 
-@ways
-@pytest.mark.parametrize("after", [1, 2])
-def test_each_copy_is_opened_for_its_shard(way, after):
+@variants("after", [1, 2])
+def test_each_copy_is_opened_for_its_shard(after):
     """In the workers that the loader was made with, after a resize, and in the next epochs."""
     expected = in_turns(60, 3, 2)
-    with opened(60, num_workers=3, executor=way) as loader:
+    with opened(60, num_workers=3) as loader:
         assert lists(loader) == expected
         batches = iter(loader)
         given = lists(itertools.islice(batches, 4))
