@@ -487,22 +487,6 @@ def test_bad_samples_survive_a_resume(k, there):
                     lists(loader)
 
 
-def test_bad_samples_survive_a_resume_with_torch():
-    require("torch")
-    from minloader.torch import DataLoader
-
-    options: dict[str, Any] = {"batch_size": 3, "on_sample_error": "skip", "max_errors": 3}
-    with DataLoader(Troubled(FAULTY), **options) as loader:
-        batches = iter(loader)
-        assert [next(batches).tolist() for _ in range(2)] == WITHOUT[:2]
-        state = json.loads(json.dumps(loader.state_dict()))
-    with DataLoader(Troubled(FAULTY), num_workers=1, **options) as loader:
-        loader.load_state_dict(state)
-        assert bad(loader) == BAD[:3]
-        with pytest.raises(BatchError, match="4 of the batches and samples of epoch 0"):
-            list(loader)
-
-
 def test_a_share_survives_a_resume():
     options: dict[str, Any] = {"collate_fn": list, "on_sample_error": "skip", "num_workers": 0}
     options |= {"max_errors": 0.2}

@@ -360,18 +360,6 @@ def test_a_sampler_whose_state_is_costly_is_rarely_asked():
     assert sampler.asked <= 3 + (time.monotonic() - began) / (STATE_COST * 0.02)
 
 
-def test_a_state_that_was_only_inherited():
-    class Abstract(SelfIterating):
-        def state_dict(self) -> Any:
-            raise NotImplementedError
-
-    with Loader(Guarded(), Abstract(range(9)), num_workers=0) as loader:
-        batches = iter(loader)
-        first = [next(batches)[0] for _ in range(4)]
-        loader.load_state_dict(loader.state_dict())
-        assert first + [batch[0] for batch in loader] == list(range(9))
-
-
 def test_an_iterator_is_drawn_from_once_and_only_as_far_as_needed():
     drawn = []
 

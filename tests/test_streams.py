@@ -32,6 +32,7 @@ from helpers import (
     wide,
 )
 from interrupts import interrupted
+from kinds import OwnToldHowFar, ServesOnce
 
 from minloader import (
     SKIP,
@@ -620,33 +621,9 @@ def test_generators_are_read_once():
         next(iter(loader))
 
 
-class OwnIterator:
-    """Is its own iterator, of a class of Python's, and has no state."""
-
-    left: Any = range(6)
-
-    def __iter__(self) -> OwnIterator:
-        return self
-
-    def __next__(self) -> int:
-        if not self.left:
-            raise StopIteration
-        first, *self.left = self.left
-        return first
-
-
-class BeginsAnew(OwnIterator):
-    """The same, and begins anew with each ``iter``."""
-
-    def __iter__(self) -> BeginsAnew:
-        info = get_worker_info()
-        self.left = range(info.id, 6, info.num_workers)
-        return self
-
-
 @here
 def test_a_stream_that_is_its_own_iterator_begins_anew(make):
-    loader = make(BeginsAnew(), batch_size=2)
+    loader = make(OwnToldHowFar(6), batch_size=2)
     expected = in_turns(6, max(1, loader.num_workers), 2)
     assert [lists(loader) for _ in range(2)] == [expected] * 2
     next(iter(loader))  # an epoch that is left
@@ -654,7 +631,7 @@ def test_a_stream_that_is_its_own_iterator_begins_anew(make):
 
 
 def test_a_second_pass_that_gives_nothing_is_refused():
-    with Loader(OwnIterator(), num_workers=0) as loader:
+    with Loader(ServesOnce(range(6)), num_workers=0) as loader:
         assert list(loader) == [0, 1, 2, 3, 4, 5]
         with pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
             next(iter(loader))
