@@ -66,25 +66,38 @@ def test_what_is_given(make, case):
     assert list(loader) == expected
 
 
-class Listed(list):  # type: ignore[type-arg]
-    """A list of the user's own kind."""
-
-
 def test_items_reach_the_dataset_as_they_are(make):
     items: Any = ["a", (1, 2), [3, [4]], {"k": {5}}, None, slice(1, 2), np.arange(3), b"\0", 2**80]
     for got, sent in zip(make(Echo(), items), items, strict=True):
         assert type(got) is type(sent)
         assert np.array_equal(got, sent) if isinstance(sent, np.ndarray) else got == sent
 
-    def refilled(item: Any) -> Iterator[Any]:
-        for n in range(3):
-            item[0] = n
-            yield item
 
-    # As they were when they were drawn: this sampler changes each when it is asked for the next.
-    kinds = [[0], {}, bytearray(1), np.zeros(1), array("q", [0]), deque([0]), Listed([0])]
-    items = itertools.chain.from_iterable(map(refilled, kinds))
-    assert [item[0] for item in make(Echo(), items, chunks=True)] == len(kinds) * [0, 1, 2]
+class Listed(list):  # type: ignore[type-arg]
+    """A list of the user's own kind."""
+
+
+class Refills:
+    """Gives each of some objects three times, with another number in it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        kinds = [[0], {}, bytearray(1), np.zeros(1), array("q", [0]), deque([0]), Listed([0])]
+        for item in kinds:
+            for n in range(3):
+                item[0] = n  # type: ignore[index]
+                yield item
+
+
+def test_a_sampler_may_fill_one_object_again(make):
+    """Items are as they were when they were drawn; a state is not refused for what they are now."""
+    loader = make(Echo(), Refills(), chunks=True)
+    expected = 7 * [0, 1, 2]
+    for taken in range(0, 21, 2):
+        loader.set_epoch(0)
+        batches = iter(loader)
+        assert [next(batches)[0] for _ in range(taken)] == expected[:taken]
+        loader.load_state_dict(loader.state_dict())
+        assert [item[0] for item in loader] == expected[taken:]
 
 
 def test_arrays_are_writable(make):

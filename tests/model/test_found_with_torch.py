@@ -7,6 +7,11 @@ from conftest import require, variants
 
 require("torch")
 
+import torch  # noqa: E402
+from kinds import same  # noqa: E402
+
+from minloader import Loader  # noqa: E402
+
 from .drop_in import FOUND, KINDS, PRESSED, press, run  # noqa: E402
 
 QUICK = ["shuffle", "own generator", "told with state", "rolling", "stream with state"]
@@ -35,3 +40,16 @@ def test_an_interrupt_at_each_place_of_next(name, kinds, stride):
 @pytest.mark.parametrize("kind", QUICK)
 def test_an_interrupt_at_each_place_of_next_beside_a_worker(name, kind):
     press(kind, 1, PRESSED[name], stride=307)
+
+
+def test_an_order_of_a_generator_of_torchs_is_refused():
+    """By a Loader: nothing puts it back. Of others that is in ``test_account``."""
+    sampler = torch.utils.data.RandomSampler(range(9), generator=torch.Generator())
+    with Loader(same, sampler, num_workers=0) as loader:
+        list(loader)
+        state = loader.state_dict()
+    with (
+        Loader(same, sampler, num_workers=0) as loader,
+        pytest.raises(ValueError, match="draws its order from a generator"),
+    ):
+        loader.load_state_dict(state)
