@@ -155,6 +155,12 @@ def nests() -> Any:
     return nest
 
 
+def while_there(path: str, way: Any, *arguments: Any) -> None:
+    """Goes wrong while a file is there."""
+    if os.path.exists(path):
+        way(*arguments)
+
+
 def in_thread(way: Any, *arguments: Any) -> None:
     thread = threading.Thread(target=way, args=arguments)
     thread.start()
@@ -372,17 +378,6 @@ class Exit:
 
     def __call__(self) -> None:
         os._exit(self.code)
-
-
-class Unless:
-    """A worker_init_fn that acts while a file is there."""
-
-    def __init__(self, path: Any, way: Any, *arguments: Any) -> None:
-        self.path, self.way, self.arguments = str(path), way, arguments
-
-    def __call__(self, info: Any) -> None:
-        if os.path.exists(self.path):
-            self.way(*self.arguments)
 
 
 class Until:
