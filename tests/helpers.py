@@ -329,15 +329,6 @@ def _tell(pipe: Any, array: Any) -> None:
     pipe.send(array)
 
 
-def threads_in(item: int) -> Any:
-    """What this process says about threads of computing libraries."""
-    if item == 0:
-        return os.environ.get("OMP_NUM_THREADS")
-    import torch
-
-    return torch.get_num_threads()
-
-
 class AllNoise(Noise):
     """Random data from every generator there is."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -43,6 +42,7 @@ from conftest import (
     in_threads,
     printed_by,
     python,
+    require,
     variants,
     workers,
 )
@@ -54,6 +54,12 @@ from minloader._diagnosis.inspect import inspect
 from minloader._pools import fork_server
 from minloader._worker import lifetimes
 from minloader._worker.messages import TaskMessage
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+SPAWN = multiprocessing.get_context("spawn")
+"""For workers with nothing of the fork server's: it has an environment of its own, and what it
+forks calls no exit handlers."""
 
 AT_LAST = 60.0
 """Seconds within which everything must be gone: two are promised, on a machine that is not busy.
@@ -78,43 +84,66 @@ def test_a_worker_starts_processes_of_its_own(work, expected):
 
 
 SETTINGS = """
-import decimal, logging, sys
+import decimal, logging, multiprocessing, sys
 import numpy as np
 from minloader import Loader
 
 logging.disable()  # on a busy machine a start may take long, and that is told
 
+def settings(item):
+    context = decimal.getcontext()
+    found = [repr(context).split(", flags")[0], repr(context).split("traps")[1]]
+    return [*found, sorted(np.geterr().items()), sys.getrecursionlimit()]
+
+def check(**options):
+    (expected,) = Loader(settings, [0], num_workers=0)
+    with Loader(settings, range(4), **options) as loader:
+        assert list(loader) == [expected] * 4, (options, list(loader), expected)
+
 context = decimal.Context(prec=50, rounding=decimal.ROUND_UP, traps=[decimal.Inexact])
 decimal.setcontext(context)
 np.seterr(divide="raise", under="print")
 sys.setrecursionlimit(4321)
-if sys.argv[2] == "torch":
-    import torch
-    torch.set_default_dtype(torch.float64)
-def settings(item):
-    context = decimal.getcontext()
-    found = [repr(context).split(", flags")[0], repr(context).split("traps")[1]]
-    found += [sorted(np.geterr().items()), sys.getrecursionlimit()]
-    if sys.argv[2] == "torch":
-        found.append(str(torch.tensor(1.0).dtype))
-    return found
-def of(**options):
-    with Loader(settings, range(4), **options) as loader:
-        batches = list(loader)
-    assert all(each == batches[0] for each in batches)
-    return batches[0]
-expected = of(num_workers=0)
-how = {"executor": "thread"} if sys.argv[1] == "thread" else {"mp_context": sys.argv[1]}
-assert of(num_workers=2, **how) == expected, (of(num_workers=2, **how), expected)
+check(executor="thread")
+for method in multiprocessing.get_all_start_methods():
+    check(num_workers=2, mp_context=method)
 print("well")
 """
 
 
-@variants("way", [*multiprocessing.get_all_start_methods(), "thread"], quick=4)
-def test_what_was_set_in_libraries_holds_in_workers(way):
+def test_what_was_set_in_libraries_holds_in_workers():
     """In one that dies, too, since all get the same."""
-    library = "torch" if way == "spawn" and importlib.util.find_spec("torch") else "none"
-    assert printed_by(SETTINGS, way, library, options=["-W", "ignore"]) == "well\n"
+    assert printed_by(SETTINGS, options=["-W", "ignore"]) == "well\n"
+
+
+@pytest.mark.parametrize("users", [None, "3"])
+def test_a_worker_computes_in_one_thread(monkeypatch, users):
+    """Unless the user says how many there are to be."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if users:
+        monkeypatch.setenv("OMP_NUM_THREADS", users)
+    with Loader(lambda item: os.environ["OMP_NUM_THREADS"], [0], mp_context=SPAWN) as loader:
+        assert list(loader) == [users or "1"]
+    assert os.environ.get("OMP_NUM_THREADS") == users
+
+
+def test_torch_in_a_worker(monkeypatch):
+    """It computes in one thread, and has the default type of the calling process."""
+    torch = require("torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def look(item: int) -> Any:
+        import torch
+
+        return torch.get_num_threads(), str(torch.tensor(1.0).dtype)
+
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Loader(look, [0], mp_context=SPAWN) as loader:
+            assert list(loader) == [(1, "torch.float64")]
+    finally:
+        torch.set_default_dtype(former)
 
 
 def test_a_function_that_numpy_calls_at_errors_stays_here():
@@ -139,19 +168,18 @@ def test_nothing_is_imported_for_settings():
     program = """
 import sys
 from minloader import Loader
-def modules(item):
+def look(item):
     import sys
-    return [name in sys.modules for name in ("numpy", "torch")]
-def late(item):
+    before = [name in sys.modules for name in ("numpy", "torch")]
     import decimal
-    return str(decimal.Decimal(1) / 3)
-print(*Loader(modules, [0]))
+    return before, str(decimal.Decimal(1) / 3)[:9]
+print(*Loader(look, [0]))
 import decimal
 decimal.getcontext().prec = 5
-print(*Loader(modules, [0]), *Loader(late, [0]))
+print(*Loader(look, [0]))
 """
     none = [False, False]
-    assert printed_by(program) == f"{none}\n{none} 0.33333\n"
+    assert printed_by(program) == f"{(none, '0.3333333')}\n{(none, '0.33333')}\n"
 
 
 AT_A_TERMINAL = """
@@ -197,15 +225,6 @@ def test_a_worker_that_touches_the_terminal_is_not_stopped(method):
         os.close(ours)
         os.close(theirs)
     assert told == "[1, 1, 3, 'No such device or address']\n"
-
-
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_start_methods(method):
-    with Loader(Whereabouts(), range(6), num_workers=2, mp_context=method) as loader:
-        assert [batch["item"] for batch in loader] == list(range(6))
-    if method == "forkserver":
-        multiprocessing.forkserver._forkserver._stop()  # it is the standard library's to keep
 
 
 def test_a_fork_server_imports_what_the_job_needs(tmp_path, monkeypatch):
@@ -407,13 +426,20 @@ def assert_gone(program: subprocess.Popen[str], pids: list[int]) -> tuple[int, s
 @variants("hang", HANGS)
 @variants("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], quick=2)
 def test_the_parent_is_killed(tmp_path, number, hang):
-    """Or Ctrl-C is pressed at its terminal."""
-    program, pids = run_program(tmp_path, "next(batches)", hang)
+    """Or Ctrl-C is pressed at its terminal. No file is left, though files need names here."""
+    folder, temporary = tmp_path / "pids", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    named = f"del os.memfd_create; import tempfile; tempfile.tempdir = {str(temporary)!r}"
+    program, pids = run_program(folder, "next(batches)", hang, before=named)
+    files = {path.name[:10] for path in temporary.iterdir()}
     assert len(pids) >= 8
     send = os.killpg if number == signal.SIGINT else os.kill
     send(program.pid, number)
     code, errors = assert_gone(program, pids)
     assert code == -number
+    assert files == {"minloader-"}, errors
+    assert list(temporary.iterdir()) == []
     if number == signal.SIGINT:
         assert errors.count("Traceback") == 1
         assert errors.rstrip().endswith("KeyboardInterrupt")
@@ -661,21 +687,6 @@ begun.wait()
     assert printed_by(code) == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_file_is_left_where_files_need_names(tmp_path, number):
-    """Without memfd the dataset lies in the temporary folder, and must go all the same."""
-    folder, temporary = tmp_path / "pids", tmp_path / "temporary"
-    folder.mkdir()
-    temporary.mkdir()
-    before = f"del os.memfd_create; import tempfile; tempfile.tempdir = {str(temporary)!r}"
-    program, pids = run_program(folder, "next(batches)", before=before)
-    files = {path.name[:10] for path in temporary.iterdir()}
-    program.send_signal(number)
-    _, errors = assert_gone(program, pids)
-    assert files == {"minloader-"}, errors
-    assert list(temporary.iterdir()) == []
-
-
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_close_from_another_thread_while_next_waits(executor, tmp_path, monkeypatch):
     """The wait ends, with the reason, and no new workers are started for what is left.
@@ -700,16 +711,16 @@ def test_close_from_another_thread_while_next_waits(executor, tmp_path, monkeypa
 
 def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
     batches = []
-    for batch in Loader(Squares(20), num_workers=2):
+    for batch in Loader(Squares(8), num_workers=1, prefetch_factor=1):
         gc.collect()
         batches.append(batch)
-    assert batches == [i * i for i in range(20)]
+    assert batches == [i * i for i in range(8)]
 
 
 @pytest.mark.parametrize("leave", [register_exit, crash_at_exit])
 def test_a_worker_leaves(tmp_path, leave):
     """Exit handlers run, and what the dataset left running is killed, also where they crash."""
-    with Loader(leave, [str(tmp_path)], num_workers=1) as loader:
+    with Loader(leave, [str(tmp_path)], num_workers=1, mp_context=SPAWN) as loader:
         (child,) = loader
     assert leave is crash_at_exit or (tmp_path / "left").exists()
     assert eventually(lambda: not alive(child))
@@ -743,7 +754,7 @@ def test_loaders_in_threads():
     """Several loaders start and end workers at the same time."""
 
     def use() -> list[int]:
-        with Loader(Squares(10), num_workers=1) as loader:
+        with Loader(Squares(10), num_workers=1, mp_context=SPAWN) as loader:
             return list(loader)
 
     assert in_threads(*[use] * 4) == [[i * i for i in range(10)]] * 4
@@ -919,7 +930,7 @@ def test_a_loader_that_cannot_be_made_leaves_no_file(monkeypatch):
     monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: None)
     before = shared_files()
     with pytest.raises(RuntimeError, match="is empty, so it is not known") as caught:
-        Loader(Squares(4), num_workers=1)
+        Loader(Squares(4), num_workers=1, mp_context=SPAWN)
     del caught  # whose traceback has the files
     gc.collect()
     assert shared_files() == before

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import weakref
 from functools import partial, partialmethod
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ from helpers import (
     numbered,
     refuse,
     sized,
-    threads_in,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -907,16 +905,3 @@ def test_workers_that_are_forks():
                 assert (two == 100 + n).all()
         for n, batch in enumerate(held):
             assert (batch == 3 * n).all()
-
-
-@pytest.mark.parametrize(("users", "library"), [(None, 0), ("3", 0), (None, "torch")])
-def test_a_worker_computes_in_one_thread(monkeypatch, users, library):
-    if library:
-        require(library)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if users:
-        monkeypatch.setenv("OMP_NUM_THREADS", users)
-    spawn = get_context("spawn")  # a fork server may have begun with another environment
-    with Loader(threads_in, [library], mp_context=spawn) as loader:
-        assert list(loader) == [1 if library else users or "1"]
-    assert os.environ.get("OMP_NUM_THREADS") == users
