@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import warnings
@@ -39,7 +40,7 @@ class Memory:
 
     def __init__(self, method: str, folder: Path) -> None:
         self.context: Any = get_context(method)
-        self.path = folder / "numbers"
+        self.paths = (folder / f"numbers {n}" for n in itertools.count())
         self.named: SharedMemory | None = None
 
     def array(self) -> Any:
@@ -56,8 +57,9 @@ class Memory:
         return np.ndarray((100,), np.float64, buffer=self.named.buf)
 
     def memmap(self) -> Any:
-        np.zeros(100).tofile(self.path)
-        return np.memmap(self.path, np.float64, "r+")
+        path = next(self.paths)
+        np.zeros(100).tofile(path)
+        return np.memmap(path, np.float64, "r+")
 
     def view_of_a_memmap(self) -> Any:
         return np.asarray(self.memmap())
@@ -79,10 +81,11 @@ class Own(np.ndarray[Any, Any]):
     pass
 
 
-MAKERS: list[Callable[[Memory], Any]] = [
-    *(Memory.array, Memory.raw_array, Memory.value, Memory.named_memory, Memory.memmap),
-    *(Memory.view_of_a_memmap, Memory.tensor),
-]
+MAKERS: dict[str, list[Callable[[Memory], Any]]] = {
+    "standard library": [Memory.array, Memory.raw_array, Memory.value, Memory.named_memory],
+    "files": [Memory.memmap, Memory.view_of_a_memmap],
+    "torch": [Memory.tensor],
+}
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "all": lambda array: array,
     "a part": lambda array: array[len(array) // 2 :],
@@ -110,16 +113,18 @@ class Overwrites(Writes):
 
 
 @METHOD
-@pytest.mark.parametrize("make", MAKERS)
-def test_they_stay_shared(make, method, tmp_path):
+@pytest.mark.parametrize("of", MAKERS)
+def test_they_stay_shared(of, method, tmp_path):
     memory = Memory(method, tmp_path)
-    array = make(memory)
-    views = {name: view(array) for name, view in VIEWS.items()}
-    with Loader(Overwrites(views), list(VIEWS), num_workers=1, mp_context=method) as loader:
+    views: dict[Any, Any] = {}
+    for make in MAKERS[of]:
+        array = make(memory)
+        views |= {(make.__name__, name): view(array) for name, view in VIEWS.items()}
+    with Loader(Overwrites(views), list(views), num_workers=1, mp_context=method) as loader:
         for each in views.values():
             each[0] = 6
         assert set(loader) <= {6, 7}  # some begin alike
-    assert {name: each[0] for name, each in views.items()} == dict.fromkeys(VIEWS, 7)
+    assert {name: each[0] for name, each in views.items()} == dict.fromkeys(views, 7)
     views.clear()
     del array, each
     memory.close()
@@ -209,7 +214,7 @@ def test_memory_of_one_process_is_its_own(method):
         assert array[0] == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@variants("method", ["spawn", "forkserver"])
 def test_views_that_grow_on_their_way_are_told(method, monkeypatch, caplog):
     monkeypatch.setattr("minloader._pools.group.MOST_GROWTH", 1_000_000)
     series = np.arange(10_000.0)
