@@ -189,6 +189,17 @@ def test_small_files_are_enough_for_small_datasets():
     assert "larger than a file may be, 100 kB: raise the limit (ulimit -f), or use" in done.stdout
 
 
+def unshare(*arguments: str) -> list[str]:
+    """A command before a program, which gets namespaces of its own; or the test is skipped."""
+    command = ["unshare", *arguments]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*command, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("programs cannot be given namespaces of their own here")
+    return command
+
+
 WITHOUT_INIT = """
 import os, sys
 import trouble
@@ -210,12 +221,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 )
 def test_the_first_process_of_a_container_leaves_no_zombies(end, method, tmp_path):
     """Orphans are given to it, and there is no init that reaps them."""
-    before = ["unshare", "--pid", "--fork", "--mount-proc"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*before, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("programs cannot be given a namespace of pids here")
+    before = unshare("--pid", "--fork", "--mount-proc")
     done = python(WITHOUT_INIT, method, end, tmp_path / "did", before=before)
     assert done.returncode == 0, done.stderr
 
@@ -223,12 +229,7 @@ def test_the_first_process_of_a_container_leaves_no_zombies(end, method, tmp_pat
 @variants("method", ["spawn", "fork", "forkserver"])
 def test_another_namespace_of_pids_without_its_proc(method):
     """There a process has another number in /proc than it knows itself by."""
-    before = ["unshare", "--pid", "--fork"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*before, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("programs cannot be given a namespace of pids here")
+    before = unshare("--pid", "--fork")
     code = """
 import os, sys
 import helpers
@@ -264,12 +265,7 @@ with Loader(helpers.numbered, range(9), num_workers=2, mp_context=sys.argv[1]) a
 def test_processes_without_semaphores_are_told():
     """They are files in /dev/shm; batches are not."""
     mount = "mount -t tmpfs -o ro tmpfs /dev/shm"
-    before = ["unshare", "-m", "sh", "-c", mount + ' && exec "$@"', "sh"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*before, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("programs cannot be given a /dev/shm of their own here")
+    before = unshare("-m", "sh", "-c", mount + ' && exec "$@"', "sh")
     said = printed_by(TRIED, before=before)
     assert said.startswith("EROFS minloader: batch 0 of epoch 0, item 0, in the parent, ")
     assert "let it be there, writable, and not full, or use fewer (num_workers=0" in said

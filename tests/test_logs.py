@@ -132,7 +132,6 @@ def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
 
 
 OWN_LOGGER = """
-import errno
 import logging
 class Own(logging.Logger):
     def trace(self, text):
@@ -151,7 +150,6 @@ def test_a_library_with_a_logger_class_of_its_own(method, tmp_path):
     """As astropy and absl have them: a worker makes no logger of that name before."""
     (tmp_path / "own_logger.py").write_text(OWN_LOGGER)
     program = f"""
-import errno
 import logging
 from minloader import Loader
 import own_logger

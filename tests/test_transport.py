@@ -470,6 +470,11 @@ def local_error():
     return LocalError("here")
 
 
+def of_file(number, text):
+    """What an error of the system knows."""
+    return {"errno": number, "strerror": text, "filename": "a.wav"}
+
+
 LOCK = threading.Lock()
 
 
@@ -489,6 +494,10 @@ LOCK = threading.Lock()
         (having(ValueError("oops"), lock=LOCK, row=7), {"args": ("oops",), "__dict__": {"row": 7}}),
         (having(ValueError("oops"), bad=Unpicklable()), {"args": ("oops",), "__dict__": {}}),
         (RuntimeError("held", LOCK), {"args": ("held", repr(LOCK))}),
+        # Those of the system know a file, also without their attributes or their own ``__init__``.
+        (FileNotFoundError(2, "No such file", "a.wav"), of_file(2, "No such file")),
+        (having(PermissionError(13, "denied", "a.wav"), lock=LOCK), of_file(13, "denied")),
+        (DiskError(5, "a.wav"), of_file(5, "disk on fire")),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -497,21 +506,6 @@ def test_exceptions_travel(error, told):
     back = there_and_back(error)
     assert {name: getattr(back, name) for name in told} == told
     assert vars(error) == before
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (FileNotFoundError(2, "No such file", "a.wav"), (2, "No such file", "a.wav")),
-        (having(PermissionError(13, "denied", "a.wav"), lock=LOCK), (13, "denied", "a.wav")),
-        (DiskError(5, "a.wav"), (5, "disk on fire", "a.wav")),
-    ],
-)
-def test_os_errors_keep_what_they_know(error, told):
-    """Also without their attributes, and without their own ``__init__``."""
-    back = there_and_back(error)
-    assert (back.errno, back.strerror, back.filename) == told
-    assert "a.wav" in str(back)
 
 
 def test_a_hopeless_exception_is_none():
