@@ -604,18 +604,18 @@ def test_a_stream_that_no_worker_makes_ready(on_error, message):
 @pytest.mark.parametrize(("deed", "always"), [(trouble.die, False), (trouble.hang, True)])
 def test_who_is_lost_in_the_middle_of_a_chunk_is_found(deed, always, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
-    dataset = Noisy({700: deed}, None if always else tmp_path)
-    with Loader(Noisy({}), range(1000), num_workers=0) as loader:
+    dataset = Noisy({250: deed}, None if always else tmp_path)
+    with Loader(Noisy({}), range(400), num_workers=0) as loader:
         expected = list(loader)
-    with Loader(dataset, range(1000), num_workers=1, retries=1, timeout=HANG) as loader:
+    with Loader(dataset, range(400), num_workers=1, retries=1, timeout=HANG) as loader:
         batches = iter(loader)
-        assert_equal([next(batches) for _ in range(600)], expected[:600])
+        assert_equal([next(batches) for _ in range(200)], expected[:200])
         assert loader.stats.workers.chunk_size > 1
         results = outcomes(batches)
-        error = results.pop(100) if always else None
-        assert_equal(results, expected[600:700] + expected[700 + always :])
+        error = results.pop(50) if always else None
+        assert_equal(results, expected[200:250] + expected[250 + always :])
         if always:
-            assert (type(error), error.ordinal, error.item) == (BatchTimeout, 700, 700)
+            assert (type(error), error.ordinal, error.item) == (BatchTimeout, 250, 250)
             assert "took longer than timeout allows (tried 2 times)" in str(error)
             assert caplog.text.count("a batch took too long") == 2
         assert loader.stats.errors.retries == 1
