@@ -886,29 +886,31 @@ def test_what_is_left_for_other_ranks_is_no_matter_of_how_far_was_read(kind):
 
 @pytest.mark.parametrize("kind", ["batch shuffled", "dynamic shuffled", "packed", "mixture"])
 def test_batches_out_of_turn_cannot_be_dealt_anew(kind):
-    """Those that came before their turn are others in each rank."""
+    """Those that came before their turn are others in each rank. All come after the refusal."""
     gate, sampler = threading.Event(), KINDS[kind](world_size=2)
-    first = repr(next(iter(KINDS[kind](world_size=2))))
+    first, second = map(repr, islice(KINDS[kind](world_size=2), 2))
 
-    def slow_at_first(item: Any) -> str:
-        if repr(item) == first:
+    def slow_at_second(item: Any) -> str:
+        if repr(item) == second:
             gate.wait(60)
         return repr(item)
 
     options = {"num_workers": 2, "executor": "thread", "in_order": False}
-    with Loader(slow_at_first, sampler, **options) as loader:
+    with Loader(slow_at_second, sampler, **options) as loader:
         batches = iter(loader)
-        assert next(batches) != first
+        assert next(batches) == first
+        assert next(batches) != second
         state = loader.state_dict()
         gate.set()
     for world_size in (2, 3, 1):
         with Loader(repr, KINDS[kind](world_size=world_size), num_workers=0) as other:
             if world_size == 2:
                 other.load_state_dict(state)
-                assert next(iter(other)) == first
+                assert next(iter(other)) == second
                 continue
             with pytest.raises(ValueError, match=r"delivered before their turn .*in_order=False"):
                 other.load_state_dict(state)
+            assert list(other) == list(map(repr, KINDS[kind](world_size=world_size)))
 
 
 SHARED = ["batch shuffled", "batch rollover", "dynamic shuffled", "packed split", "mixture"]

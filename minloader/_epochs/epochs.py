@@ -553,7 +553,6 @@ def _dealt_anew(position: Position, sampler: Sampler, allowed: Sequence[str]) ->
     """Return a position whose steps were dealt out otherwise as one of the sampler's."""
     (lane,) = position.lanes
     source_state = lane.source_state
-    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allowed)
     if lane.ahead:
         raise ValueError(
             "what is left is to be dealt out anew, since world_size or what limits a batch is "
@@ -561,6 +560,7 @@ def _dealt_anew(position: Position, sampler: Sampler, allowed: Sequence[str]) ->
             "(in_order=False), which are others in each rank; end the epoch with the sampler that "
             "it had, or take a state from between epochs"
         )
+    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allowed)
     length = None
     with suppress(TypeError):
         length = len(sampler)
