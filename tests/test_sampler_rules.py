@@ -682,14 +682,17 @@ def test_a_limit_may_be_another_if_that_is_allowed(limit, world_size, loader):
     assert len({*first, *rest}) == len(first) + len(rest) == N - dropped
 
 
-def test_as_many_batches_as_another_world_size_has_can_be_left_out():
-    with Loader(list, BatchSampler(N, 3, world_size=4), num_workers=0) as lived:
-        next(iter(lived))
+@pytest.mark.parametrize("former", [{"world_size": 4}, {"batch_size": 6}])
+@pytest.mark.parametrize("taken", [1, N])
+def test_as_many_batches_can_be_left_out_as_there_are_once_they_are_dealt_anew(former, taken):
+    """Also between epochs, of which the former may have had fewer."""
+    with Loader(list, BatchSampler(N, **{"batch_size": 3, **former}), num_workers=0) as lived:
+        assert list(islice(iter(lived), taken))
         state = lived.state_dict()
     with Loader(list, BatchSampler(N, 3), num_workers=0) as resumed:
-        resumed.load_state_dict(state)
+        resumed.load_state_dict(state, allow="batch_size")
         rest = list(resumed)
-        resumed.load_state_dict(state)
+        resumed.load_state_dict(state, allow="batch_size")
         resumed.skip(12)
         assert list(resumed) == rest[12:]
 

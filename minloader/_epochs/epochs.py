@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -561,11 +561,8 @@ def _dealt_anew(position: Position, sampler: Sampler, allowed: Sequence[str]) ->
             "it had, or take a state from between epochs"
         )
     sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allowed)
-    length = None
-    with suppress(TypeError):
-        length = len(sampler)
     # What comes next is another batch now.
     lane = LanePosition(
         given=lane.given, source_state=SourceState(lane.given, sampler.state_dict())
     )
-    return replace(position, lanes=[lane], length=length)
+    return replace(position, lanes=[lane], length=None)
