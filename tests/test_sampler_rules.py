@@ -565,6 +565,32 @@ def test_an_error_comes_once_and_every_state_around_it_leads_to_the_rest(kind):
     assert raised[-1] == 0
 
 
+class Busy(Told):
+    """It cannot say one of its states, counted from 1, when it is asked first."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+
+    def state_dict(self) -> dict[str, int]:
+        self.fails_at -= 1
+        if not self.fails_at:
+            raise OSError("busy")
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("kind", [DynamicBatchSampler, PackedBatchSampler])
+def test_a_state_that_is_not_there_at_first_costs_no_window(kind, fails_at):
+    """Its error comes once, as any other. The third is that of the end."""
+    undisturbed = kind(LENGTHS, 45, sampler=Told(), world_size=2)
+    sampler = kind(LENGTHS, 45, sampler=Busy(fails_at), world_size=2)
+    batches, errors = parted(outcomes(iter(sampler)))
+    assert batches == list(undisturbed)
+    assert errors == ["busy"]
+    assert sampler.dropped == undisturbed.dropped
+
+
 class Spoilt(Told):
     """Some of its items raise, and it goes on behind them."""
 

@@ -544,19 +544,24 @@ class _WindowRun(Run):
         """Begin another window, behind the one that was given; or end."""
         reading = self._reading
         beginning = self.sampler._beginning()
-        end = planned.batches_after
-        dropped = planned.dropped
+        dropped = self.dropped + planned.dropped
+        ended = self._window is self.sampler._all or reading.ended
+        if ended:
+            start = beginning | {"source": reading.following()}
+        else:
+            history = planned.unfinished_history
+            numbers = {"begun": planned.batches_after, "world_size_history": history}
+            start = beginning | numbers | {"source": reading.position()}
+        # Only now, and without a call in between: a state may raise, and is asked for again then.
+        self._start = start
+        self.dropped = dropped
         self._num_raised = 0
         self._num_to_skip = 0
-        self.dropped += dropped
-        if self._window is self.sampler._all or reading.ended:
-            self._start = beginning | {"source": reading.following()}
+        if ended:
             self.ended = True
             raise StopIteration
         self._window = None
         self._planned = None
-        numbers = {"begun": end, "world_size_history": planned.unfinished_history}
-        self._start = beginning | numbers | {"source": reading.position()}
 
 
 WindowSampler._begin = _WindowRun
