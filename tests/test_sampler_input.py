@@ -617,6 +617,47 @@ def test_a_state_that_does_not_fit_an_inner_sampler_is_refused(kind):
         other.load_state_dict(lived.state_dict())
 
 
+class Late(Stateful):
+    """It has no state before its first item."""
+
+    def state_dict(self) -> Any:
+        if not self.yielded:
+            raise RuntimeError("not begun")
+        return super().state_dict()
+
+
+def looked_at() -> BatchSampler:
+    """Return a sampler that somebody has an iterator of."""
+    sampler = BatchSampler(20, None, shuffle=True)
+    next(iter(sampler))
+    return sampler
+
+
+@over_another
+@pytest.mark.parametrize(
+    ("inner", "alike"),
+    [
+        (lambda: Late(range(20)), lambda: Lazily(range(20))),
+        (looked_at, lambda: BatchSampler(20, None, shuffle=True)),
+    ],
+    ids=["none yet", "looked at"],
+)
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_state_from_before_the_first_batch_is_of_a_beginning(kind, inner, alike, loader):
+    """Also where the inner sampler has none yet, or somebody has looked at it."""
+
+    def made(inner: Any) -> Any:
+        over = OVER[kind](inner)
+        return Loader(list, over, num_workers=0) if loader else over
+
+    whole = list(made(alike()))
+    lived, resumed = made(inner()), made(inner())
+    state = lived.state_dict()
+    assert list(lived) == whole
+    resumed.load_state_dict(state)
+    assert list(resumed) == whole
+
+
 def test_states_are_small():
     lengths = np.arange(100_000) % 50
     for sampler in (

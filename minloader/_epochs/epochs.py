@@ -184,7 +184,7 @@ class Epochs:
 
     def _first_position(self, number: int, source: SamplerSource) -> Position:
         if self.shards is None:
-            lane = LanePosition(source_state=source.state_before())
+            lane = LanePosition(source_state=source.first_state())
             length = source.length_between()
             return Position(epoch=number, lanes=[lane], length=length)
         state = None

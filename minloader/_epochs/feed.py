@@ -93,20 +93,9 @@ class SamplerSource(Source):
         """Return the number of batches of any epoch; None where the next decides it."""
         return None if self.has_epochs else self.length()
 
-    def state_before(self) -> SourceState:
+    def first_state(self) -> SourceState:
         """Return its state before it was ever read here."""
-        sampler = self.items
-        if self.is_under_way:
-            self.forget()  # somebody has looked: the next epoch begins anew all the same
-        try:
-            state = self.state()
-        except Exception as error:  # many have none before their first item
-            if self.is_ours:
-                raise
-            logger.debug("%s has no state before it is read: %r", brief_repr(sampler), error)
-            return NO_SOURCE_STATE
-        self.note_is_at(state)
-        return SourceState(0, state)
+        return SourceState(0, self.state_before())
 
 
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)

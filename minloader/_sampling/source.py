@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
@@ -29,6 +30,8 @@ from minloader._checks import (
     state_of,
 )
 from minloader._sampling.seeding import Piece
+
+logger = logging.getLogger("minloader")
 
 CHUNK = 16_384
 """Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
@@ -180,6 +183,20 @@ class Source:
             return None
         return copy.deepcopy(state_of(self.items))
 
+    def state_before(self) -> Any:
+        """Return its state before it was ever read here; None if it has none, or none yet."""
+        if self.is_under_way:
+            self.forget()  # somebody has looked: the next epoch begins anew all the same
+        try:
+            state = self.state()
+        except Exception as error:  # many have none before their first item
+            if self.is_ours:
+                raise
+            logger.debug("%s has no state before it is read: %r", brief_repr(self.items), error)
+            return None
+        self.note_is_at(state)
+        return state
+
     def put(self, state: Any) -> None:
         """Put it back to a state.
 
@@ -310,8 +327,7 @@ class ItemSource(Source):
         """Return where an epoch begins if none before has left anything for it."""
         if self.last_pass >= 0 or (self.has_epochs and not self.is_ours):
             return BEGINNING
-        state = self.state()  # nobody can tell it the epoch again; and ours may read such a one
-        self.note_is_at(state)
+        state = self.state_before()  # nobody can tell it the epoch; and ours may read such a one
         return BEGINNING if state is None else [0, state, True]
 
     def restore(self, position: ReadPosition) -> None:
@@ -383,7 +399,7 @@ class Reading:
         try:
             is_put = source.prepare(self._epoch, at=0 if is_of_end else read, state=state)
             if state is None and not source.has_epochs and not read:
-                state = source.state()  # nobody can tell it the epoch again
+                state = source.state_before()  # nobody can tell it the epoch again
                 self._known_position = [0, state, state is not None]
             self._num_to_pass = read if state is None else 0
             self._may_begin_again = is_put and is_of_end and not source.is_ours
