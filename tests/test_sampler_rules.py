@@ -298,6 +298,31 @@ def test_an_epoch_follows_from_its_number_alone(kind, history):
     assert list(begun(sampler, 1)) == list(begun(KINDS[kind](), 1))
 
 
+def uneven() -> DynamicBatchSampler:
+    """Return a sampler whose epochs have different numbers of batches."""
+    lengths = [1 + 7 * n % 9 for n in range(40)]
+    return DynamicBatchSampler(lengths, 13, shuffle=True, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "taken"),
+    [
+        (lambda: BatchSampler(uneven(), 1), 0),
+        (lambda: MixtureSampler([uneven(), 20], [1, 99], 1, "last"), 1),
+    ],
+)
+def test_the_length_after_a_resume_is_of_the_epoch_where_an_inner_one_is_to_begin(make, taken):
+    lived, found = make(), set()
+    for epoch in range(5):
+        iterator = iter(begun(lived, epoch))
+        assert len(list(islice(iterator, taken))) == taken
+        fresh = make()
+        fresh.load_state_dict(saved(lived))
+        assert len(fresh) == len(lived) == taken + len(list(iterator))
+        found.add(len(lived))
+    assert len(found) > 1
+
+
 @every_kind
 def test_a_copy_begins_where_the_epoch_began_or_with_what_it_has_left(kind):
     sampler = KINDS[kind]()

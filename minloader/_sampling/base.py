@@ -291,7 +291,7 @@ class Sampler(Resettable):
 
     def _restore(self, epoch: int, run_state: RunState) -> None:
         """Put inner samplers where a state that was loaded has them, or raise an error."""
-        self._source.restore(run_state["source"])
+        self._source.restore(run_state["source"], epoch)
 
     def _history(self, run_state: RunState) -> list[list[Any]]:
         """Return the ``world_size_history``, with this world size at its end."""

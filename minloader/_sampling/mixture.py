@@ -373,5 +373,5 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (_, at) in zip(self._parts, draws["parts"], strict=True):
-            part.restore(at)
+        for part, (number, at) in zip(self._parts, draws["parts"], strict=True):
+            part.restore(at, epoch + number * PASS)

@@ -330,8 +330,12 @@ class ItemSource(Source):
         state = self.state_before()  # nobody can tell it the epoch; and ours may read such a one
         return BEGINNING if state is None else [0, state, True]
 
-    def restore(self, position: ReadPosition) -> None:
+    def restore(self, position: ReadPosition, epoch: int) -> None:
         """Check a position that was loaded; put a sampler of ours there, which says what differs.
+
+        Args:
+            position: where it was read.
+            epoch: that it is read for.
 
         Raises:
             ValueError: it cannot be put there.
@@ -347,6 +351,8 @@ class ItemSource(Source):
             )
         if self.is_ours:
             self.put(state)
+            if not read:  # the state may be of the epoch before, and its length another
+                self.set_epoch(epoch)
             self.note_is_at(state)
             self.last_pass = next(pass_numbers)  # it is not at its beginning any more
 
