@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import count, islice
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import flat
+from conftest import flat, outcomes
 from helpers import Lazily, Stateful
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -238,6 +238,30 @@ def test_empty_parts():
     with pytest.raises(ValueError, match=r"parts\[1\] has no items, so it cannot be begun anew"):
         next(iterator)
     assert first(2, iterator) == [(0, 2), (0, 3)]
+
+
+class Mounting:
+    """It can be read from the third try on."""
+
+    tries = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.tries += 1
+        if self.tries < 3:
+            raise OSError("not mounted")
+        return iter("ab")
+
+
+def test_a_part_that_cannot_be_begun_is_begun_at_its_next_turn():
+    """Its error is the same each time, where it is to be drawn from without end."""
+    iterator = iter(Mixture([9, Mounting()], [1, 1], stop="never"))
+    found = list(map(str, outcomes(iterator, 8)))
+    assert [each for each in found if not each.startswith("(0")] == [
+        "not mounted",
+        "not mounted",
+        "(1, 'a')",
+        "(1, 'b')",
+    ]
 
 
 def test_lazy_parts_of_unknown_length():

@@ -191,13 +191,17 @@ class Draws:
             reading.take(items, 1)
             if items or self._stop != "never":
                 break
-            if reading.read <= 1:  # the first was not there
+            position = reading.position()
+            read, _, is_of_end = position
+            if is_of_end and read == 1:  # the first was not there
                 raise ValueError(
                     f"{self._parts[part].name} has no items, so it cannot be begun anew; give it "
                     "the weight 0, or leave it out"
                 )
-            self._passes[part] += 1
-            self._readings[part] = self._read(part, reading.following())
+            if is_of_end and read:  # else it could not be begun, and is to be now
+                self._passes[part] += 1
+                position = reading.following()
+            self._readings[part] = self._read(part, position)
         return items
 
     def _length(self, draw: tuple[int, Any]) -> int:
