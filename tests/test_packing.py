@@ -402,6 +402,12 @@ def test_pack_collate_travels():
         (pack_collate(9, value=0.5), [[1]], "value=0.5 cannot pad sample"),
         (pack_collate(), [[1], 2], r"sample has shapes \(1,\), \(\)"),
         (pack_collate(), [], "no samples"),
+        (
+            pack_collate(),
+            [{"a": [2**63, -1]}],
+            r"^sample\['a'\] has integers below 0 and of type ui",
+        ),
+        (pack_collate(), [[np.uint64(1), np.int64(-1)]], "sample has integers below 0 and"),
     ],
 )
 def test_what_cannot_be_packed(collate_fn, samples, message):

@@ -86,6 +86,13 @@ def make(kind: str, **changed: Any) -> Any:
         ("dynamic", {"cost": 2}, TypeError, "cost must be callable or None, got 2"),
         ("dynamic", {"long": "split"}, ValueError, "long must be 'refuse' or 'drop', got 'split'"),
         ("packed", {"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ("packed", {"capacity": 2**80}, ValueError, f"capacity must be at most {2**62}, got"),
+        (
+            "packed",
+            {"lengths": [2**63 + 5], "capacity": 2**45, "long": "split"},
+            ValueError,
+            r"lengths\[0\] is .*, but must be at least 0 and at most 4\.61.*e\+18 with capacity",
+        ),
         ("packed", {"capacity": 4.0}, TypeError, r"capacity must be an int, got 4\.0"),
         ("packed", {"rows": 0}, ValueError, "rows must be at least 1, got 0"),
         ("packed", {"rows": "4"}, TypeError, "rows must be an int, got '4'"),

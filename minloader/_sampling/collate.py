@@ -278,14 +278,24 @@ def _fits(value: Any, dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "O" or bool(kept == value) or bool(kept != kept and value != value)
 
 
-def numbers_as_array(sample: Any) -> Any:
-    """Return the array of a list of numbers, which is a sequence to pad; all else as it is."""
+def numbers_as_array(sample: Any, path: str) -> Any:
+    """Return the array of a list of numbers, which is a sequence to pad; all else as it is.
+
+    Args:
+        sample: the list, or all else.
+        path: which part of a sample it is, for messages.
+
+    Raises:
+        ValueError: no integers hold these.
+    """
     if not isinstance(sample, list) or not all(isinstance(value, Number) for value in sample):
         return sample
     if not sample:
         return np.empty(0, dtype=np.int64)
     array = np.asarray(sample)
     if array.dtype.kind == "f" and all(isinstance(value, Integral) for value in sample):
+        if min(sample) < 0:
+            raise _no_integers_hold(path)
         return np.array(sample, np.uint64)  # some need all bits: floats round them
     return array
 
@@ -306,7 +316,7 @@ def _join(
 def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
     """The policy of all three functions: returns the array of a part of the samples."""
     if join_sequences is not None:
-        samples = [numbers_as_array(sample) for sample in samples]
+        samples = [numbers_as_array(sample, path) for sample in samples]
     if not len(samples):
         raise ValueError("collate: there are no samples; an item must name at least one index")
     first = samples[0]
@@ -474,8 +484,13 @@ def _type_of_all(arrays: list[NDArray[Any]], path: str) -> np.dtype[Any]:
     if dtype.kind != "f" or not all(array.dtype.kind in "bui" for array in arrays):
         return dtype
     if any((array < 0).any() for array in arrays):
-        raise ValueError(
-            f"collate: {path} has integers below 0 and of type uint64, perhaps above {2**63 - 1}, "
-            "which no type of integers holds together; convert them to one type in transform"
-        )
+        raise _no_integers_hold(path)
     return np.dtype(np.uint64)
+
+
+def _no_integers_hold(path: str) -> ValueError:
+    """Return the error for integers with a sign and large ones without."""
+    return ValueError(
+        f"{path} has integers below 0 and of type uint64, perhaps above {2**63 - 1}, which no "
+        "type of integers holds together; convert them to one type in transform"
+    )

@@ -34,6 +34,9 @@ UNIT = 2**53
 GRAIN = 2**20
 """Parts of a length of 1 that are counted: lengths may be seconds."""
 
+MOST_LENGTH = 1e200
+"""Of an item: shares of more than that are no numbers that a float can hold."""
+
 PASS = 1_000_000
 """What each pass of a part that is begun anew adds to the epoch that it is told. More than a run
 has epochs, and small enough for samplers that seed 32-bit generators with it."""
@@ -216,10 +219,10 @@ class Draws:
                 f"lengths must be one number for each item, got {brief_repr(length)} for {draw!r}"
             )
         value = _as_float(length)
-        if not 0 <= value < math.inf:
+        if not 0 <= value <= MOST_LENGTH:
             raise ValueError(
-                f"lengths[{draw!r}] is {value:g}, but must be finite and at least 0; leave that "
-                "item out"
+                f"lengths[{draw!r}] is {value:g}, but must be at least 0 and at most "
+                f"{MOST_LENGTH:g}; leave that item out"
             )
         return max(1, round((value or 1) * GRAIN))
 

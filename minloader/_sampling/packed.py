@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from minloader._checks import check_int
 from minloader._sampling.collate import pack_collate
 from minloader._sampling.source import LookUp
-from minloader._sampling.windows import LengthType, Plan, WindowSampler
+from minloader._sampling.windows import MOST, LengthType, Plan, WindowSampler
 
 UNITS = 16_384
 """Rows have at most so many units of room. Of a larger capacity a unit is several entries, and a
@@ -103,6 +103,8 @@ class PackedBatchSampler(WindowSampler):
         sampler: Iterable[Any] | None = None,
     ) -> None:
         self.capacity = check_int("capacity", capacity, 1)
+        if self.capacity > MOST:
+            raise ValueError(f"capacity must be at most {MOST}, got {self.capacity}")
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
         super().__init__(

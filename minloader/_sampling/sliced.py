@@ -62,7 +62,7 @@ def _slice(sample: Any, item: tuple[Any, int, int]) -> Any:
     _, start, stop = item
 
     def piece(parts: Sequence[Any], path: str) -> Any:
-        value = numbers_as_array(parts[0])
+        value = numbers_as_array(parts[0], path)
         if isinstance(value, Mapping | list | tuple):
             return DEEPER
         if not getattr(value, "ndim", 0):  # arrays and tensors have it

@@ -49,6 +49,9 @@ them."""
 PIECES = 1 << 24
 """Into how many pieces a sample may be split. A length beyond that is a mistake."""
 
+MOST = 2**62
+"""What rows may hold at most, and a sample that is split: sums of two still fit into 64 bits."""
+
 
 class LengthType(NamedTuple):
     """What the lengths of a sampler may be.
@@ -302,7 +305,7 @@ class WindowSampler(Sampler):
         costs = self._price(np.where(wrong, 0, values) if wrong.any() else values, failed)
         errors |= {n: failed[n] for n in failed if not wrong[n]}
         wrong[list(errors)] = True
-        most = limit * PIECES if self.long == "split" else limit
+        most = min(limit * PIECES, MOST) if self.long == "split" else limit
         too_long = (costs > most) & (self.long != "drop")
         for at in np.flatnonzero(wrong | too_long)[:WINDOW].tolist():
             if at not in errors:
@@ -360,7 +363,7 @@ class WindowSampler(Sampler):
         limit_name, limit = self._limit(vars(self))
         most = f"{limit_name}={limit:g}"
         if self.long == "split":
-            most = f"{limit * PIECES:g} with {most}"
+            most = f"{min(limit * PIECES, MOST):g} with {most}"
         price = "" if cost is None or cost == length else f" and costs {cost:g}"
         advice = "leave that sample out"
         if cost is not None:
@@ -451,7 +454,7 @@ def _has_items(lengths: Any) -> bool:
 
 def _for_numpy(number: Any) -> Any:
     """Return a number such that numpy finds a type for it and any others."""
-    if number < 2**62:
+    if number < MOST:
         return max(-1, number)
     try:
         return float(number)
