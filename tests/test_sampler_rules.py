@@ -447,6 +447,14 @@ def test_the_order_depends_on_seed_and_epoch_alone(kind):
         assert len({frozenset(map(frozenset, one)) for one in every}) == 9
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SHUFFLED if kind in REPEATABLE])
+def test_a_seed_that_is_set_anew_is_that_of_the_next_epoch(kind):
+    sampler = KINDS[kind](seed=0)
+    list(sampler)
+    sampler.seed = 1
+    assert list(sampler) == list(KINDS[kind](seed=1))
+
+
 @pytest.mark.parametrize("kind", REPEATABLE)
 @pytest.mark.parametrize("started", [False, True])
 def test_an_iterator_keeps_its_epoch(kind, started):

@@ -75,14 +75,13 @@ def _as_float(value: Real) -> float:
         return math.inf
 
 
-def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
+def source_of(number: int, part: Any, order: Callable[[int], int] | None) -> ItemSource:
     """Return what the items of a part are read from.
 
     Args:
         number: of the part.
         part: a number of samples, a dataset or a sampler.
-        shuffle: whether to shuffle the indices of the former two.
-        seed: of the mixture.
+        order: returns what an epoch of the former two is shuffled by. None: they are not.
 
     Raises:
         TypeError: the part is none of these, or could be two of them.
@@ -97,8 +96,7 @@ def source_of(number: int, part: Any, shuffle: bool, seed: int) -> ItemSource:
         )
     if isinstance(part, Sized) and has_getitem(part) and type(part) is not range:
         part = len(part)
-    is_shuffled = shuffle and not isinstance(part, Iterable)
-    return ItemSource(name, part, partial(derive, "part", seed, number) if is_shuffled else None)
+    return ItemSource(name, part, None if isinstance(part, Iterable) else order)
 
 
 class Draws:
@@ -331,7 +329,10 @@ class MixtureSampler(StepSampler):
         super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         if not isinstance(parts, Iterable) or isinstance(parts, Mapping):
             raise TypeError(f"parts must be a list of parts, got {brief_repr(parts)}")
-        self._parts = [source_of(n, part, self.shuffle, self.seed) for n, part in enumerate(parts)]
+        self._parts = [
+            source_of(n, part, partial(self._order_of, n) if self.shuffle else None)
+            for n, part in enumerate(parts)
+        ]
         if not self._parts:
             raise ValueError("parts must be at least one, got none")
         self.parts = [None if isinstance(p.items, Iterable) else len(p) for p in self._parts]
@@ -341,6 +342,10 @@ class MixtureSampler(StepSampler):
         self.stop = check_choice("stop", stop, ("first", "last", "never"))
         self.by_length = lengths is not None
         self._length_of = None if lengths is None else look_up(lengths)
+
+    def _order_of(self, part: int, epoch: int) -> int:
+        """Return what an epoch of a part is shuffled by."""
+        return derive("part", self.seed, part, epoch)
 
     def _weights_at(self, epoch: int, step: int) -> Sequence[float]:
         """Return the weights of a step."""

@@ -408,7 +408,7 @@ class WindowSampler(Sampler):
             start: where the run was when the window began.
         """
         is_drawn = self.shuffle or self.world_size > 1 or start["world_size_history"]
-        key = (epoch if is_drawn else 0, start["world_size_history"])
+        key = (self.seed, epoch if is_drawn else 0, start["world_size_history"])
         if window is self._all and self._last_planned is not None and self._last_planned[0] == key:
             return self._last_planned[1]
         num_entries = len(window.costs)
