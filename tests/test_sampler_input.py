@@ -557,6 +557,16 @@ def test_what_is_no_state_is_refused(kind):
         sampler.load_state_dict(state | {"batches": -1})
     with pytest.raises(TypeError, match="epoch must be an int"):
         sampler.load_state_dict(state | {"epoch": "first"})
+    for name in "world_size_history", "left", "source":
+        for nonsense in (None, 5, "x", {"parts": [5]} if name == "left" else [5]):
+            with pytest.raises(ValueError, match=rf"{name} must be|what was read of .* must be 3"):
+                sampler.load_state_dict(state | {name: nonsense})
+    history = [["x"] * len(sampler._dealt_by) + [1]]
+    with pytest.raises(ValueError, match="world_size must be above 0, but in the state it is 'x'"):
+        sampler.load_state_dict(state | {"world_size_history": history})
+    with pytest.raises(TypeError, match="allow must be names of arguments, got 5"):
+        sampler.load_state_dict(state, allow=5)
+    assert sampler.state_dict() == state
 
 
 def emptied(value: Any) -> None:

@@ -340,6 +340,8 @@ class Sampler(Resettable):
 
     def _check_allowed(self, allow: str | Iterable[str]) -> Sequence[str]:
         """Return the names of what may be another, or refuse them."""
+        if not isinstance(allow, Iterable):
+            raise TypeError(f"allow must be names of arguments, got {brief_repr(allow)}")
         names = [allow] if isinstance(allow, str) else list(allow)
         for name in names:
             check_choice("allow", name, self._dealt_by)
@@ -353,12 +355,16 @@ class Sampler(Resettable):
         self._check_run_state(state)
         is_anew = self._is_dealt_anew(state)
         former = {name: state[name] for name in self._dealt_by} if is_anew else {}
-        for name, value in former.items():
+        self._check_limits(former.values())
+        return former
+
+    def _check_limits(self, values: Iterable[Any]) -> None:
+        """Refuse what steps cannot have been dealt out by where a state is from."""
+        for name, value in zip(self._dealt_by, values, strict=False):
             if not (value is None or (isinstance(value, int | float) and value > 0)):
                 raise ValueError(
                     f"{name} must be above 0, but in the state it is {brief_repr(value)}"
                 )
-        return former
 
     def _check_identity(self, state: dict[str, Any], allowed: Sequence[str]) -> None:
         """Refuse a state of a sampler with another order, but for what is allowed."""
@@ -396,14 +402,21 @@ class Sampler(Resettable):
         check_int("world_size", state["world_size"], 1)
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
             check_int(name, state[name], 0)
+        for name in ("world_size_history", "left"):
+            if not isinstance(state[name], list | tuple):
+                raise ValueError(f"{name} must be a list, got {brief_repr(state[name])}")
         width = len(self._dealt_by) + 1
-        if any(
-            len(part) != width or type(part[-1]) is not int for part in state["world_size_history"]
-        ):
-            raise ValueError(
-                "world_size_history must be parts of an epoch, got "
-                f"{brief_repr(state['world_size_history'])}"
-            )
+        for part in state["world_size_history"]:
+            if (
+                not isinstance(part, list | tuple)
+                or len(part) != width
+                or type(part[-1]) is not int
+            ):
+                raise ValueError(
+                    "world_size_history must be parts of an epoch, got "
+                    f"{brief_repr(state['world_size_history'])}"
+                )
+            self._check_limits(part)
         if type(state["between"]) is not bool:
             raise ValueError(f"between must be a bool, got {brief_repr(state['between'])}")
 

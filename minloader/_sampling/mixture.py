@@ -377,6 +377,13 @@ class MixtureSampler(StepSampler):
 
     def _restore(self, epoch: int, run_state: RunState) -> None:
         draws = run_state["source"]
+        parts = draws.get("parts") if isinstance(draws, dict) else None
+        if (
+            not isinstance(parts, list | tuple)
+            or len(parts) != len(self._parts)
+            or any(not isinstance(part, list | tuple) or len(part) != 2 for part in parts)
+        ):
+            raise ValueError(f"source must be draws from all parts, got {brief_repr(draws)}")
         step = draws["step"]
         weights = draws["weights"]
         now = self._weights_at(epoch, step) if weights else weights
@@ -385,5 +392,5 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (number, at) in zip(self._parts, draws["parts"], strict=True):
+        for part, (number, at) in zip(self._parts, parts, strict=True):
             part.restore(at, epoch + number * PASS)

@@ -340,6 +340,10 @@ class ItemSource(Source):
         Raises:
             ValueError: it cannot be put there.
         """
+        if not isinstance(position, list | tuple) or len(position) != 3:
+            raise ValueError(
+                f"what was read of {self.name} must be 3 values, got {brief_repr(position)}"
+            )
         read, state, _ = position
         check_int(f"items read of {self.name}", read, 0)
         if state is None:
