@@ -482,11 +482,11 @@ class _WindowRun(Run):
         self._items: list[Any] = []  # what was read of the window, until that is whole
         self._item_numbers: list[int] = []  # where in the source these are
         self._pending_errors: list[Exception] = []  # of the window, to be raised
-        self._num_raised: int = start["errors"]  # errors of the window
-        self._num_to_skip = self._num_raised  # errors that an earlier run has raised
+        self._num_errors = 0  # of the window so far; an earlier run has raised the first of them
 
     def run_state(self) -> RunState:
-        numbers = {"batches": self.batches, "dropped": self.dropped, "errors": self._num_raised}
+        errors = max(self._num_errors, self._start["errors"])
+        numbers = {"batches": self.batches, "dropped": self.dropped, "errors": errors}
         return self._start | numbers | {"between": self.ended}
 
     def length(self) -> int:
@@ -501,11 +501,10 @@ class _WindowRun(Run):
 
     def _next(self) -> list[Any]:
         while True:
-            if self._pending_errors and not self._num_to_skip:
-                self._num_raised += 1
-                raise self._pending_errors.pop(0)
             if self._pending_errors:
-                self._num_to_skip -= 1
+                self._num_errors += 1
+                if self._num_errors > self._start["errors"]:
+                    raise self._pending_errors.pop(0)
                 del self._pending_errors[0]
             elif self._window is None:
                 self._read()
@@ -558,8 +557,7 @@ class _WindowRun(Run):
         # Only now, and without a call in between: a state may raise, and is asked for again then.
         self._start = start
         self.dropped = dropped
-        self._num_raised = 0
-        self._num_to_skip = 0
+        self._num_errors = 0
         if ended:
             self.ended = True
             raise StopIteration
