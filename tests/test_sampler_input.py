@@ -203,7 +203,14 @@ def costing(value: Any) -> Any:
         (BUCKETS, [1, -1], ValueError, r"lengths\[1\] is -1\b.*at least 0"),
         *(
             (BUCKETS, values, TypeError, "one number for each sample")
-            for values in (["1", "2"], [None], [[1, 2], [3, 4]], [True], [1j])
+            for values in (
+                ["1", "2"],
+                [None],
+                [[1, 2], [3, 4]],
+                [True],
+                [1j],
+                [np.timedelta64(1, "s")],
+            )
         ),
         (
             partial(SPLIT, long="refuse"),

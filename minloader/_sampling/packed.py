@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from minloader._checks import check_int
 from minloader._sampling.collate import pack_collate
 from minloader._sampling.source import LookUp
-from minloader._sampling.windows import MOST, LengthType, Plan, WindowSampler
+from minloader._sampling.windows import MOST, Plan, WindowSampler
 
 UNITS = 16_384
 """Rows have at most so many units of room. Of a larger capacity a unit is several entries, and a
@@ -83,7 +83,7 @@ class PackedBatchSampler(WindowSampler):
             left out.)
     """
 
-    _length_type = LengthType(dtypes="ui", type=Integral, word="int")
+    _length_type = Integral
     _long_choices = ("refuse", "drop", "split")
     _arguments = ("n", "capacity", "rows", "long", "window", "shuffle", "lengths")
     _dealt_by: tuple[str, ...] = ("world_size", "rows", "capacity")

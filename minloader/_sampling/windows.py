@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, starmap
-from numbers import Real
-from typing import Any, NamedTuple
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,20 +51,6 @@ PIECES = 1 << 24
 
 MOST = 2**62
 """What rows may hold at most, and a sample that is split: sums of two still fit into 64 bits."""
-
-
-class LengthType(NamedTuple):
-    """What the lengths of a sampler may be.
-
-    Attributes:
-        dtypes: kinds of numpy's types.
-        type: of Python's numbers.
-        word: in messages.
-    """
-
-    dtypes: str
-    type: type
-    word: str
 
 
 @dataclass
@@ -203,7 +189,7 @@ class WindowSampler(Sampler):
         world_size: number of ranks.
     """
 
-    _length_type = LengthType(dtypes="uif", type=Real, word="number")
+    _length_type: type = Real
     _long_choices: tuple[str, ...] = ("refuse", "drop")
     _limit_names: tuple[str, ...]  # arguments of which one is given: what a sample may cost at most
     cost: Callable[[Any], float] | None = None
@@ -332,21 +318,22 @@ class WindowSampler(Sampler):
     ) -> tuple[NDArray[Any], dict[int, Exception]]:
         """Return lengths as an array, with 0 for those that are no numbers; and their errors."""
         wanted = self._length_type
+        dtypes, word = ("ui", "int") if wanted is Integral else ("uif", "number")
         given = lengths if is_array_like(lengths) else list(lengths)
         errors: dict[int, Exception] = {}
         try:
             values = np.asarray(given)
         except ValueError:  # some are sequences
             values = np.empty((0, 0))
-        if values.ndim == 1 and (not values.size or values.dtype.kind in wanted.dtypes):
+        if values.ndim == 1 and (not values.size or values.dtype.kind in dtypes):
             return values, errors
         numbers = [to_json(length) for length in given]
         for n, length in enumerate(numbers):
             if isinstance(length, Exception):
                 errors[n] = length
-            elif not isinstance(length, wanted.type) or isinstance(length, bool):
+            elif not isinstance(length, wanted) or isinstance(length, bool):
                 errors[n] = TypeError(
-                    f"lengths must be one {wanted.word} for each sample, got "
+                    f"lengths must be one {word} for each sample, got "
                     f"{brief_repr(length)} for {brief_repr(names[n])}"
                 )
             numbers[n] = 0 if n in errors else _for_numpy(length)
