@@ -9,15 +9,9 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-
-@runtime_checkable
-class HasInner(Protocol):
-    """A sampler of ours, which may read others."""
-
-    def inner_samplers(self) -> list[Any]:
-        """Return the samplers that this one reads."""
+from minloader._sampling.source import Resettable
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
@@ -30,7 +24,7 @@ def with_inner(sampler: Any) -> Iterator[Any]:
         several = getattr(each, "samplers", None)
         if isinstance(several, list | tuple):
             inner += several
-        if isinstance(each, HasInner):
+        if isinstance(each, Resettable):
             inner += each.inner_samplers()
         _add_new(found, inner)
 

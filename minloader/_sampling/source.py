@@ -63,6 +63,10 @@ class Resettable:
         """Have the next epoch begin with nothing that the one before has left."""
         raise NotImplementedError
 
+    def inner_samplers(self) -> list[Any]:
+        """Return the samplers that this one reads."""
+        raise NotImplementedError
+
 
 def used_up(name: str, iterator: Any) -> RuntimeError:
     """Return the error for an argument that cannot serve a second epoch."""
