@@ -86,13 +86,11 @@ class Half:
     Attributes:
         samples: that it has.
         state_before: state of the stream before them.
-        is_state_noted: whether that is known.
         num_failed: errors while it was filled.
     """
 
     samples: list[Any] = field(default_factory=list)
     state_before: Any = None
-    is_state_noted: bool = False
     num_failed: int = 0
 
 
@@ -148,9 +146,8 @@ class Shuffle:
         """Read until so many samples are there, of a half at most."""
         half = self._next_half
         while len(half.samples) < min(size, self._size) and not self._ended:
-            if not half.is_state_noted:
+            if half.state_before is None and not half.samples and not half.num_failed:
                 half.state_before = self._state()
-                half.is_state_noted = True
             self._seed(self._half_number * self._size + len(half.samples))
             try:
                 half.samples.append(next(self._source))
@@ -234,7 +231,6 @@ class StatefulShuffle(Shuffle):
         if state["number"] >= 0:
             self._half_number = state["number"] - 1
             self._next_half.state_before = state["stream"]
-            self._next_half.is_state_noted = True
             self._fill_again(self._size, state["failed"])
             self._swap_halves()
             self._given = state["given"]
