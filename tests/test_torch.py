@@ -62,7 +62,15 @@ from torch.utils.data import (  # noqa: E402
 )
 from torch.utils.data import DataLoader as TorchLoader  # noqa: E402
 from torch.utils.data.datapipes.iter import IterableWrapper  # noqa: E402
-from torch_helpers import DrawingStream, Eager, Placed, Sharded, Shuffled, Tensors  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    DrawingStream,
+    Eager,
+    EagerBatches,
+    Placed,
+    Sharded,
+    Shuffled,
+    Tensors,
+)
 
 from minloader._sampling import torch_collate  # noqa: E402
 from minloader.torch import DataLoader, to_device  # noqa: E402
@@ -192,6 +200,7 @@ def samplers(n: int, generator: Any) -> dict[str, Any]:
         "weighted": {"sampler": WeightedRandomSampler([1.0] * n, 9), "batch_size": 4},
         "subset": {"sampler": SubsetRandomSampler(range(3, 15))},
         "eager": {"sampler": Eager(n), "batch_size": 3},
+        "eager batches": {"batch_sampler": EagerBatches(n)},
         "batches": {"batch_sampler": BatchSampler(SequentialSampler(range(n)), 7, True)},
         "random batches": {"batch_sampler": BatchSampler(RandomSampler(range(n)), 3, False)},
         "distributed": {"sampler": DistributedSampler(range(n), 2, 1), "batch_size": 4},
@@ -226,12 +235,13 @@ def test_the_order_is_torchs(name):
         assert run(DataLoader, name, 0, own) == run(TorchLoader, name, 0, own)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_persistent_workers_draw_as_torchs(own):
+@variants(
+    ("name", "own"),
+    [("eager batches", False), ("eager batches", True), ("shuffle", False), ("shuffle", True)],
+)
+def test_persistent_workers_draw_as_torchs(name, own):
     both = [
-        run(loader, "shuffle", 2, own, persistent_workers=True)
-        for loader in (DataLoader, TorchLoader)
+        run(loader, name, 1, own, persistent_workers=True) for loader in (DataLoader, TorchLoader)
     ]
     assert both[0] == both[1]
 

@@ -80,6 +80,16 @@ class Eager(Sampler):  # type: ignore[type-arg]
         return self.n
 
 
+class EagerBatches(Eager):
+    """The same, in batches of two."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([batch.tolist() for batch in torch.randperm(self.n).split(2)])
+
+    def __len__(self) -> int:
+        return (self.n + 1) // 2
+
+
 class Tensors:
     """Samples that are tensors of these types."""
 

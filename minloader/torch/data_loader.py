@@ -385,11 +385,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         order = self._sync_order()
         start = order.starts.get(number)
         if start is None:
+            stays = self.persistent_workers and self._number > 0  # torch's iterator, and its seed
             start = Start(
                 own=[each.get_state() for each in order.generators],
                 shared=torch.get_rng_state(),
-                seeded=not (self.persistent_workers and self._number),
-                twice=self.num_workers > 0,
+                seeded=not stays,
+                twice=self.num_workers > 0 and not stays,
                 told=self._told,
             )
             before = order.starts.get(number - 1)

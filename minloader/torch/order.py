@@ -38,7 +38,7 @@ class Start(NamedTuple):
         shared: state of torch's global generator.
         seeded: whether a seed is drawn when the sampler was begun: the one that torch's loader
             gives its workers.
-        twice: whether the sampler is then begun once more, as torch's loader does with workers.
+        twice: whether the sampler is then begun once more, as torch's loader does with new workers.
         told: the epoch that the sampler, or the stream, was set to, if it has any.
         begun: in a state, whether the epoch had begun.
     """

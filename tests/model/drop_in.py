@@ -21,7 +21,7 @@ from interrupts import OURS, interrupted
 from kinds import Told, ToldWithState
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
-from torch_helpers import Drawing, DrawingStream, Eager
+from torch_helpers import Drawing, DrawingStream, Eager, EagerBatches
 
 from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, prefetch
 from minloader.torch import DataLoader
@@ -85,6 +85,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     },
     "weighted": one_by_one(lambda n: WeightedRandomSampler([1.0] * n, n)),
     "eager": one_by_one(Eager),
+    "eager batches": ours(EagerBatches),
     "list": one_by_one(lambda n: list(range(n))),
     "distributed": one_by_one(lambda n: DistributedSampler(range(n), 2, 1)),
     "told": one_by_one(Told),
@@ -247,12 +248,12 @@ class DropIn:
 
     def fix(self) -> None:
         if self.place.fixed is None:
-            persists = self.persistent and self.num_workers > 0
+            persists = self.persistent and self.num_workers > 0 and self.place.number > 0
             self.place.fixed = Fixed(
                 shared=torch.get_rng_state(),
                 own=self.generator.get_state(),
-                seeded=not persists or not self.place.number,
-                twice=self.num_workers > 0,
+                seeded=not persists,
+                twice=self.num_workers > 0 and not persists,
             )
 
     def enter(self) -> None:
