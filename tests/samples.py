@@ -194,7 +194,7 @@ def fail_to_begin(worker_id: int) -> None:
 class Bad(Numbers):
     """Fails at one index, hangs at another."""
 
-    def __init__(self, n: int, fails: int | None = None, hangs: int | None = None) -> None:
+    def __init__(self, n: int, fails: Any = None, hangs: int | None = None) -> None:
         super().__init__(n)
         self.fails, self.hangs = fails, hangs
 

@@ -42,7 +42,7 @@ from interrupts import interrupted
 from kinds import IDIOMS, BeginsAnew, Counted, Numbered, ServesOnce
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
-from minloader import BatchError, Loader, TransportError, shuffled
+from minloader import BatchError, Loader, TransportError, concurrent, shuffled
 from minloader import BatchSampler as OurBatchSampler
 
 torch = require("torch")
@@ -157,7 +157,8 @@ TENSORS = [
 """Two of each batch are of types of which one has the values of both, whichever is first."""
 
 LISTS: list[Any] = [[[0, 1], [2, 3]], [[4, 5]]]  # an index may be a list
-ITEMS = [slice(2), (1, 2), torch.tensor([3, 1]), range(2), np.arange(2), *LISTS, []]
+TUPLES: list[Any] = [([0, 1], [2, 3]), ([4, 5],)]
+ITEMS = [slice(2), (1, 2), torch.tensor([3, 1]), range(2), np.arange(2), *LISTS, *TUPLES, []]
 TYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 FETCHED: dict[str, dict[str, Any]] = {
@@ -165,7 +166,8 @@ FETCHED: dict[str, dict[str, Any]] = {
     "tensors of several types": {"dataset": TENSORS, "batch_size": 2},
     "whole": {"dataset": zoo.Whole(5), "batch_size": 2, "collate_fn": zoo.same},
     "any items": {"dataset": zoo.Whole(5), "batch_sampler": ITEMS, "collate_fn": zoo.same},
-    "lists": {"dataset": zoo.Slices(6), "batch_sampler": LISTS},
+    "lists": {"dataset": zoo.Slices(6), "batch_sampler": LISTS + TUPLES},
+    "single": {"dataset": Bad(6), "batch_size": None, "sampler": LISTS + TUPLES},
 }
 
 
@@ -174,6 +176,20 @@ FETCHED: dict[str, dict[str, Any]] = {
 def test_batches_are_torchs(kind, num_workers):
     theirs = list(TorchLoader(**FETCHED[kind]))
     with DataLoader(**FETCHED[kind], num_workers=num_workers) as loader:
+        assert_same(list(loader), theirs)
+
+
+def test_an_index_that_is_a_list_counts_as_one_sample():
+    data = Bad(6, fails=[4, 5])
+    loader = DataLoader(data, batch_sampler=LISTS, on_sample_error="skip", max_errors=0.2)
+    with pytest.raises(BatchError, match="1 of the batches and samples of epoch 0 failed"):
+        list(loader)
+
+
+def test_indices_that_are_lists_are_read_at_the_same_time():
+    theirs = list(TorchLoader(zoo.Slices(6), batch_sampler=LISTS))
+    data = concurrent(zoo.Slices(6), 2)
+    with DataLoader(data, batch_sampler=LISTS, num_workers=1) as loader:
         assert_same(list(loader), theirs)
 
 

@@ -19,7 +19,7 @@ from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
 from minloader._memory import pickling
 from minloader._pools.base import Death
-from minloader._worker.messages import Failure
+from minloader._worker.messages import Failure, Job
 
 logger = logging.getLogger("minloader")
 
@@ -134,15 +134,22 @@ def handle(
         raise RuntimeError("on_error raised StopIteration") from stop
 
 
-def indices_of(item: Any) -> list[Any]:
-    """Return the indices of the samples of an item; [] if these are not known."""
+def indices_of(item: Any, job: Job) -> list[Any]:
+    """Return the indices of the samples of an item; [] if these are not known.
+
+    Args:
+        item: that the sampler yielded.
+        job: that batches are made of.
+    """
+    if job.collate_fn is None:  # the item is the sample
+        return [item]
     if isinstance(item, str | bytes | Mapping):
         return []
     try:
         indices = list(item)
     except TypeError:
         return []
-    if isinstance(item, list) and all(isinstance(each, list) for each in item):  # of batches
+    if job.is_nested(item):
         return [index for each in item for index in each]
     return indices
 

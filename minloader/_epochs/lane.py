@@ -314,9 +314,8 @@ class Lane:
         """Return how many samples a batch is made of, as far as that is known."""
         if isinstance(self.feed, ShardFeed):
             return self.shared.job.options.batch_size or 1
-        if self.shared.job.collate_fn is None:
-            return 1
-        return len(failures.indices_of(task.item(ordinal - task.first)))
+        item = task.item(ordinal - task.first)
+        return len(failures.indices_of(item, self.shared.job))
 
     def tally_after(self, task: Task, ordinal: int) -> Tally:
         """Return what has come once another batch was taken."""

@@ -98,10 +98,7 @@ def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, .
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
     if number < 0 or isinstance(lane.feed, ShardFeed):
         return ()
-    item = task.item(n)
-    if lane.shared.job.collate_fn is None:  # the item is the sample
-        return (item,)
-    return tuple(failures.indices_of(item)[number : number + 1])
+    return tuple(failures.indices_of(task.item(n), lane.shared.job)[number : number + 1])
 
 
 def _suspect_samples(

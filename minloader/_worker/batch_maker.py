@@ -88,7 +88,8 @@ class BatchMaker:
         read = self.job.dataset.__getfutures__
         if self.job.collate_fn is None:
             return [read([item], info)]
-        return [read(each, info) for each in (item if _is_nested(item) else [check_indices(item)])]
+        batches = item if self.job.is_nested(item) else [check_indices(item)]
+        return [read(each, info) for each in batches]
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
@@ -103,15 +104,13 @@ class BatchMaker:
                 return batch
             self.turn_to(item, ("transform",))
             return self.combine([batch])
-        # A function of torch's kind: it gets whatever __getitems__ gives.
-        as_torch = getattr(self.job.collate_fn, "takes_anything", False)
-        if _is_nested(item) and not as_torch:
+        if self.job.is_nested(item):
             batches = []
             for indices in item:
                 batches.append(self._gather(indices))
                 self._samples_before += len(indices)
             return SKIP if any(batch is SKIP for batch in batches) else batches
-        return self._gather(item, as_torch)
+        return self._gather(item)
 
     def combine(self, samples: Any, indices: Sequence[Any] = ()) -> Any:
         """Return the batch of some samples; of a single one, if nothing is collated.
@@ -154,8 +153,9 @@ class BatchMaker:
             for future in futures:  # after an error, or Ctrl-C
                 future.cancel()
 
-    def _gather(self, item: Any, as_torch: bool = False) -> Any:
+    def _gather(self, item: Any) -> Any:
         dataset = self.job.dataset
+        as_torch = self.job.is_as_torch
         # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
         kind = type(dataset)
         has_getitems = hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")
@@ -166,8 +166,6 @@ class BatchMaker:
         self.turn_to(NO_SAMPLE)
         if as_torch:  # the sampler's own item, of any kind
             indices = list(item) if hasattr(type(item), "__len__") else []
-            if type(item) is tuple and indices and type(indices[0]) is list:
-                item = indices  # as it was before minloader.torch made it no list of batches
             return self.combine(self._read_together(item, indices), indices)
         indices = check_indices(item)
         return self.combine(check_samples(self._read_together(indices, indices), indices), indices)
@@ -279,8 +277,3 @@ def leave_out(failure: BatchError) -> Any:
     """Have a sample left out of its batch, and say so in the log."""
     logger.warning("left out %s", str(failure))  # else a log that is kept keeps the error's frames
     return SKIP
-
-
-def _is_nested(item: Any) -> bool:
-    """Return whether an item stands for a list of batches."""
-    return bool(isinstance(item, list) and item and all(isinstance(each, list) for each in item))

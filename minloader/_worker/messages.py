@@ -64,6 +64,16 @@ class Job:
     options: JobOptions = field(default_factory=JobOptions)
     beginning: bytes | None = None
 
+    @property
+    def is_as_torch(self) -> bool:
+        """Whether ``collate_fn`` is of torch's kind: an item is one batch, whatever it is."""
+        return getattr(self.collate_fn, "takes_anything", False)
+
+    def is_nested(self, item: Any) -> bool:
+        """Return whether an item stands for a list of batches."""
+        is_nested = isinstance(item, list) and item and all(isinstance(each, list) for each in item)
+        return bool(is_nested) and not self.is_as_torch
+
 
 class Shard(NamedTuple):
     """Which batches of a stream a task is for, and how to get there.

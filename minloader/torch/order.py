@@ -285,7 +285,7 @@ class Items(Iterator[Any]):
             self.is_within = True
         if type(item) is Raised:
             raise item.error
-        return _as_item(item)
+        return item
 
     @property
     def is_empty(self) -> bool:
@@ -339,13 +339,3 @@ def tell(epoch: int, *all_told: Any) -> None:
 def draw_seed(generator: torch.Generator | None) -> int:
     """Draw what torch's loader draws as its base seed."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-def _as_item(indices: Any) -> Any:
-    """Return a batch of indices as an item for the loader.
-
-    Where each index is itself a list, it becomes a tuple: the loader would take a list of lists
-    for several batches.
-    """
-    nested = type(indices) is list and indices and isinstance(indices[0], list)
-    return tuple(indices) if nested else indices
