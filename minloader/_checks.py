@@ -130,7 +130,21 @@ def is_iterable(thing: Any) -> bool:
 
 def has_getitem(thing: Any) -> bool:
     """Return whether something is indexed. Python itself looks at the type alone, too."""
-    return hasattr(type(thing), "__getitem__")
+    return _has(type(thing), "__getitem__")
+
+
+def has_getitems(dataset: Any) -> bool:
+    """Return whether a dataset fetches several samples at once, as a batch's of torch's does.
+
+    Its class must say so: a wrapper with a ``__getitem__`` of its own may hand on all else. And so
+    must the dataset, where that depends on what it is made of.
+    """
+    return _has(type(dataset), "__getitems__") and _has(dataset, "__getitems__")
+
+
+def _has(thing: Any, name: str) -> bool:
+    """Return whether something has an attribute. A class that sets it to None has it not."""
+    return getattr(thing, name, None) is not None
 
 
 def snapshot(things: Iterable[T]) -> list[T]:
@@ -166,7 +180,7 @@ def is_array_like(thing: Any) -> bool:
 
 def has_epochs(thing: Any) -> TypeGuard[HasEpochs]:
     """Return whether something is told the number of each epoch. Wrappers may pass it on."""
-    return hasattr(thing, "set_epoch")
+    return _has(thing, "set_epoch")
 
 
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
@@ -175,7 +189,7 @@ def is_stateful(thing: Any) -> TypeGuard[Stateful]:
     The ``state_dict`` of some (MosaicML's and litData's streams) must be told how far they were
     read: they count as without a state.
     """
-    if not hasattr(thing, "load_state_dict"):
+    if not _has(thing, "load_state_dict"):
         return False
     method = getattr(thing, "state_dict", None)
     function = getattr(method, "__func__", method)
@@ -403,7 +417,7 @@ def is_stream(dataset: Any, sampler: Any) -> bool:
 
 def has_samples(dataset: Any) -> bool:
     """Return whether a dataset gives samples by their indices, one by one or several at once."""
-    return has_getitem(dataset) or hasattr(type(dataset), "__getitems__")
+    return has_getitem(dataset) or has_getitems(dataset)
 
 
 def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
@@ -412,7 +426,7 @@ def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
     And one whose samples are coroutines, unless a function of the user's ``awaits`` them.
     """
     kind = type(dataset)
-    reads = getattr(kind, "__getitem__", dataset)
+    reads = getattr(kind, "__getitem__", None) or dataset
     if not awaits and inspect.iscoroutinefunction(reads):
         raise TypeError(
             f"a sample is a coroutine, since {brief_repr(reads)} is an async def; give the loader "
@@ -690,7 +704,7 @@ def reader_of(dataset: Any) -> Callable[[Any], Any]:
     """Return what gives one item of a dataset of any kind."""
     if has_getitem(dataset):  # else a class that has it is a callable dataset
         return functools.partial(operator.getitem, dataset)
-    if hasattr(type(dataset), "__getitems__"):
+    if has_getitems(dataset):
         return lambda item: check_samples(dataset.__getitems__([item]), [item])[0]
     read: Callable[[Any], Any] = dataset
     return read

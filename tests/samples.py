@@ -213,6 +213,12 @@ class Whole(Numbers):
         return {"whole": indices}
 
 
+class OneByOne(Whole):
+    """Takes that back."""
+
+    __getitems__ = None  # type: ignore[assignment]
+
+
 class Slices(Numbers):
     """An index is a list of numbers."""
 

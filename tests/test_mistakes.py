@@ -26,7 +26,9 @@ from minloader import (
     SKIP,
     BatchError,
     BatchSampler,
+    Concatenated,
     Loader,
+    cached,
     collate,
     get_worker_info,
     pad_collate,
@@ -312,6 +314,28 @@ class ManyAlone:
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [index * index for index in indices]
+
+
+class OneByOne(ManyAlone):
+    __getitems__ = None  # type: ignore[assignment]
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Untold(list):  # type: ignore[type-arg]
+    set_epoch = state_dict = load_state_dict = None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda each: each, lambda each: Concatenated([each]), partial(cached, bytes=10_000)],
+    ids=["itself", "Concatenated", "cached"],
+)
+def test_what_a_class_sets_to_none_it_has_not(wrap):
+    loader = Loader(wrap(OneByOne()), Untold([[1, 2]]), num_workers=0, collate_fn=list)
+    assert list(loader) == [[1, 4]]
+    assert loader.state_dict()["epoch"] == 1
 
 
 # --- which sample it was ---------------------------------------------------------------------

@@ -167,6 +167,7 @@ FETCHED: dict[str, dict[str, Any]] = {
     "whole": {"dataset": zoo.Whole(5), "batch_size": 2, "collate_fn": zoo.same},
     "any items": {"dataset": zoo.Whole(5), "batch_sampler": ITEMS, "collate_fn": zoo.same},
     "lists": {"dataset": zoo.Slices(6), "batch_sampler": LISTS + TUPLES},
+    "one by one": {"dataset": zoo.OneByOne(5), "batch_size": 2},
     "single": {"dataset": Bad(6), "batch_size": None, "sampler": LISTS + TUPLES},
 }
 

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import BrokenExecutor, CancelledError
 from typing import Any, Protocol
 
+from minloader._checks import has_getitems
 from minloader._epochs import failures
 from minloader._epochs.failures import BatchLabel
 from minloader._epochs.feed import Feed
@@ -114,7 +115,7 @@ def _suspect_samples(
         return None
     suspects = retry.suspects
     if death.sample_number < 0:
-        together = lane.shared.options.concurrency or hasattr(type(job.dataset), "__getitems__")
+        together = lane.shared.options.concurrency or has_getitems(job.dataset)
         is_hidden = suspects is None and together and not job.options.is_stream
         return {} if is_hidden else None
     if suspects is None:

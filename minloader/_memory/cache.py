@@ -38,6 +38,7 @@ from minloader._checks import (
     check_int,
     check_samples,
     format_bytes,
+    has_getitems,
     has_samples,
     is_stream,
     reader_of,
@@ -157,7 +158,9 @@ class cached:  # noqa: N801  # used as a function
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]]:
-        return partial(self._get, make=self.dataset.__getitems__)  # or there is none here either
+        if not has_getitems(self.dataset):
+            raise AttributeError("the dataset has no __getitems__")
+        return partial(self._get, make=self.dataset.__getitems__)
 
     def _get(self, indices: list[Any], make: Callable[[list[Any]], Any]) -> list[Any]:
         samples = [self._load(index) for index in indices]

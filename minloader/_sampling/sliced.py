@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import brief_repr, check_dataset, check_samples, reader_of
+from minloader._checks import (
+    brief_repr,
+    check_dataset,
+    check_samples,
+    has_getitems,
+    reader_of,
+)
 from minloader._sampling.collate import numbers_as_array
 from minloader._sampling.walk import DEEPER, plain_container, walk
 
@@ -39,6 +45,8 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     @property
     def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:
         """Fetches several at a time; there if the dataset can do so."""
+        if not has_getitems(self.dataset):
+            raise AttributeError("the dataset has no __getitems__")
         fetch = self.dataset.__getitems__
 
         def fetch_slices(items: list[tuple[Any, int, int]]) -> list[Any]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_indices, check_samples, reader_of
+from minloader._checks import brief_repr, check_indices, check_samples, has_getitems, reader_of
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import (
     NO_SAMPLE,
@@ -156,11 +156,8 @@ class BatchMaker:
     def _gather(self, item: Any) -> Any:
         dataset = self.job.dataset
         as_torch = self.job.is_as_torch
-        # Of its class, and not what a wrapper with a __getitem__ of its own hands on.
-        kind = type(dataset)
-        has_getitems = hasattr(kind, "__getitems__") and hasattr(dataset, "__getitems__")
         is_one_by_one = self.suspects is not None and (not as_torch or type(item) is list)
-        if self.early_reads or is_one_by_one or not has_getitems:
+        if self.early_reads or is_one_by_one or not has_getitems(dataset):
             indices = check_indices(item)
             return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)
