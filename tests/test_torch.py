@@ -691,6 +691,20 @@ def test_the_length_of_a_stream():
     list(DataLoader(data, batch_size=None))  # nobody asked
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_warning_that_is_an_error_takes_the_place_of_one_batch(num_workers):
+    loader = DataLoader(Sharded(5, length=2), batch_size=None, num_workers=num_workers)
+    assert len(loader) == 2
+    with loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batches = iter(loader)
+        assert lists(islice(batches, 2)) == [[0, 0], [1, 1]]
+        for _ in range(3):
+            with pytest.raises(UserWarning, match="was reported to be 2"):
+                next(batches)
+        assert list(batches) == []
+
+
 SUITE = """
 import torch.utils.data
 
@@ -1278,6 +1292,18 @@ def test_pinning(monkeypatch):
         next(batches)
         other.load_state_dict(plain(loader.state_dict()))
         assert list(other) == list(batches)
+
+
+def test_a_batch_that_cannot_be_pinned_fails_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    batches = iter(DataLoader(Bad(4), None, pin_memory=True, collate_fn=zoo.Pinned))
+    assert next(batches).samples == 0
+    monkeypatch.setattr(zoo.Pinned, "pin_memory", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    monkeypatch.undo()
+    assert [batch.samples for batch in batches] == [2, 3]
 
 
 Pair = namedtuple("Pair", "left right")

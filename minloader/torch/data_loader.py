@@ -671,16 +671,23 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         super()._fill_claim(claim)
         if claim.error is not None:
             return
-        if self._pins:
-            claim.outcome = pin(claim.outcome)
-        self._given += 1
-        if self._most is not None and self._given > self._most:
-            warnings.warn(
-                f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
-                f"(when len(dataloader) was asked for), but {self._given} batches have been "
-                "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-                stacklevel=4,
-            )
+        try:
+            if self._pins:
+                claim.outcome = pin(claim.outcome)
+            self._given += 1
+            if self._most is not None and self._given > self._most:
+                self._warn_of_length()
+        except Exception as error:  # it takes the place of the batch
+            claim.outcome = None
+            claim.error = error
+
+    def _warn_of_length(self) -> None:
+        warnings.warn(
+            f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
+            f"(when len(dataloader) was asked for), but {self._given} batches have been "
+            "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
+            stacklevel=5,
+        )
 
     def __len__(self) -> int:
         return len(self.owner._index_sampler)
