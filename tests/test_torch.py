@@ -306,6 +306,20 @@ def test_an_interrupt_in_a_sampler_loses_nothing(steps):
     assert max(press(kind, 0, steps, 1, code) for kind in kinds) > 0
 
 
+def test_an_interrupt_in_the_sampler_of_an_epoch_before_others_loses_nothing():
+    torch.manual_seed(3)
+    expected = [lists(DataLoader(range(9), 1, sampler=Eager(9))) for _ in range(3)]
+    torch.manual_seed(3)
+    sampler = torch_helpers.Interrupting(9)
+    loader = DataLoader(range(9), 1, sampler=sampler)
+    iterators = [iter(loader) for _ in range(3)]
+    taken = [lists(islice(batches, 1)) for batches in iterators]
+    sampler.is_armed = True
+    with pytest.raises(KeyboardInterrupt):
+        next(iterators[0])
+    assert [first + lists(iterators[n]) for n, first in enumerate(taken)] == expected
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -80,6 +80,19 @@ class Eager(Sampler):  # type: ignore[type-arg]
         return self.n
 
 
+class Interrupting(Eager):
+    """Gives them one by one, and is interrupted once where it is told so."""
+
+    is_armed = False
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            if self.is_armed:
+                self.is_armed = False
+                raise KeyboardInterrupt
+            yield index
+
+
 class EagerBatches(Eager):
     """The same, in batches of two."""
 

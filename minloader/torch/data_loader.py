@@ -90,6 +90,13 @@ class _Loader(Loader[Any]):
         return bool(self._shared.group.iterators)
 
     @property
+    def under_way(self) -> set[int]:
+        """Numbers of the epochs that its iterators are in."""
+        iterators = checks.snapshot(self._shared.group.iterators)
+        epochs = [epoch for batches in iterators for epoch in list(batches.epochs)]
+        return {epoch.number for epoch in epochs if not epoch.is_over}
+
+    @property
     def is_idle(self) -> bool:
         """Whether no task is under way."""
         return not self._shared.group.in_flight
@@ -393,8 +400,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 twice=self.num_workers > 0 and not stays,
                 told=self._told,
             )
-            before = order.starts.get(number - 1)
-            order.starts = {} if before is None else {number - 1: before}
+            kept = {number - 1, *self._under_way}
+            order.starts = {each: order.starts[each] for each in kept & order.starts.keys()}
         elif not start.begun and number == self._number and start.told != self._told:
             start = start._replace(told=self._told)  # it was set since
         order.starts[number] = start
@@ -407,6 +414,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                     generator.set_state(self.generator.get_state())
                 self._seed = draw_seed(generator)
         return start
+
+    @property
+    def _under_way(self) -> set[int]:
+        """Numbers of the epochs that there are iterators of: after Ctrl-C they are begun again."""
+        loaders = self._former if self._loader is None else [*self._former, self._loader]
+        return set().union(*(each.under_way for each in loaders))
 
     @property
     def _number(self) -> int:
