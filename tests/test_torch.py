@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -1090,10 +1092,15 @@ def test_states_that_do_not_fit():
         loader.load_state_dict({"step": 3, "data": state})
     with pytest.raises(ValueError, match="version 9"):
         loader.load_state_dict(state | {"version": 9})
-    start = known["start"] | {"shared": "?"}
-    for damaged in known | {"start": start}, {"loader": known["loader"]}:
-        with pytest.raises(ValueError, match="damaged"):
-            loader.load_state_dict(state | {"state": (damaged,)})
+    start = known["start"]
+    short = base64.b85encode(zlib.compress(b"abc")).decode()
+    wrong: list[Any] = [{"shared": "?"}, {"shared": short}, {"own": 5}, {"told": "x"}]
+    starts = [None, {}, *(start | each for each in wrong)]
+    parts: list[Any] = [known | {"start": each} for each in starts]
+    parts += [{"loader": known["loader"]}, known | {"loader": None}, None]
+    for damaged in (None, (known, known), *((each,) for each in parts)):
+        with pytest.raises(ValueError, match="the state is damaged"):
+            loader.load_state_dict(state | {"state": damaged})
     core = Loader(Numbers(), num_workers=0)
     with pytest.raises(ValueError, match=r"of a minloader\.Loader, but this is"):
         loader.load_state_dict(core.state_dict())

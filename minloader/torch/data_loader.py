@@ -280,7 +280,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
         self._init: conventions.WorkerInit | None = None  # what its workers begin with
-        self._seed: int | None = None
         self._set_last: int | None = None  # by set_epoch
         self._closed = False
 
@@ -405,14 +404,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         elif not start.begun and number == self._number and start.told != self._told:
             start = start._replace(told=self._told)  # it was set since
         order.starts[number] = start
-        if self._seed is None:
-            # As torch's loader does, but nothing is drawn yet: it will be when the epoch begins.
-            with torch.random.fork_rng(devices=[]):
-                generator = self.generator
-                if generator is not None:
-                    generator = torch.Generator(generator.device)
-                    generator.set_state(self.generator.get_state())
-                self._seed = draw_seed(generator)
         return start
 
     @property
@@ -457,7 +448,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 return former
         if former is not None and self.trace is not None:
             former.close()  # it has the file open
-        made = self._make()
+        made = self._make(self._next_seed() if former is None else former.seed)
         known = [*self._former, *([] if former is None else [former])]
         in_use = [each for each in known if each.is_in_use]
         made.serve_drop_in()
@@ -471,7 +462,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._former = in_use
         return made
 
-    def _make(self) -> _Loader:
+    def _next_seed(self) -> int:
+        """Return the seed that torch's loader draws, which is drawn as the epoch begins."""
+        with torch.random.fork_rng(devices=[]):
+            generator = self.generator
+            if generator is not None:
+                generator = torch.Generator(generator.device)
+                generator.set_state(self.generator.get_state())
+            return draw_seed(generator)
+
+    def _make(self, seed: int) -> _Loader:
         workers = self.num_workers
         if self.timeout and not workers:
             raise ValueError(
@@ -485,7 +485,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "timeout": float(self.timeout) or None,
             "mp_context": self.multiprocessing_context or _start_method(),
             "in_order": self.in_order,
-            "seed": self._seed,
+            "seed": seed,
             "transform": self.transform,
             "on_error": self.on_error,
             "on_sample_error": self.on_sample_error,
@@ -537,8 +537,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             setattr(self, name, value)
         if not self.num_workers:
             self.timeout = 0
-        self._order, self._seed = EpochOrder(self._index_sampler, self.generator), 0
-        return self._make()
+        self._order = EpochOrder(self._index_sampler, self.generator)
+        return self._make(0)
 
     # --- state
 
@@ -554,7 +554,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         Otherwise, under ``torch.distributed``, its key is that of the rank.
         """
         if self._loader is None:
-            self._start_of(self._number)  # it gives the loader its seed
+            self._start_of(self._number)
             self._ready()
         assert self._loader is not None
         state = self._loader.state_dict()
@@ -592,28 +592,23 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         self._check_open()
         known = self._read_state(state)
-        start, number = Start.decode(known["start"]), known["loader"]["epoch"]
+        start = Start.decode(known["start"])
         former = self._loader
-        seed = self._seed
         try:
-            if former is None:
-                self._seed = known["loader"]["seed"]
             loader = self._ready() if former is None else former
             loader.load_state_dict(known["loader"])
         except BaseException:  # refused: nothing has changed
             if former is None and self._loader is not None:
                 self._loader.close()
             self._loader = former
-            self._seed = seed
             raise
-        self._seed = loader.seed
         for each in self._former:
             each.supersede()
         if start.told is not None:
             self.set_epoch(start.told)
         order = self._sync_order()
         order.leave()
-        order.starts = {number: start}
+        order.starts = {loader.epoch: start}
 
     def _read_state(self, state: Any) -> dict[str, Any]:
         """Return a copy of the part of a state that is for this loader, or refuse it."""
@@ -639,10 +634,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 f"{key!r}; save the state of each rank, unless a sampler deals the epoch out to "
                 "the ranks"
             )
-        (known,) = state[key]
-        if not isinstance(known, Mapping) or known.keys() != {"loader", "start"}:
-            raise ValueError(f"the state is damaged: {brief_repr(known)}")
-        return copy.deepcopy(dict(known))
+        match state[key]:
+            case [{"loader": Mapping(), "start": Mapping(), **others} as known] if not others:
+                return copy.deepcopy(dict(known))
+        raise ValueError(f"the state is damaged: {brief_repr(state[key])}")
 
     # --- the end
 

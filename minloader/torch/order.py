@@ -63,6 +63,9 @@ class Start(NamedTuple):
             ValueError: the state is damaged.
         """
         try:
+            if not isinstance(known["told"], int | None):
+                raise TypeError("told must be an int or None")
+            torch.Generator().set_state(_from_text(known["shared"]))  # or it is of another size
             return cls(
                 own=[_from_text(text) for text in known["own"]],
                 shared=_from_text(known["shared"]),
@@ -71,7 +74,7 @@ class Start(NamedTuple):
                 told=known["told"],
                 begun=bool(known["begun"]),
             )
-        except (LookupError, TypeError, ValueError, zlib.error) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, zlib.error) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(known)}") from error
 
 
