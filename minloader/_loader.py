@@ -24,9 +24,8 @@ from minloader._epochs.epochs import Course, Epochs
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches
 from minloader._epochs.options import Options, Shared
-from minloader._insight.counters import Counters
 from minloader._insight.stats import Stats
-from minloader._insight.timeline import EventFile
+from minloader._insight.timeline import EventFile, EventLog
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import rank_of, rank_of_stream
@@ -226,14 +225,18 @@ class Loader(Generic[B]):
         self._shared = Shared(options, group)
         follows_length = sampler is None and not is_stream
         self._epochs = Epochs(self._shared, made, dataset, shards, follows_length=follows_length)
-        # The iterators have it, too: the workers live as long as any of these.
-        self._end = weakref.finalize(self._shared, _finish, group, self._shared.counters)
+        self._end = self._finalizer(self._shared.counters.log)
         if trace is not None:
             try:
                 self._shared.counters.log.file = _open_trace(trace)
             except BaseException:
                 self.close()
                 raise
+
+    def _finalizer(self, log: EventLog) -> weakref.finalize[..., Shared]:
+        """Return what ends the workers, and the file of a timeline."""
+        # The iterators have it, too: the workers live as long as any of these.
+        return weakref.finalize(self._shared, _finish, self._shared.group, log)
 
     @property
     def sampler(self) -> Iterable[Any]:
@@ -531,26 +534,26 @@ def _open_trace(path: str | os.PathLike[str]) -> EventFile:
     return Trace(path)
 
 
-def _finish(group: PoolGroup, counters: Counters) -> None:
+def _finish(group: PoolGroup, log: EventLog) -> None:
     if group.needs(threading.current_thread()):  # it would wait for itself: the collector came here
-        _finish_later(group, counters)
+        _finish_later(group, log)
         return
     try:
         group.close()
-        counters.log.end_file()
+        log.end_file()
     except Exception:
         raise
     except BaseException:  # Ctrl-C: nobody asks again, and the exit would wait for the batches
-        _finish_later(group, counters)
+        _finish_later(group, log)
         raise
 
 
-def _finish_later(group: PoolGroup, counters: Counters) -> None:
+def _finish_later(group: PoolGroup, log: EventLog) -> None:
     """Close a loader in a thread of its own.
 
     Where the system has no more threads, the workers leave when CPython ends their executor.
     """
-    closing = threading.Thread(target=_finish, args=(group, counters), daemon=True)
+    closing = threading.Thread(target=_finish, args=(group, log), daemon=True)
     closing.name = "minloader-close"
     with suppress(RuntimeError):
         closing.start()

@@ -1261,6 +1261,25 @@ def test_arguments_of_our_own(num_workers, tmp_path):
         assert list(loader) == []
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_figures_and_trace_go_on_with_other_workers(num_workers, tmp_path):
+    """Those of a second iterator beside the first, and after an attribute was set."""
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    options: dict[str, Any] = {"on_error": "skip", "collate_fn": list}
+    loader = DataLoader(Bad(6, 0), 2, num_workers=num_workers, trace=paths[0], **options)
+    with loader:
+        assert list(zip(loader, loader, strict=True)) == [([2, 3],) * 2, ([4, 5],) * 2]
+        assert (loader.stats.batches, loader.stats.errors.failed) == (4, 2)
+        loader.retries = 3
+        assert len(list(loader)) == 2
+        assert (loader.stats.batches, loader.stats.errors.failed) == (6, 3)
+        loader.trace = paths[1]
+        assert len(list(loader)) == 2
+        assert (loader.stats.batches, loader.stats.errors.failed) == (8, 4)
+    events = [json.loads(path.read_text()) for path in paths]
+    assert [[each["name"] for each in every].count("task") for every in events] == [9, 3]
+
+
 def test_numbers_of_numpy():
     with DataLoader(
         Numbers(), 5, num_workers=np.int32(1), timeout=np.float32(30), retries=np.int8(1)

@@ -33,7 +33,9 @@ from minloader._epochs.iterator import Batches, BeginNext
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
+from minloader._insight.timeline import EventLog
 from minloader._loader import Loader
+from minloader._memory.files import interrupts_held
 from minloader._sampling.ranks import ranks_of, with_inner
 from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
@@ -92,7 +94,7 @@ class _Loader(Loader[Any]):
     @property
     def under_way(self) -> set[int]:
         """Numbers of the epochs that its iterators are in."""
-        iterators = checks.snapshot(self._shared.group.iterators)
+        iterators: list[Any] = checks.snapshot(self._shared.group.iterators)
         epochs = [epoch for batches in iterators for epoch in list(batches.epochs)]
         return {epoch.number for epoch in epochs if not epoch.is_over}
 
@@ -109,6 +111,32 @@ class _Loader(Loader[Any]):
     def begin(self, batches: Batches[Any]) -> Epoch:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator."""
         return self._epochs.begin(batches, None)
+
+    def count_on(self, former: _Loader, trace: Any) -> None:
+        """Count where a former loader does, and write its timeline on, which this one ends then.
+
+        Args:
+            former: its iterators may be in use.
+            trace: file of the timeline; None: there is none.
+        """
+        counters = former._shared.counters
+        if former.num_workers != self.num_workers:
+            counters.keep_former(former.stats)
+        own, log = self._shared.counters.log, counters.log
+        with interrupts_held():  # or one would end what the other writes to
+            if log.file is not None and log.file.path != trace:
+                log.end_file()
+            if own.file is not None:
+                log.file = own.file
+            for loader, ends in (former, EventLog()), (self, log):
+                loader._end.detach()
+                loader._end = loader._finalizer(ends)
+            self._shared.counters = counters
+
+    def is_tracing(self, path: Any) -> bool:
+        """Whether it writes its timeline to a file."""
+        file = self._shared.counters.log.file
+        return file is not None and file.path == path
 
     def supersede(self) -> None:
         """Have the iterators that were begun raise an error: a state was loaded."""
@@ -181,8 +209,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             that has more is replaced.
         seed_generators: whether random generators that the dataset, ``transform`` and
             ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
-        trace: file to write a timeline to, from the first batch on. Workers that get another
-            dataset begin it anew.
+        trace: file to write a timeline to, from the first batch on.
 
     Raises:
         ValueError: an argument has an impossible value, or excludes another.
@@ -446,9 +473,11 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                     self._init.tells = False
                 former.renew_workers()
                 return former
-        if former is not None and self.trace is not None:
-            former.close()  # it has the file open
-        made = self._make(self._next_seed() if former is None else former.seed)
+        if former is None:
+            made = self._make(self._next_seed(), self.trace)
+        else:
+            trace = None if former.is_tracing(self.trace) else self.trace
+            made = self._make(former.seed, trace)
         known = [*self._former, *([] if former is None else [former])]
         in_use = [each for each in known if each.is_in_use]
         made.serve_drop_in()
@@ -456,6 +485,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             made.load_state_dict(former.state_dict())
         elif former is not None:
             made.set_epoch(former.epoch)
+        if former is not None:
+            made.count_on(former, self.trace)
         # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
         self._loader = made
@@ -471,7 +502,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 generator.set_state(self.generator.get_state())
             return draw_seed(generator)
 
-    def _make(self, seed: int) -> _Loader:
+    def _make(self, seed: int, trace: str | os.PathLike[str] | None) -> _Loader:
         workers = self.num_workers
         if self.timeout and not workers:
             raise ValueError(
@@ -494,7 +525,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "shared_memory": self.shared_memory,
             "worker_memory_limit": self.worker_memory_limit,
             "seed_generators": self.seed_generators,
-            "trace": self.trace,
+            "trace": trace,
         }
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:
@@ -538,7 +569,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if not self.num_workers:
             self.timeout = 0
         self._order = EpochOrder(self._index_sampler, self.generator)
-        return self._make(0)
+        return self._make(0, self.trace)
 
     # --- state
 
