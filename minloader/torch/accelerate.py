@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
+from minloader.torch.data_loader import OWN_ARGUMENTS, DataLoader
+
 MODULE = "accelerate.data_loader"
 
 MAKERS = ("prepare_data_loader", "skip_first_batches")
@@ -22,12 +24,6 @@ MAKERS = ("prepare_data_loader", "skip_first_batches")
 
 IMPORTERS = (MODULE, "accelerate.accelerator", "accelerate", "transformers.trainer")
 """Modules that have these functions by name."""
-
-OWN_ARGUMENTS = (
-    *("transform", "on_error", "on_sample_error", "max_errors", "retries", "shared_memory"),
-    *("worker_memory_limit", "trace", "seed_generators"),
-)
-"""Arguments that torch's loader has not, and Accelerate does not read."""
 
 
 def use_in_accelerate() -> ExitStack:
@@ -67,7 +63,6 @@ def _keeping(make: Callable[..., Any], module: Any) -> Callable[..., Any]:
         make: the function, of the loader and more.
         module: whose ``DataLoader`` it makes.
     """
-    from minloader.torch.data_loader import DataLoader
 
     @wraps(make)
     def keeping(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +95,6 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     Raises:
         ValueError: Accelerate is told to make torchdata's loaders.
     """
-    from minloader.torch.data_loader import DataLoader
-
     if getattr(accelerator, "use_stateful_dataloader", False):
         raise ValueError(
             "drop use_stateful_dataloader: save_state has the states of minloader's loaders anyhow"

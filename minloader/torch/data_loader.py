@@ -63,10 +63,15 @@ _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
 IterableDataset.register(Shuffled)  # also where torch asks
 
+OWN_ARGUMENTS = (
+    *("transform", "on_error", "on_sample_error", "max_errors", "retries", "shared_memory"),
+    *("worker_memory_limit", "trace", "seed_generators"),
+)
+"""Arguments that torch's loader has not."""
+
 _SETTINGS = (
     *("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "collate_fn", "in_order"),
-    *("multiprocessing_context", "transform", "on_error", "on_sample_error", "max_errors"),
-    *("retries", "shared_memory", "worker_memory_limit", "seed_generators", "trace", "_order"),
+    *("multiprocessing_context", "_order", *OWN_ARGUMENTS),
 )
 """Attributes that the workers are made with. They may be set: the next epoch has new workers."""
 
@@ -517,16 +522,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "mp_context": self.multiprocessing_context or _start_method(),
             "in_order": self.in_order,
             "seed": seed,
-            "transform": self.transform,
-            "on_error": self.on_error,
-            "on_sample_error": self.on_sample_error,
-            "max_errors": self.max_errors,
-            "retries": self.retries,
-            "shared_memory": self.shared_memory,
-            "worker_memory_limit": self.worker_memory_limit,
-            "seed_generators": self.seed_generators,
-            "trace": trace,
         }
+        options |= {name: getattr(self, name) for name in OWN_ARGUMENTS} | {"trace": trace}
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:
             first = self.transform
