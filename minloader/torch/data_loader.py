@@ -155,6 +155,9 @@ class _Loader(Loader[Any]):
         Raises:
             TypeError: what the workers need cannot be sent to them; they are the former ones then.
         """
+        init = self._shared.job.worker_init_fn
+        if isinstance(init, conventions.WorkerInit):
+            init.tells = False
         self._shared.group.send_job_again()
 
 
@@ -276,8 +279,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         functions = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         for name, value in (functions | {"transform": transform}).items():
             checks.check_callable(name, value)
-        self._given: dict[str, Any] = {"sampler": sampler, "batch_sampler": batch_sampler}
-        for name, value in self._given.items():
+        for name, value in {"sampler": sampler, "batch_sampler": batch_sampler}.items():
             checks.check_iterable(name, value)
         checks.check_on_error("on_error", on_error)
         checks.check_on_error("on_sample_error", on_sample_error)
@@ -311,7 +313,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._loader: _Loader | None = None
         self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
-        self._init: conventions.WorkerInit | None = None  # what its workers begin with
         self._set_last: int | None = None  # by set_epoch
         self._closed = False
 
@@ -378,7 +379,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         order = self._sync_order()
         start = self._start_of(self._number)
         if not self._is_resumed:
-            for name, given in self._given.items():
+            for name in "sampler", "batch_sampler":
+                given = getattr(self, name)
                 if self._number and is_read_once(given) and not has_epochs(given):
                     raise used_up(name, given)
             if self._loader is not None and self._loader.would_abandon:
@@ -474,8 +476,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             if self.persistent_workers or not self.num_workers:
                 return former
             if former.is_idle:
-                if self._init is not None:
-                    self._init.tells = False
                 former.renew_workers()
                 return former
         if former is None:
@@ -531,7 +531,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         else:
             options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
         if workers and self.worker_init_fn is not None:
-            self._init = options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
+            options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
         if not stream:
             return _Loader(self.dataset, self._order, **options)
         if self.batch_size is not None:
