@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import threading
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -276,16 +275,14 @@ class Items(Iterator[Any]):
         self.is_within = is_within
         self._items = items
         self._drawn: deque[Any] = deque()
-        self._lock = threading.Lock()  # another thread may be reading
 
     def __next__(self) -> Any:
-        with self._lock:
-            try:
-                item = self._drawn.popleft() if self._drawn else next(self._items)
-            except StopIteration:
-                self.is_within = False
-                raise
-            self.is_within = True
+        try:
+            item = self._drawn.popleft() if self._drawn else next(self._items)
+        except StopIteration:
+            self.is_within = False
+            raise
+        self.is_within = True
         if type(item) is Raised:
             raise item.error
         return item
@@ -297,13 +294,12 @@ class Items(Iterator[Any]):
 
     def draw(self, most: int) -> None:
         """Draw some items. What the sampler raises comes in its turn."""
-        with self._lock:
-            try:
-                # Not by islice(), which calls iter(): a sampler that is its own iterator would
-                # begin anew.
-                self._drawn.extend(map(next, itertools.repeat(self._items, most)))
-            except Exception as error:
-                self._drawn.append(Raised(error))
+        try:
+            # Not by islice(), which calls iter(): a sampler that is its own iterator would begin
+            # anew.
+            self._drawn.extend(map(next, itertools.repeat(self._items, most)))
+        except Exception as error:
+            self._drawn.append(Raised(error))
 
 
 class EpochOrder(Order):
