@@ -128,6 +128,21 @@ def printed(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or first))
 
 
+def not_the_end(error: Exception, who: str) -> Exception:
+    """Return an error as it can be raised in a loop, which StopIteration would end silently.
+
+    Args:
+        error: that code of the user's has raised.
+        who: that code.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    without_frames(error)
+    refusal = RuntimeError(f"{who} raised StopIteration")
+    refusal.__cause__ = error
+    return refusal
+
+
 def without_frames(error: BaseException) -> None:
     """Have an error that is to wait for its turn carry its traceback as text. May be repeated.
 

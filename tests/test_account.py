@@ -752,6 +752,37 @@ def test_on_error_that_raises_stop_iteration_ends_no_loop(make):
     assert list(batches) == [7]
 
 
+class EndsAtEpoch:
+    """A sampler of which a method raises StopIteration, from an epoch on."""
+
+    def __init__(self, method: str, first: int) -> None:
+        self.method = method
+        self.first = first
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.call("set_epoch")
+
+    def __iter__(self) -> Any:
+        self.call("__iter__")
+        return iter(range(3))
+
+    def call(self, method: str) -> None:
+        if method == self.method and self.epoch >= self.first:
+            raise StopIteration
+
+
+@pytest.mark.parametrize("method", ["set_epoch", "__iter__"])
+def test_a_sampler_that_raises_stop_iteration_where_it_begins_ends_no_loop(method):
+    for first in range(2):
+        loader = Loader(Echo(), EndsAtEpoch(method, first), num_workers=0)
+        batches = loader.epochs(2)
+        assert list(itertools.islice(batches, 3 * first)) == [(0, n) for n in range(3 * first)]
+        with pytest.raises(RuntimeError, match="the sampler raised StopIteration"):
+            next(batches)
+
+
 def unmounted(item: Any) -> Any:
     raise OSError(f"{item} is on a disk that is not there")
 

@@ -28,7 +28,7 @@ from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
 from minloader._epochs.position import NO_SOURCE_STATE, Check, LanePosition, SourceState
 from minloader._epochs.task import Task
-from minloader._errors import without_frames
+from minloader._errors import not_the_end, without_frames
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
@@ -437,6 +437,7 @@ class Feed:
 
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""
+        error = not_the_end(error, "the sampler")
         self.error = error
         without_frames(error)
         failures.add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")

@@ -48,7 +48,7 @@ from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.stage import Stage, StagedClaim
 from minloader._epochs.task import Arrivals, Task
-from minloader._errors import SKIP, BatchError, without_frames
+from minloader._errors import SKIP, BatchError, not_the_end, without_frames
 from minloader._insight.timeline import track_of
 from minloader._pools.base import Pool
 from minloader._worker import lifetimes
@@ -260,7 +260,10 @@ class Batches(Iterator[B], Generic[B]):
         with self.claims.get_lock():
             begin = perf_counter()
             self.claims.is_unsure = True
-            epoch = self._begin_next(self, None)
+            try:
+                epoch = self._begin_next(self, None)
+            except StopIteration as error:
+                raise not_the_end(error, "the sampler") from error
             if epoch is None:
                 self._is_over = True
                 raise StopIteration

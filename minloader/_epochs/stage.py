@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minloader._epochs.epoch import Claim
+from minloader._errors import not_the_end
 
 GRACE = 0.5
 """Seconds that closing waits for the thread, which may be inside the function. An idle thread needs
@@ -228,10 +229,8 @@ def _attempt(
         for function in functions:
             batch.append(function(batch.pop()))
         return None, batch.pop()
-    except StopIteration as error:  # it would end the consumer's loop
-        stop = RuntimeError("fn raised StopIteration")
-        stop.__cause__ = error
-        return stop, None
+    except Exception as error:
+        return not_the_end(error, "fn"), None
     except BaseException as error:  # SystemExit too: the consumer's to see
         return error, None
 
