@@ -173,6 +173,12 @@ def test_an_error_in_fn_or_in_a_generator_comes_in_its_place(batches, fn, expect
     assert names(prefetch(batches, fn)) == expected
 
 
+def test_an_error_of_the_hand_over_comes_in_its_place():
+    for source in Loader([1, 0, 2], num_workers=0), [1, 0, 2]:
+        batches = prefetched(source, same, 1, lambda number: 6 // number)
+        assert names(batches) == [6, "ZeroDivisionError", 3]
+
+
 def test_system_exit_in_fn_is_the_consumers():
     with prefetch([1, 2], lambda n: sys.exit(n)) as batches, pytest.raises(SystemExit):
         next(batches)

@@ -280,6 +280,23 @@ def test_what_jax_refuses_is_raised_in_its_place():
     assert list(batches) == []
 
 
+class Unreadable:
+    """A leaf that no array can be made of."""
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise ValueError("unreadable")
+
+
+@pytest.mark.parametrize("source", [iter, lambda items: Loader(items, num_workers=0)])
+def test_a_batch_that_cannot_be_copied_is_an_error_in_its_place(source):
+    batches = to_device(source([np.zeros(1), Unreadable(), np.ones(1)]))
+    next(batches)
+    with pytest.raises(ValueError, match="unreadable"):
+        next(batches)
+    assert next(batches).tolist() == [1]
+    assert list(batches) == []
+
+
 def test_workers_do_not_import_jax():
     with Loader(
         Echo(), range(4), transform=lambda _: "jax" in __import__("sys").modules, num_workers=2

@@ -736,9 +736,12 @@ class Batches(Iterator[B], Generic[B]):
         claim = StagedClaim()
         self._fill_claim(claim)
         if claim.error is None:
-            claim.work = stage.work(claim.outcome)
+            try:
+                claim.work = stage.work(claim.outcome)
+            except Exception as error:  # of the user's batch: it takes its place
+                claim.error = error
             claim.outcome = None
-        else:
+        if claim.error is not None:
             without_frames(claim.error)
         self._commit_claim(claim, None)
 

@@ -194,7 +194,10 @@ class Stage:
         """Return a batch as it is handed over, or an error. In the consumer's thread."""
         if error is not None or self._receive is None:
             return value, error
-        return self._receive(value), None
+        try:
+            return self._receive(value), None
+        except Exception as failure:
+            return None, failure
 
     def check_open(self) -> None:
         """Raise an error if it is closed."""
