@@ -86,15 +86,17 @@ def prefetched(
     batches: Iterable[Any],
     fn: Callable[[Any], Any],
     depth: int,
+    *,
     receive: Callable[[Any], Any] | None = None,
+    keep: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The same; ``receive`` is called in the consumer's thread with what ``fn`` has made."""
+    """The same, with what is done before ``fn`` and behind it; see :class:`Stage`."""
     depth = check_int("depth", depth, 1)
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
     if not is_iterable(batches):
         raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
-    stage = Stage(fn, depth, receive)
+    stage = Stage(fn, depth, receive=receive, keep=keep)
     source = iter(batches)
     if isinstance(source, Batches):
         source.add_stage(stage)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from minloader._checks import is_array_like
 from minloader._memory.files import is_leased
 from minloader._memory.tensors import numpy_like
-from minloader._prefetch import Prefetch, prefetch
+from minloader._prefetch import Prefetch, prefetched
 from minloader._sampling.collate import labels, refuse_loss, what_numpy_drops
 
 UNFIT = "USTOMm"
@@ -67,7 +67,8 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
             of JAX about a batch, such as one that a sharding cannot split evenly, is raised in
             place of that batch.
     """
-    return prefetch(batches, _Put(device), depth)
+    made: Prefetch[Any] = prefetched(batches, _Put(device), depth, keep=_copied)
+    return made
 
 
 class _Put:
@@ -83,10 +84,6 @@ class _Put:
         get_mesh = getattr(jax.sharding, "get_mesh", None)  # which the first versions lack
         mesh = None if get_mesh is None else get_mesh()
         self._mesh = None if mesh is None or mesh.empty else mesh
-
-    def keep(self, batch: Any) -> Any:
-        """Copy what others may write to meanwhile. Called in the consumer's thread."""
-        return jax.tree.map(_kept, batch)
 
     def __call__(self, batch: Any) -> Any:
         with ExitStack() as settings:
@@ -159,6 +156,11 @@ def _not_to_be_split(name: str, device: Any) -> ValueError:
         "or numpy, which stays here, or give device as a tree with a sharding of its own for it, "
         "PartitionSpec()"
     )
+
+
+def _copied(batch: Any) -> Any:
+    """Copy what others may write to meanwhile."""
+    return jax.tree.map(_kept, batch)
 
 
 def _kept(leaf: Any) -> Any:

@@ -73,6 +73,20 @@ def test_any_iterable():
     assert set(prefetch((threading.get_ident() for _ in range(3)), same)) == {here}
 
 
+class Keeper:
+    """A function with an attribute that has no meaning here."""
+
+    keep = 0.5
+
+    def __call__(self, batch: int) -> float:
+        return batch * self.keep
+
+
+def test_attributes_of_fn_are_the_users_own():
+    for source in Loader([1, 2], num_workers=0), [1, 2]:
+        assert list(prefetch(source, Keeper())) == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_reads_no_further_ahead_than_depth(depth):
     """The source is read in the consumer's thread, when that asks for a batch."""
@@ -175,7 +189,7 @@ def test_an_error_in_fn_or_in_a_generator_comes_in_its_place(batches, fn, expect
 
 def test_an_error_of_the_hand_over_comes_in_its_place():
     for source in Loader([1, 0, 2], num_workers=0), [1, 0, 2]:
-        batches = prefetched(source, same, 1, lambda number: 6 // number)
+        batches = prefetched(source, same, 1, receive=lambda number: 6 // number)
         assert names(batches) == [6, "ZeroDivisionError", 3]
 
 
@@ -587,7 +601,7 @@ def test_a_prefetch_after_batches_of_another_were_taken(options, source):
     between them what the first does as it hands a batch over (``to_device`` waits for its copy)."""
     with Loader(Squares(8), **options) as loader:
         batches = loader if source == "loader" else [k * k for k in range(8)]
-        inner = prefetched(batches, lambda number: [str(number)], 3, lambda made: made[0])
+        inner = prefetched(batches, lambda number: [str(number)], 3, receive=lambda made: made[0])
         assert [next(inner), next(inner)] == ["0", "1"]
         outer = prefetch(inner, lambda text: text + "!", 2)
         assert list(outer) == [f"{k * k}!" for k in range(2, 8)]

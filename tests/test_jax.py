@@ -14,7 +14,7 @@ import pytest
 from conftest import eventually, printed_by, require
 from helpers import Echo
 
-from minloader import BatchSampler, Loader, collate
+from minloader import BatchSampler, Loader, collate, prefetch
 from minloader._diagnosis.inspect import inspect
 
 jax = require("jax")
@@ -220,10 +220,15 @@ def test_contents_never_change_though_slots_are_used_again():
         assert eventually(lambda: not inspect(loader).leased_slots)
 
 
-def test_contents_never_change_though_the_dataset_writes_to_its_arrays():
+def aligned_array() -> Any:
+    """Return an array whose memory JAX uses without a copy."""
     memory = np.zeros(1 << 12, np.float32)
     start = -memory.ctypes.data % 64 // 4
-    aligned = memory[start : start + 1024]
+    return memory[start : start + 1024]
+
+
+def test_contents_never_change_though_the_dataset_writes_to_its_arrays():
+    aligned = aligned_array()
 
     class Reusing:
         """Each batch is the same array, with other contents."""
@@ -248,6 +253,23 @@ def test_what_comes_from_no_slot_is_copied():
         found = list(to_device(loader))
     array[:] = 1
     assert not any(there.any() for there in found)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_another_prefetch_gives_is_copied(first):
+    """Its function may fill the same array again; also where it has given some itself."""
+    array = aligned_array()
+
+    def fill(number: int) -> Any:
+        array[:] = number
+        return array
+
+    with Loader(Echo(), range(6), num_workers=0) as loader:
+        batches = prefetch(loader, fill)
+        for _ in range(first):
+            next(batches)
+        found = list(to_device(batches))
+    assert [there[0].item() for there in found] == list(range(first, 6))
 
 
 # --- the iterator

@@ -736,12 +736,8 @@ class Batches(Iterator[B], Generic[B]):
         claim = StagedClaim()
         self._fill_claim(claim)
         if claim.error is None:
-            try:
-                claim.work = stage.work(claim.outcome)
-            except Exception as error:  # of the user's batch: it takes its place
-                claim.error = error
-            claim.outcome = None
-        if claim.error is not None:
+            stage.take_on(claim)
+        else:
             without_frames(claim.error)
         self._commit_claim(claim, None)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minloader._epochs.epoch import Claim
-from minloader._errors import not_the_end
+from minloader._errors import not_the_end, without_frames
 
 GRACE = 0.5
 """Seconds that closing waits for the thread, which may be inside the function. An idle thread needs
@@ -96,24 +96,32 @@ class Stage:
     """A function that is called in a thread of its own, with the context variables of its maker.
 
     Args:
-        fn: called with each batch. It may have a method ``keep``, which is called before that in
-            the consumer's thread and returns what to call it with.
+        fn: called with each batch.
         depth: most batches that are ready, or being made ready, beyond the one that the consumer
             has.
         receive: called in the consumer's thread with what ``fn`` has made, just before it is handed
             over; returns the batch. None: that is the batch.
+        keep: called with each batch as soon as it is there, in the consumer's thread; returns what
+            to call ``fn`` with. None: that is the batch. Behind another stage both are called in
+            the thread.
 
     Attributes:
         threads: those that were started; the first of them calls the functions.
     """
 
     def __init__(
-        self, fn: Callable[[Any], Any], depth: int, receive: Callable[[Any], Any] | None = None
+        self,
+        fn: Callable[[Any], Any],
+        depth: int,
+        *,
+        receive: Callable[[Any], Any] | None = None,
+        keep: Callable[[Any], Any] | None = None,
     ) -> None:
         self.depth = depth
         self._functions = [fn]
         self._context = contextvars.copy_context()
         self._receive = receive
+        self._keep = keep
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # the one that was started last
         self.threads: list[threading.Thread] = []
@@ -136,8 +144,9 @@ class Stage:
         former.check_open()
         former.send([staged.work for staged in claims])
         taken_over = tuple([self._staged_again(former, staged) for staged in claims])
-        handing_over = [] if former._receive is None else [former._receive]
-        self._functions = [*former._functions, *handing_over, *self._functions]
+        between = [each for each in (former._receive, self._keep) if each is not None]
+        self._functions = [*former._functions, *between, *self._functions]
+        self._keep = former._keep
         return taken_over
 
     def _staged_again(self, former: Stage, staged: StagedClaim) -> StagedClaim:
@@ -145,14 +154,21 @@ class Stage:
         claim = StagedClaim(lane=staged.lane, task=staged.task, ordinal=staged.ordinal)
         former.receive(staged, claim)
         if claim.error is None:
-            claim.work = Work(claim.outcome, self._functions)
-            claim.outcome = None
+            self.take_on(claim)
         return claim
+
+    def take_on(self, claim: StagedClaim) -> None:
+        """Have a claim be the work on its batch, or an error. In the consumer's thread."""
+        try:
+            claim.work = self.work(claim.outcome)
+        except Exception as error:  # of the user's batch: it takes its place
+            without_frames(error)
+            claim.error = error
+        claim.outcome = None
 
     def work(self, batch: Any) -> Work:
         """Return the work on a batch, which nobody else changes then. In the consumer's thread."""
-        keep = getattr(self._functions[0], "keep", None)
-        return Work(batch if keep is None else keep(batch), self._functions)
+        return Work(batch if self._keep is None else self._keep(batch), self._functions)
 
     def send(self, works: Iterable[Work | None]) -> None:
         """Have the thread make the batches that it does not have."""

@@ -141,7 +141,7 @@ def to_device(
     target = torch.device(device)
     move = _CudaMover(target) if target.type == "cuda" else partial(_move, target)
     function = partial(_convert_and_move, move) if convert else move
-    made: Prefetch[Any] = prefetched(batches, function, depth, partial(_received, target))
+    made: Prefetch[Any] = prefetched(batches, function, depth, receive=partial(_received, target))
     return made
 
 
