@@ -437,7 +437,7 @@ class Loader(Generic[B]):
             TypeError, ValueError: ``n`` is no number of batches; or the dataset is a stream, which
                 can only be read on: take its batches, and drop them.
             RuntimeError: the loader is closed; or :func:`minloader.prefetch` takes batches ahead of
-                the consumer; or ``on_error`` is being asked.
+                the consumer; or the sampler, the dataset or ``on_error`` calls this.
         """
         n = check_int("n", n, 0)
         self._check_open()

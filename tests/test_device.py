@@ -684,6 +684,15 @@ def test_the_function_may_not_ask_where_the_consumer_is(options, ask):
         assert loader.state_dict()["epoch"] == 1
 
 
+def test_the_function_may_not_ask_for_a_batch():
+    for source in Loader(Squares(3), num_workers=0), range(3):
+        with prefetch(source, lambda _: next(batches), 2) as batches:
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="call it in the loop"):
+                    next(batches)
+            assert list(batches) == []
+
+
 def test_the_function_has_the_context_of_the_caller():
     with decimal.localcontext(prec=5), np.errstate(divide="raise"):
         batches = prefetch(range(1, 4), lambda n: (decimal.Decimal(1) / 3, np.geterr()["divide"]))

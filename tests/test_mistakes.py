@@ -106,6 +106,42 @@ def test_each_batch_goes_to_one_of_several_threads(source, begin, expected, anyw
     assert next(batches, "over") == "over"
 
 
+class Asking:
+    """Takes a batch of a loader while the loader has it make one, or say which is next."""
+
+    batches: Iterator[Any]
+
+    def __getitem__(self, item: int) -> Any:
+        return self(item) if item == 1 else item
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in range(3):
+            yield self[item]
+
+    def __call__(self, item: Any) -> Any:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("make", "rest"),
+    [
+        (lambda asking: Loader(asking, range(3), num_workers=0), [2]),
+        (lambda asking: Loader(asking, range(3), num_workers=0).epochs(1), [(0, 2)]),
+        (lambda asking: prefetch(Loader(asking, range(3), num_workers=0), same), [2]),
+        (lambda asking: Loader(Echo(), asking, num_workers=0), []),  # a generator has ended then
+        (lambda asking: Loader(Faulty(3, {1: ValueError}), num_workers=0, on_error=asking), [4]),
+    ],
+    ids=["dataset", "epochs", "prefetch", "sampler", "on_error"],
+)
+def test_an_iterator_cannot_be_asked_by_what_it_calls(make, rest):
+    asking = Asking()
+    asking.batches = batches = iter(make(asking))
+    next(batches)
+    with pytest.raises(RuntimeError, match="call next in the loop only"):
+        next(batches)
+    assert list(batches) == rest
+
+
 # --- a fork ----------------------------------------------------------------------------------
 
 

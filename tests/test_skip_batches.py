@@ -109,7 +109,7 @@ def test_skip_is_refused_while_on_error_is_asked(make):
     """The place of its batch is still open, so that nobody knows which ones are next."""
 
     def refused(failure: BatchError) -> Any:
-        with pytest.raises(RuntimeError, match="skip is refused while on_error is asked"):
+        with pytest.raises(RuntimeError, match="skip is refused while a batch is taken"):
             loader.skip(2)
         return -1 if failure.ordinal == 2 else SKIP
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,16 @@ class Claim:
         self.error = None
 
 
+def check_thread(stage_threads: Collection[threading.Thread]) -> None:
+    """Raise an error in a thread of a stage: who waits for that must not be waited for there."""
+    if threading.current_thread() in stage_threads:
+        raise RuntimeError(
+            "the function that prefetch calls has asked the iterator for a batch, or called "
+            "state_dict or skip of the loader; that waits for the consumer, who waits for the "
+            "function: call it in the loop"
+        )
+
+
 @dataclass(eq=False, slots=True, repr=False)
 class Claims:
     """What was taken and has not reached a consumer, as far as is known.
@@ -50,7 +61,7 @@ class Claims:
             thread is given it again.
         staged: taken ahead of the consumer, for a stage; in order.
         stage_threads: threads of the stage that takes batches ahead; None: there is no stage.
-        is_asking: whether ``on_error`` is being asked.
+        is_taking: whether a batch is being taken, so that code of the user's may run.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
             sure of.
     """
@@ -60,7 +71,7 @@ class Claims:
     by_thread: dict[int, Claim] = field(default_factory=dict)
     staged: tuple[Any, ...] = ()
     stage_threads: list[threading.Thread] | None = None
-    is_asking: bool = False
+    is_taking: bool = False
     is_unsure: bool = False
 
     def get_lock(self) -> Any:
@@ -69,15 +80,16 @@ class Claims:
         Raises:
             RuntimeError: this is the thread of the stage, and who waits for that may hold it.
         """
-        if threading.current_thread() in (self.stage_threads or ()):
-            raise RuntimeError(
-                "the function that prefetch calls has called state_dict or skip of the loader; "
-                "that waits for the consumer, who waits for the function: call it in the loop"
-            )
+        self.check_thread()
         return self.lock if self.process is lifetimes.process else threading.RLock()
+
+    def check_thread(self) -> None:
+        """Raise an error in the thread of the stage."""
+        check_thread(self.stage_threads or ())
 
     def go_on_here(self) -> None:
         """Have a lock for this process, a fork, in which batches are taken from now on."""
+        self.is_taking = False
         self.lock = threading.RLock()
         self.process = lifetimes.process
 

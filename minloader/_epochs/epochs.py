@@ -456,10 +456,10 @@ class Epochs:
         current = self._current
         if current is not None:
             with current.claims.get_lock():
-                if current.claims.is_asking:
+                if current.claims.is_taking:
                     raise RuntimeError(
-                        "skip is refused while on_error is asked about a batch, whose place is "
-                        "still open: return minloader.SKIP for that, and skip others in the loop"
+                        "skip is refused while a batch is taken, whose place is still open: "
+                        "on_error may return minloader.SKIP for it; skip others in the loop"
                     )
                 if current.claims.stage_threads is not None:
                     raise RuntimeError(

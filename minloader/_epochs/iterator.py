@@ -115,6 +115,8 @@ class Batches(Iterator[B], Generic[B]):
         claims = self.claims
         if claims.process is not lifetimes.process:
             self._check_process()
+        if claims.stage_threads:
+            claims.check_thread()
         thread = get_ident()
         with claims.lock:
             if thread not in claims.by_thread:
@@ -187,7 +189,7 @@ class Batches(Iterator[B], Generic[B]):
         claims = self.claims
         if claims.process is not lifetimes.process:
             self._check_process()
-        with claims.lock:
+        with claims.get_lock():
             former = self._stage
             staged = claims.staged
             if former is not None:
@@ -223,33 +225,45 @@ class Batches(Iterator[B], Generic[B]):
 
         Raises:
             StopIteration: there are no more batches.
+            RuntimeError: what is called for a batch has called this.
         """
-        if not (self.epochs or self._is_over):
-            self.begin()  # with the first epoch, if that was not done when this was made
-        counters = self.shared.counters
-        begin = perf_counter()
-        times = counters.time
-        if counters.left_at:
-            times.consumer += begin - counters.left_at
+        claims = self.claims
+        if claims.is_taking:
+            raise RuntimeError(
+                "the iterator is asked for another batch by what it calls itself while it takes "
+                "one: the sampler, the dataset or another function, such as on_error; call next "
+                "in the loop only"
+            )
+        claims.is_taking = True
         try:
-            if self.claims.is_unsure:
-                for epoch in self.epochs:
-                    epoch.recover()
-            self.claims.is_unsure = True
-            if self._stage is None:
-                claim = Claim()
-                self._fill_claim(claim)
-                self._commit_claim(claim, thread)
-            else:
-                self._claim_from_stage(thread, self._stage)
-            now = perf_counter()
-            counters.left_at = now
-            times.wait += now - begin
-        except BaseException as error:
-            self.claims.is_unsure = not isinstance(error, Exception)
-            counters.leave(begin, working=not isinstance(error, StopIteration))
-            raise
-        self.claims.is_unsure = False
+            if not (self.epochs or self._is_over):
+                self.begin()  # with the first epoch, if that was not done when this was made
+            counters = self.shared.counters
+            begin = perf_counter()
+            times = counters.time
+            if counters.left_at:
+                times.consumer += begin - counters.left_at
+            try:
+                if claims.is_unsure:
+                    for epoch in self.epochs:
+                        epoch.recover()
+                claims.is_unsure = True
+                if self._stage is None:
+                    claim = Claim()
+                    self._fill_claim(claim)
+                    self._commit_claim(claim, thread)
+                else:
+                    self._claim_from_stage(thread, self._stage)
+                now = perf_counter()
+                counters.left_at = now
+                times.wait += now - begin
+            except BaseException as error:
+                claims.is_unsure = not isinstance(error, Exception)
+                counters.leave(begin, working=not isinstance(error, StopIteration))
+                raise
+            claims.is_unsure = False
+        finally:
+            claims.is_taking = False
 
     def begin(self) -> None:
         """Begin with the first epoch; with workers, its first batches are under way on return.
@@ -281,13 +295,8 @@ class Batches(Iterator[B], Generic[B]):
 
         Raises:
             StopIteration: the epochs are over.
-            RuntimeError: ``on_error`` calls it, the loader is closed, or another state was loaded.
+            RuntimeError: the loader is closed, or another state was loaded.
         """
-        if self.claims.is_asking:
-            raise RuntimeError(
-                "on_error asks the iterator that it is called by for another batch: take it after "
-                "on_error has returned"
-            )
         if self._is_over:
             raise StopIteration
         self.shared.check_open()
@@ -342,7 +351,7 @@ class Batches(Iterator[B], Generic[B]):
         """Have a claim be what comes next: a batch, or an error in its place."""
         shared = self.shared
         while True:
-            if shared.is_closed or self._is_over or self.is_superseded or self.claims.is_asking:
+            if shared.is_closed or self._is_over or self.is_superseded:
                 self._check_may_go_on()
             epoch, lane, task = self._next_lane()
             claim.lane = lane
@@ -407,7 +416,6 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = self._count_failure(epoch, claim, failure.sample, failure.summary)
             if claim.error is not None:
                 return
-        self.claims.is_asking = True
         try:
             claim.outcome = failures.handle(
                 failure,
@@ -420,8 +428,6 @@ class Batches(Iterator[B], Generic[B]):
             )
         except Exception as error:  # of the user's function: it takes the place of the batch
             claim.outcome = Raised(error)
-        finally:
-            self.claims.is_asking = False
         if type(claim.outcome) is Raised:
             claim.error = claim.outcome.error
 
