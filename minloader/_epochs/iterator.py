@@ -336,9 +336,12 @@ class Batches(Iterator[B], Generic[B]):
         outcomes = reply.outcomes
         n = claim.ordinal - task.first
         is_last = n + 1 == len(outcomes)
+        counters = self.shared.counters
         # Without a call in between, and so without Ctrl-C.
         if thread is not None:
             claims.by_thread[thread] = claim
+            if claim.error is None:
+                counters.batches += 1
         claims.staged = staged
         lane.ahead = ahead
         lane.taken = taken
@@ -393,7 +396,6 @@ class Batches(Iterator[B], Generic[B]):
             epoch.has_given = True
             if self._shard_watch is not None:
                 self._shard_watch.compare(lane, claim.outcome)
-            shared.counters.batches += 1
             if self.is_of_several:
                 claim.outcome = (epoch.number, claim.outcome)
             return
@@ -715,7 +717,10 @@ class Batches(Iterator[B], Generic[B]):
         stage.check_open()  # another thread may have closed it meanwhile
         self._enter_epoch_of(first)
         rest = staged[1:]
+        counters = self.shared.counters
         # Without a call in between, and so without Ctrl-C.
+        if claim.error is None:
+            counters.batches += 1
         self.claims.by_thread[thread] = claim
         self.claims.staged = rest
 
