@@ -97,6 +97,8 @@ class Trial(NamedTuple):
 def run(loader: Loader, seconds: float, step: float) -> Trial:
     """Run a loader for a while, which the caller closes. Rates are of the last two thirds.
 
+    Where a sampler is used up before those, they are of all.
+
     Args:
         loader: the loader to run.
         seconds: how long, from the first batch on; PATIENCE times as long where it takes that
@@ -120,6 +122,8 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         if now >= begin + (seconds if is_steady(looks) else PATIENCE * seconds):
             break
     after = loader.stats
+    if after.batches == before.batches:  # it was used up at the first look: all of it then
+        before = Stats()
     stats = after.since(before)
     workers = loader.num_workers
     view = inspect(loader)
