@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv[1:] = []  # they are not for the user's module, which may look at its own
     try:
         report = examine(_find(name), progress=partial(print, file=sys.stderr), **options)
-    except ImportError as error:
+    except NotFoundError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
@@ -61,27 +61,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class NotFoundError(Exception):
+    """There is nothing of the name that was given."""
+
+
 def _find(name: str) -> Any:
     """Return the object that ``module:attribute`` or ``file.py:attribute`` names.
 
     Raises:
-        ImportError: there is none.
+        NotFoundError: there is none.
         Exception: the module raised it when it was imported.
     """
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
-        raise ImportError(
+        raise NotFoundError(
             f"{name!r} must be module:function or file.py:function, such as train.py:make_loader"
         )
     file = Path(module_name).resolve() if module_name.endswith(".py") else None
     sys.path.insert(0, str(file.parent if file else Path.cwd()))  # workers get the same path
-    module = importlib.import_module(file.stem if file else module_name)
+    wanted = file.stem if file else module_name
+    try:
+        module = importlib.import_module(wanted)
+    except ModuleNotFoundError as error:
+        if not f"{wanted}.".startswith(f"{error.name}."):
+            raise  # it was found, and imports what is not there
+        raise NotFoundError(str(error)) from error
     if file and Path(module.__file__ or "").resolve() != file:
-        raise ImportError(f"{file} is hidden by {module}, which has the same name: rename it")
+        raise NotFoundError(f"{file} is hidden by {module}, which has the same name: rename it")
     if not hasattr(module, attribute):
-        raise ImportError(f"{module.__name__} has no {attribute}")
+        raise NotFoundError(f"{module.__name__} has no {attribute}")
     return getattr(module, attribute)
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        message = f"must be numbers with commas between them, such as 1,2,4, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
