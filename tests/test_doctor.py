@@ -54,6 +54,10 @@ def fail():
     raise KeyError("no such corpus")
 
 
+def fail_to_import():
+    raise ImportError("libfoo.so.1: cannot open shared object file")
+
+
 def endless():
     return Loader(lambda index: time.sleep(0.003), iter(int, 1))
 """
@@ -279,6 +283,16 @@ def test_a_trial_goes_on_until_its_rate_is_steady(monkeypatch: pytest.MonkeyPatc
     assert row.batches >= 60 or not row.is_steady  # on a busy machine it may never be
 
 
+def test_a_sampler_that_is_used_up_at_the_first_look():
+    """Then all of the trial is counted."""
+
+    def make() -> Loader:
+        return Loader(patients.Unlike(), iter([0]), executor="thread")
+
+    report = quick(make, seconds=1e-300)
+    assert [row.batches for row in report.rows] == [1, 1]
+
+
 # --- settings
 
 
@@ -379,6 +393,17 @@ def test_the_order_of_torchs_samplers_follows_from_the_epoch():
         assert orders(**options()) == [first, second]
 
 
+def test_no_method_is_advised_that_torchs_kind_has_not():
+    require("torch")
+    from minloader.torch import DataLoader
+
+    with NewLoaders(lambda: DataLoader([1, 2]))(num_workers=0) as loader:
+        stats = stats_of(batches=1, time_startup=9.0, time_wait=10.0, workers_count=1)
+        assert "start()" in stats.verdict
+        stats.workers.started_early = loader.stats.workers.started_early
+        assert "start()" not in stats.verdict
+
+
 def test_torchs_own_loader_has_a_stand_in():
     torch = require("torch")
     with pytest.raises(TypeError, match=r"or a minloader\.torch\.DataLoader, got"):
@@ -452,11 +477,13 @@ def test_the_command(tmp_path: Path):
         (["nowhere:make_loader"], 2, "No module named 'nowhere'"),
         (["nowhere.py:make_loader"], 2, "No module named 'nowhere'"),
         (["train:nothing"], 2, "train has no nothing"),
-        (["train.py:make_loader", "--workers", "1,x"], 2, "argument --workers: invalid"),
+        (["train.py:make_loader", "--workers", "1,x"], 2, "such as 1,2,4, got '1,x'"),
         (["train.py:make_loader", "--json", "no/report"], 2, "that is there, got no/report"),
         (["train.py:make_loader", "--json", "."], 2, "--json must be a file in a folder"),
         (["train.py:make_loader", "--workers", "-1"], 1, "must be at least 0, got -1"),
         (["train.py:fail"], 1, 'raise KeyError("no such corpus")'),
+        (["train.py:fail_to_import"], 1, "ImportError: libfoo.so.1"),
+        (["lacking.py:make_loader"], 1, "No module named 'missing_module'"),
         (["signal.py:make_loader"], 2, "rename it"),
     ],
 )
@@ -470,6 +497,7 @@ def test_errors_of_the_command(
 ):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "signal.py").write_text(SCRIPT)
+    (tmp_path / "lacking.py").write_text("import missing_module")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -481,7 +509,8 @@ def test_errors_of_the_command(
     assert found == code
     shown = capsys.readouterr().err
     assert message in shown
-    assert ("Traceback" in shown) == ("KeyError" in message)  # where it is of use
+    is_users = any(each in message for each in ("KeyError", "libfoo", "missing_module"))
+    assert ("Traceback" in shown) == is_users  # where it is of use
 
 
 def test_ctrl_c(tmp_path: Path):

@@ -566,7 +566,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if not self.num_workers:
             self.timeout = 0
         self._order = EpochOrder(self._index_sampler, self.generator)
-        return self._make(0, self.trace)
+        made = self._make(0, self.trace)
+        made.serve_drop_in()
+        return made
 
     # --- state
 
