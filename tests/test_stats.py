@@ -773,10 +773,17 @@ def test_the_times_of_a_batch_are_of_the_last_minutes():
     records = [task("worker 0", 1000.0 + n, 0.01 * n) for n in range(1, 101)]
     records += [task("worker 1", 1100.0, 0.8, count=4), task("worker 1", 0.0, 50.0)]
     stats = Stats(timeline=Timeline(events=tuple(records), taken_at=1110.0))
-    assert stats.median == pytest.approx({"worker 0": 0.51, "worker 1": 0.2})
-    assert stats.p95 == pytest.approx({"worker 0": 0.96, "worker 1": 0.2})
+    assert stats.median == pytest.approx({"worker 0": 0.5, "worker 1": 0.2})
+    assert stats.p95 == pytest.approx({"worker 0": 0.95, "worker 1": 0.2})
     assert stats.slowest == pytest.approx(1.0)
     assert Stats().slowest == 0.0
+
+
+def test_a_share_of_the_batches_is_no_more_than_that():
+    for count, median, p95 in (1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95):
+        events = tuple(task("worker 0", 1.0, float(n + 1)) for n in range(count))
+        stats = Stats(timeline=Timeline(events))
+        assert (stats.median, stats.p95) == ({"worker 0": median}, {"worker 0": p95})
 
 
 def test_figures_of_the_time_between_two_copies():

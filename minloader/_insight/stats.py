@@ -225,12 +225,12 @@ class Stats:
 
         For a task of several batches it is their mean; likewise for ``p95`` and ``slowest``.
         """
-        return {worker: times[len(times) // 2] for worker, times in self._times().items()}
+        return {worker: _reached(times, 50) for worker, times in self._times().items()}
 
     @property
     def p95(self) -> dict[str, float]:
         """Seconds that 95 % of a worker's batches took at most, by worker, of the last minutes."""
-        return {worker: times[len(times) * 19 // 20] for worker, times in self._times().items()}
+        return {worker: _reached(times, 95) for worker, times in self._times().items()}
 
     @property
     def slowest(self) -> float:
@@ -341,6 +341,11 @@ class Stats:
         from minloader._diagnosis import page
 
         return page.fragment(self.verdict, page.table(self))
+
+
+def _reached(times: list[float], percent: int) -> float:
+    """Return what so many of some times, which are sorted, are at most."""
+    return times[(len(times) * percent - 1) // 100]
 
 
 def _grown(part: Any, before: Any) -> Any:
