@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
 from multiprocessing import Lock
@@ -1352,6 +1352,7 @@ Pair = namedtuple("Pair", "left right")
 @dataclass(frozen=True)
 class Box:
     inside: Any
+    unset: Any = field(init=False)
 
 
 class InPlace:

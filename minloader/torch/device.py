@@ -85,8 +85,9 @@ def _replace(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | Sequence):
             made = copy.copy(value)
             for field in dataclasses.fields(value):
-                part = _replace(getattr(value, field.name), method, function)
-                object.__setattr__(made, field.name, part)
+                if hasattr(value, field.name):  # it may not have been set
+                    part = _replace(getattr(value, field.name), method, function)
+                    object.__setattr__(made, field.name, part)
             return made
         return DEEPER
 
