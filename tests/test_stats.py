@@ -24,7 +24,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
-from minloader._insight.workers import WorkerCount
+from minloader._insight.workers import Jump, WorkerCount
 from minloader._worker import lifetimes, processor_time
 from minloader._worker.messages import Figures, Reply
 from tests.conftest import WAYS, eventually, variants
@@ -803,6 +803,9 @@ def test_figures_of_the_time_between_two_copies():
     assert 0 < stats.time.dataset < loader.stats.time.dataset
     assert stats.workers.count == 0
     assert {event.args["epoch"] for event in stats.events if event.name == "task"} == {1}
+    first, second = [Jump("worker 0", 1 << 26, 0, batch, "item") for batch in range(2)]
+    before, stats = stats_of(memory_jumps=(first,)), stats_of(memory_jumps=(first, second))
+    assert stats.since(before).memory.jumps == (second,)
 
 
 def test_the_verdict_is_of_the_time_since_num_workers_was_set():

@@ -276,6 +276,8 @@ class Stats:
         workers.seconds = {name: each for name, each in seconds.items() if each}
         errors = _grown(self.errors, before.errors)
         errors.last = self.errors.last[max(0, len(self.errors.last) - errors.failed) :]
+        memory = _grown(self.memory, before.memory)
+        memory.jumps = tuple(each for each in memory.jumps if each not in before.memory.jumps)
         start = before.timeline.taken_at
         events = tuple(event for event in self.timeline.events if event.start >= start)
         return Stats(
@@ -283,7 +285,7 @@ class Stats:
             bytes=self.bytes - before.bytes,
             time=_grown(self.time, before.time),
             workers=workers,
-            memory=_grown(self.memory, before.memory),
+            memory=memory,
             errors=errors,
             timeline=replace(self.timeline, events=events),
         )
