@@ -97,6 +97,11 @@ class Source:
         # it is in another state.
         self._known_state: tuple[Any, Any] = (None, None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is put where it goes on. The iterator that has ended, which is there for comparing,
+        # may not be pickled: from Python 3.14 on nothing of itertools can be.
+        return vars(self) | {"_known_state": (None, None)}
+
     @property
     def is_ours(self) -> bool:
         """Whether it is a sampler of ours."""
