@@ -130,7 +130,7 @@ def is_iterable(thing: Any) -> bool:
 
 def has_getitem(thing: Any) -> bool:
     """Return whether something is indexed. Python itself looks at the type alone, too."""
-    return _has(type(thing), "__getitem__")
+    return has_method(type(thing), "__getitem__")
 
 
 def has_getitems(dataset: Any) -> bool:
@@ -139,11 +139,11 @@ def has_getitems(dataset: Any) -> bool:
     Its class must say so: a wrapper with a ``__getitem__`` of its own may hand on all else. And so
     must the dataset, where that depends on what it is made of.
     """
-    return _has(type(dataset), "__getitems__") and _has(dataset, "__getitems__")
+    return has_method(type(dataset), "__getitems__") and has_method(dataset, "__getitems__")
 
 
-def _has(thing: Any, name: str) -> bool:
-    """Return whether something has an attribute. A class that sets it to None has it not."""
+def has_method(thing: Any, name: str) -> bool:
+    """Return whether something has a method. A class that sets it to None has it not."""
     return getattr(thing, name, None) is not None
 
 
@@ -180,7 +180,7 @@ def is_array_like(thing: Any) -> bool:
 
 def has_epochs(thing: Any) -> TypeGuard[HasEpochs]:
     """Return whether something is told the number of each epoch. Wrappers may pass it on."""
-    return _has(thing, "set_epoch")
+    return has_method(thing, "set_epoch")
 
 
 def is_stateful(thing: Any) -> TypeGuard[Stateful]:
@@ -189,7 +189,7 @@ def is_stateful(thing: Any) -> TypeGuard[Stateful]:
     The ``state_dict`` of some (MosaicML's and litData's streams) must be told how far they were
     read: they count as without a state.
     """
-    if not _has(thing, "load_state_dict"):
+    if not has_method(thing, "load_state_dict"):
         return False
     method = getattr(thing, "state_dict", None)
     function = getattr(method, "__func__", method)

@@ -1142,6 +1142,35 @@ def test_a_fork_while_a_thread_waits_for_a_batch_has_the_state():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_batches_can_be_left_out_in_a_fork_while_a_thread_makes_one():
+    is_making = threading.Event()
+    gate = threading.Event()
+
+    def wait(item: int) -> int:
+        if item == 1:
+            is_making.set()
+            gate.wait()
+        return item
+
+    def skip_one() -> Any:
+        gate.set()
+        loader.skip(1)
+        return next(batches)
+
+    with Loader(wait, range(6), num_workers=0) as loader:
+        batches = iter(loader)
+        assert next(batches) == 0
+        thread = threading.Thread(target=next, args=(batches,))
+        thread.start()
+        is_making.wait()
+        answer = in_a_fork(skip_one)
+        gate.set()
+        thread.join()
+        assert answer == "2"
+        assert list(batches) == [2, 3, 4, 5]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_an_iterator_that_was_not_begun_begins_in_a_fork():
     """Though a thread that is not there had its lock."""
     with Loader(Echo(), range(4), num_workers=0) as loader:

@@ -25,6 +25,7 @@ from conftest import (
     eventually,
     lists,
     making,
+    outcomes,
     plain,
     printed_by,
     variants,
@@ -285,6 +286,40 @@ def test_a_sampler_without_a_state_at_its_end(monkeypatch):
     with Loader(list(range(8)), Apart(8), num_workers=0) as loader:
         loader.load_state_dict(state)
         assert list(loader) == list(range(8))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_sampler_whose_state_raises_at_its_end(inner):
+    """The batches come, and the end: many have none before the first item, or behind the last."""
+
+    class Refusing(Apart):
+        def state_dict(self) -> Any:
+            state = super().state_dict()
+            if state is None:
+                raise LookupError("not begun")
+            return state
+
+    sampler = BatchSampler(Refusing(5), 2) if inner else Refusing(5)
+    expected = [[0, 1], [2, 3], [4]] if inner else [0, 1, 2, 3, 4]
+    with Loader(Echo(), sampler, num_workers=0) as loader:
+        assert outcomes(iter(loader), 10) == expected
+        assert outcomes(iter(loader), 10) == expected
+
+
+def test_a_stop_iteration_of_a_samplers_state_ends_no_loop(monkeypatch):
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
+
+    class Stopping(Apart):
+        def state_dict(self) -> Any:
+            if operator.length_hint(self.latest) == 2:
+                raise StopIteration
+            return super().state_dict()
+
+    with Loader(Echo(), Stopping(5), num_workers=0) as loader:
+        batches = loader.epochs(2)
+        assert [next(batches) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+        with pytest.raises(RuntimeError, match="state_dict of the sampler raised StopIteration"):
+            next(batches)
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -1081,6 +1081,25 @@ def test_a_state_that_is_refused_changes_nothing():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "number", [np.int64(2), 2.0, torch.tensor(2)], ids=["numpy", "float", "torch"]
+)
+def test_a_state_of_an_epoch_whose_number_is_of_another_kind(number):
+    class Told:
+        def __iter__(self) -> Any:
+            return iter(range(6))
+
+        def set_epoch(self, epoch: Any) -> None:
+            assert epoch == 2
+
+    loader, fresh = (DataLoader(Numbers(), 2, sampler=Told()) for _ in range(2))
+    loader.set_epoch(number)
+    batches = iter(loader)
+    next(batches)
+    fresh.load_state_dict(loader.state_dict())
+    assert plain(list(fresh)) == plain(list(batches)) != []
+
+
 def test_states_that_do_not_fit():
     loader = DataLoader(Numbers(), 4, True)
     next(iter(loader))

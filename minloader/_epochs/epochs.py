@@ -45,6 +45,7 @@ from minloader._memory.files import interrupts_held
 from minloader._memory.pickling import pack
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
+from minloader._worker import lifetimes
 
 logger = logging.getLogger("minloader")
 
@@ -456,7 +457,8 @@ class Epochs:
         current = self._current
         if current is not None:
             with current.claims.get_lock():
-                if current.claims.is_taking:
+                is_here = current.claims.process is lifetimes.process
+                if current.claims.is_taking and is_here:
                     raise RuntimeError(
                         "skip is refused while a batch is taken, whose place is still open: "
                         "on_error may return minloader.SKIP for it; skip others in the loop"

@@ -461,7 +461,7 @@ class Feed:
         Raises:
             RuntimeError: it gave nothing, but it has given something in an earlier pass.
         """
-        end_state = self.source.state(self._iterator, self.pass_number)
+        end_state = self.source.state_between(self._iterator, self.pass_number)
         nothing: Iterator[Any] = iter(())
         # Without a call in between, and so without Ctrl-C.
         self._iterator = nothing

@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from threading import get_ident
+from threading import current_thread, get_ident
 from time import perf_counter
 from typing import Any, Generic, Self
 
@@ -115,7 +115,7 @@ class Batches(Iterator[B], Generic[B]):
         claims = self.claims
         if claims.process is not lifetimes.process:
             self._check_process()
-        if claims.stage_threads:
+        if claims.stage_threads and current_thread() in claims.stage_threads:
             claims.check_thread()
         thread = get_ident()
         with claims.lock:

@@ -96,7 +96,7 @@ class Pool:
 
         The dataset may change what it is given, and the task be sent again.
         """
-        if UNCHANGEABLE.issuperset(map(type, task.items)):
+        if task.shard is not None or UNCHANGEABLE.issuperset(map(type, task.items)):
             return task
         items = [each.item if type(each) is HeldItem else each for each in task.items]
         return task._replace(items=[_copied(each) for each in items])

@@ -29,6 +29,7 @@ from minloader._checks import (
     is_stateful,
     state_of,
 )
+from minloader._errors import not_the_end
 from minloader._sampling.seeding import Piece
 
 logger = logging.getLogger("minloader")
@@ -190,20 +191,28 @@ class Source:
             return copy.deepcopy(iterator.state())
         if pass_number not in (None, self.last_pass):
             return None
-        return copy.deepcopy(state_of(self.items))
+        try:
+            return copy.deepcopy(state_of(self.items))
+        except StopIteration as error:
+            raise not_the_end(error, f"state_dict of the {self.name}") from error
+
+    def state_between(self, iterator: Any = None, pass_number: int | None = None) -> Any:
+        """The same between two epochs, where others' samplers may have none."""
+        try:
+            return self.state(iterator, pass_number)
+        except Exception as error:  # many have none before their first item, or behind their last
+            if self.is_ours:
+                raise
+            logger.debug("%s has no state between epochs: %r", brief_repr(self.items), error)
+            return None
 
     def state_before(self) -> Any:
         """Return its state before it was ever read here; None if it has none, or none yet."""
         if self.is_under_way:
             self.forget()  # somebody has looked: the next epoch begins anew all the same
-        try:
-            state = self.state()
-        except Exception as error:  # many have none before their first item
-            if self.is_ours:
-                raise
-            logger.debug("%s has no state before it is read: %r", brief_repr(self.items), error)
-            return None
-        self.note_is_at(state)
+        state = self.state_between()
+        if state is not None:
+            self.note_is_at(state)
         return state
 
     def put(self, state: Any) -> None:
@@ -471,7 +480,7 @@ class Reading:
         """Note the state that the source has ended with."""
         source = self._source
         read = self.read
-        state = source.state(self._items, self._pass_number)
+        state = source.state_between(self._items, self._pass_number)
         self.ended = True
         self.read += 1
         self._known_position = [self.read, state, True]

@@ -62,15 +62,16 @@ class Start(NamedTuple):
             ValueError: the state is damaged.
         """
         try:
-            if not isinstance(known["told"], int | None):
-                raise TypeError("told must be an int or None")
+            told = known["told"]
+            if told is not None and int(told) != told:
+                raise ValueError("told must be the number of an epoch, or None")
             torch.Generator().set_state(_from_text(known["shared"]))  # or it is of another size
             return cls(
                 own=[_from_text(text) for text in known["own"]],
                 shared=_from_text(known["shared"]),
                 seeded=bool(known["seeded"]),
                 twice=bool(known["twice"]),
-                told=known["told"],
+                told=told,
                 begun=bool(known["begun"]),
             )
         except (LookupError, TypeError, ValueError, RuntimeError, zlib.error) as error:
