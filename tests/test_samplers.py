@@ -283,6 +283,19 @@ def test_buckets_pad_less(lazy, shuffle):
     assert padding(8) < 0.5 * padding(1)
 
 
+def test_padding_is_a_third_of_that_of_fixed_batches():
+    lengths = np.random.default_rng(0).lognormal(3, 1, 3000).astype(int) + 1
+
+    def padding(batches: list[list[int]]) -> float:
+        cells = sum(len(batch) * lengths[batch].max() for batch in batches)
+        return 1 - float(lengths.sum() / cells)
+
+    most = 8 * int(lengths.max())
+    dynamic = list(DynamicBatchSampler(lengths, max_padded=most, buckets=16, shuffle=True))
+    fixed = list(BatchSampler(3000, 3000 // len(dynamic), shuffle=True))
+    assert padding(dynamic) <= padding(fixed) / 3
+
+
 def test_buckets_leave_few_incomplete_batches_in_a_window(monkeypatch):
     monkeypatch.setattr(windows, "WINDOW", 400)
     lengths = np.random.default_rng(0).integers(1, 50, 2000).tolist()
