@@ -247,7 +247,7 @@ class StatefulShuffle(Shuffle):
                 break
             try:
                 self._fill(len(half.samples) + 1)
-            except Exception as error:
-                if half.num_failed > failures:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) or half.num_failed > failures:
                     raise
                 logger.debug("a sample of a shuffled stream fails again: %r", error)
