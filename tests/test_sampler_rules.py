@@ -615,12 +615,12 @@ class Busy(Told):
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 @pytest.mark.parametrize("kind", [DynamicBatchSampler, PackedBatchSampler])
 def test_a_state_that_is_not_there_at_first_costs_no_window(kind, fails_at):
-    """Its error comes once, as any other. The third is that of the end."""
+    """Its error comes once, as any other; but the third is that of the end, which may have none."""
     undisturbed = kind(LENGTHS, 45, sampler=Told(), world_size=2)
     sampler = kind(LENGTHS, 45, sampler=Busy(fails_at), world_size=2)
     batches, errors = parted(outcomes(iter(sampler)))
     assert batches == list(undisturbed)
-    assert errors == ["busy"]
+    assert errors == ([] if fails_at == 3 else ["busy"])
     assert sampler.dropped == undisturbed.dropped
 
 
@@ -871,7 +871,8 @@ class Augmented:
 
 
 AUGMENTED = ["batch shuffled", "dynamic padded", "packed split", "mixture"]
-AUGMENTED += [kind for kind in PLAIN if kind not in PARTIAL + SINGLES + AUGMENTED]
+SHORT = ["mixture of one twice"]  # its epoch ends within these steps
+AUGMENTED += [kind for kind in PLAIN if kind not in PARTIAL + SINGLES + SHORT + AUGMENTED]
 
 
 @variants("kind", AUGMENTED, quick=4)
