@@ -5,6 +5,7 @@ Those that count their epochs themselves do so in what they give: ``1000 * pass 
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import threading
@@ -113,6 +114,28 @@ class ToldWithState(Counted):
 
     def end(self) -> None:
         """It stays at its end."""
+
+
+class Apart:
+    """A sampler whose iterators count for themselves. Its state is of the one made last, until that
+    has ended."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.start = 0
+        self.latest = range(0)
+
+    def __iter__(self) -> Any:
+        self.latest = iter(range(self.start, self.n))
+        self.start = 0
+        return self.latest
+
+    def state_dict(self) -> Any:
+        left = operator.length_hint(self.latest)
+        return {"at": self.n - left} if left else None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state["at"]
 
 
 class OwnGenerator:

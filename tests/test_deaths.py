@@ -252,7 +252,7 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         arguments["mp_context"] = SPAWN
     if name == "close everything and hang":
-        # A fork server's pipe, which the child has, would say that it has ended.
+        # Of one by a fork server nothing tells that it has closed them: only a timeout ends it.
         arguments["mp_context"] = SPAWN
     items = [[item] for item in range(8)] if "collate_fn" in arguments else range(8)
     with Loader(sampler=items, num_workers=2, retries=0, **arguments) as loader:

@@ -32,6 +32,7 @@ from conftest import (
     workers,
 )
 from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
+from kinds import Apart
 
 from minloader import (
     SKIP,
@@ -252,28 +253,6 @@ def test_what_of_a_state_differs_is_named(here, then, found):
     words = differences(here, then)
     assert len(words) == len(found)
     assert all(word.startswith(begin) for word, begin in zip(words, found, strict=True))
-
-
-class Apart:
-    """A sampler whose iterators count for themselves. Its state is of the one made last, until that
-    has ended."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.start = 0
-        self.latest = range(0)
-
-    def __iter__(self) -> Any:
-        self.latest = iter(range(self.start, self.n))
-        self.start = 0
-        return self.latest
-
-    def state_dict(self) -> Any:
-        left = operator.length_hint(self.latest)
-        return {"at": self.n - left} if left else None
-
-    def load_state_dict(self, state: Any) -> None:
-        self.start = state["at"]
 
 
 def test_a_sampler_without_a_state_at_its_end(monkeypatch):

@@ -161,7 +161,7 @@ NEEDS: dict[str, Callable[[Kind], Any]] = {
     "leave": lambda what: not what.alone,
     "note": lambda what: what.has_state,
     "take each": lambda what: what.has_state,
-    "look": lambda what: not (what.stream or what.alone),
+    "look": lambda what: what.may_be_looked_at,
     "set epoch": lambda what: not what.sequential,
     "skip": lambda what: not what.stream and what.bad is None,
     "refuse": lambda what: what.has_state,

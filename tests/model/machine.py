@@ -218,7 +218,7 @@ class Programs(RuleBasedStateMachine):
                 program.look()
             program.note()
 
-    @precondition(lambda self: not self.program.what.stream and not self.program.what.alone)
+    @precondition(lambda self: self.program.what.may_be_looked_at)
     @rule()
     def look_at_sampler(self) -> None:
         with self.noted("next of the sampler by somebody") as program:

@@ -30,6 +30,7 @@ from helpers import StatefulIterator
 from interrupts import OURS, Outcome, interrupted
 from kinds import (
     BAD_ITEM,
+    Apart,
     Awaited,
     Cook,
     Counted,
@@ -108,6 +109,7 @@ class Kind:
         stream: whether it is a stream.
         alone: whether the place is the object's own, so that only one iteration at a time is
             possible, and none can be left early without a state to go on from.
+        is_of_last: whether its state is that of the iterator made last, be that another's.
         sequential: whether its epochs must follow each other.
         repeatable: whether its order can be had again.
         has_state: whether a state may be asked for.
@@ -122,6 +124,7 @@ class Kind:
     items: Callable[[int, At], list[Any]]
     stream: bool = False
     alone: bool = False
+    is_of_last: bool = False
     sequential: bool = False
     repeatable: bool = True
     has_state: bool = True
@@ -130,6 +133,11 @@ class Kind:
     lists: bool = False
     numbers: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_be_looked_at(self) -> bool:
+        """Whether somebody may take an item of the sampler without changing what it says."""
+        return not (self.stream or self.alone or self.is_of_last)
 
 
 def numbered(n: int, at: At) -> list[Any]:
@@ -331,6 +339,10 @@ KINDS: dict[str, Kind] = {
     ),
     "reusing": Kind(Reusing, pairs(numbered), alone=True, lists=True),
     "told with state": Kind(ToldWithState, told, alone=True),
+    "apart": Kind(Apart, numbered, is_of_last=True),
+    "batches of apart": Kind(
+        lambda n: BatchSampler(Apart(n), 2), pairs(numbered), is_of_last=True, lists=True
+    ),
     "counted": Kind(Counted, counted, alone=True, sequential=True),
     "counted iterator": Kind(CountedIterator, counted, alone=True, sequential=True),
     "batches of counted": Kind(
