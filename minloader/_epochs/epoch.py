@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +38,13 @@ class Claim:
         self.error = None
 
 
-def check_thread(stage_threads: Collection[threading.Thread]) -> None:
-    """Raise an error in a thread of a stage: who waits for that must not be waited for there."""
-    if threading.current_thread() in stage_threads:
-        raise RuntimeError(
-            "the function that prefetch calls has asked the iterator for a batch, or called "
-            "state_dict or skip of the loader; that waits for the consumer, who waits for the "
-            "function: call it in the loop"
-        )
+def asked_by_stage() -> RuntimeError:
+    """Return the error for the thread of a stage: who waits for that is not to be waited for."""
+    return RuntimeError(
+        "the function that prefetch calls has asked the iterator for a batch, or called "
+        "state_dict or skip of the loader; that waits for the consumer, who waits for the "
+        "function: call it in the loop"
+    )
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -80,12 +78,9 @@ class Claims:
         Raises:
             RuntimeError: this is the thread of the stage, and who waits for that may hold it.
         """
-        self.check_thread()
+        if self.stage_threads and threading.current_thread() in self.stage_threads:
+            raise asked_by_stage()
         return self.lock if self.process is lifetimes.process else threading.RLock()
-
-    def check_thread(self) -> None:
-        """Raise an error in the thread of the stage."""
-        check_thread(self.stage_threads or ())
 
     def go_on_here(self) -> None:
         """Have a lock for this process, a fork, in which batches are taken from now on."""

@@ -185,7 +185,7 @@ class Epochs:
 
     def _first_position(self, number: int, source: SamplerSource) -> Position:
         if self.shards is None:
-            lane = LanePosition(source_state=source.first_state())
+            lane = LanePosition(source_state=SourceState(0, source.state_before()))
             length = source.length_between()
             return Position(epoch=number, lanes=[lane], length=length)
         state = None

@@ -93,10 +93,6 @@ class SamplerSource(Source):
         """Return the number of batches of any epoch; None where the next decides it."""
         return None if self.has_epochs else self.length()
 
-    def first_state(self) -> SourceState:
-        """Return its state before it was ever read here."""
-        return SourceState(0, self.state_before())
-
 
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)
 

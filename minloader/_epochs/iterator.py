@@ -39,7 +39,7 @@ from typing import Any, Generic, Self
 
 from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
-from minloader._epochs.epoch import Claim, Claims, Epoch
+from minloader._epochs.epoch import Claim, Claims, Epoch, asked_by_stage
 from minloader._epochs.failures import Raised
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
@@ -116,7 +116,7 @@ class Batches(Iterator[B], Generic[B]):
         if claims.process is not lifetimes.process:
             self._check_process()
         if claims.stage_threads and current_thread() in claims.stage_threads:
-            claims.check_thread()
+            raise asked_by_stage()
         thread = get_ident()
         with claims.lock:
             if thread not in claims.by_thread:

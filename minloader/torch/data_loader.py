@@ -127,15 +127,17 @@ class _Loader(Loader[Any]):
         counters = former._shared.counters
         if former.num_workers != self.num_workers:
             counters.keep_former(former.stats)
-        own, log = self._shared.counters.log, counters.log
+        log = counters.log
+        new_file = self._shared.counters.log.file
         with interrupts_held():  # or one would end what the other writes to
             if log.file is not None and log.file.path != trace:
                 log.end_file()
-            if own.file is not None:
-                log.file = own.file
-            for loader, ends in (former, EventLog()), (self, log):
-                loader._end.detach()
-                loader._end = loader._finalizer(ends)
+            if new_file is not None:
+                log.file = new_file
+            former._end.detach()
+            former._end = former._finalizer(EventLog())  # without a file
+            self._end.detach()
+            self._end = self._finalizer(log)
             self._shared.counters = counters
 
     def is_tracing(self, path: Any) -> bool:
