@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import operator
+import re
 import threading
 import time
 from collections import Counter
@@ -267,9 +268,11 @@ def test_a_sampler_without_a_state_at_its_end(monkeypatch):
         assert list(loader) == list(range(8))
 
 
+@pytest.mark.parametrize("cost", [0, 1e9])
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_sampler_whose_state_raises_at_its_end(inner):
+def test_a_sampler_whose_state_raises_at_its_end(inner, cost, monkeypatch):
     """The batches come, and the end: many have none before the first item, or behind the last."""
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", cost)
 
     class Refusing(Apart):
         def state_dict(self) -> Any:
@@ -285,20 +288,33 @@ def test_a_sampler_whose_state_raises_at_its_end(inner):
         assert outcomes(iter(loader), 10) == expected
 
 
-def test_a_stop_iteration_of_a_samplers_state_ends_no_loop(monkeypatch):
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("raised", "found"),
+    [
+        (LookupError("no state"), "no state"),
+        (StopIteration(), "state_dict of the (n_or_)?sampler raised StopIteration"),
+    ],
+)
+def test_an_error_of_a_samplers_state_takes_the_place_of_an_item(raised, found, inner, monkeypatch):
+    """Between two items, and once for each time that it is asked; no item is lost."""
     monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)
 
-    class Stopping(Apart):
+    class Failing(Apart):
         def state_dict(self) -> Any:
             if operator.length_hint(self.latest) == 2:
-                raise StopIteration
+                raise raised
             return super().state_dict()
 
-    with Loader(Echo(), Stopping(5), num_workers=0) as loader:
-        batches = loader.epochs(2)
-        assert [next(batches) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
-        with pytest.raises(RuntimeError, match="state_dict of the sampler raised StopIteration"):
-            next(batches)
+    sampler = BatchSampler(Failing(5), 1) if inner else Failing(5)
+    with Loader(Echo(), sampler, num_workers=0) as loader:
+        for epoch in range(2):
+            batches = outcomes(iter(loader), 10)
+            errors = [each for each in batches if isinstance(each, Exception)]
+            assert len(errors) == 1, epoch
+            assert re.search(found, str(errors[0])), epoch
+            batches.remove(errors[0])
+            assert batches == [[n] if inner else n for n in range(5)], epoch
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -22,6 +22,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from minloader._checks import brief_repr, counted, differences, is_stateful
@@ -336,10 +337,14 @@ class Feed:
 
     # --- states
 
-    def note_state(self) -> None:
+    def note_state(self) -> Exception | None:
         """Ask the sampler for its state, unless that was done not long ago.
 
-        It is not asked after the last item: it may be in the next epoch already.
+        It is not asked behind an item that is known to be the last: it may be in the next epoch.
+
+        Returns:
+            The error of that. It counts only if there is another item: many have no state behind
+            the last.
         """
         now = time.perf_counter()
         # A state at 0 must be from before the epoch, and another's sampler has begun that by now.
@@ -347,9 +352,14 @@ class Feed:
             self.source_state.state is not None or not self.source.is_ours
         )
         if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
-            return
-        self.source_state = self._current_state()
+            return None
+        failure = None
+        try:
+            self.source_state = self._current_state()
+        except Exception as error:
+            failure = error
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
+        return failure
 
     def _current_state(self) -> SourceState:
         """Return the sampler's state at the next item; the last one if it has none."""
@@ -358,7 +368,10 @@ class Feed:
 
     def state_behind_error(self) -> SourceState:
         """Return a state such that a run that goes on does not meet the error again."""
-        return self._current_state() if self.source.is_ours else self.source_state
+        if self.source.is_ours:
+            with suppress(Exception):  # else it is drawn up to there, and what fails is passed over
+                return self._current_state()
+        return self.source_state
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the sampler gives again what it has given.

@@ -205,7 +205,7 @@ class Lane:
             self._pass_early(feed)
         if feed.is_ended or feed.error is not None:
             return None
-        feed.note_state()
+        state_error = feed.note_state()
         task = Task(first=feed.next_ordinal, items=[], source_state=feed.source_state)
         feed.drawing = task
         self.tasks.append(task)
@@ -223,6 +223,8 @@ class Lane:
             feed.drawing = None
             return None
         feed.finish(task)
+        if state_error is not None and feed.error is None:
+            feed.fail(state_error)
         return task
 
     def _pass_early(self, feed: Feed) -> None:
