@@ -138,6 +138,16 @@ class Apart:
         self.start = state["at"]
 
 
+class Refusing(Apart):
+    """It raises where that has no state."""
+
+    def state_dict(self) -> Any:
+        state = super().state_dict()
+        if state is None:
+            raise LookupError("not begun, or at the end")
+        return state
+
+
 class OwnGenerator:
     """Shuffles by a generator of its own, and can be repeated by nothing; as torch's RandomSampler
     with ``generator``."""

@@ -33,7 +33,7 @@ from conftest import (
     workers,
 )
 from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
-from kinds import Apart
+from kinds import Apart, Refusing
 
 from minloader import (
     SKIP,
@@ -273,14 +273,6 @@ def test_a_sampler_without_a_state_at_its_end(monkeypatch):
 def test_a_sampler_whose_state_raises_at_its_end(inner, cost, monkeypatch):
     """The batches come, and the end: many have none before the first item, or behind the last."""
     monkeypatch.setattr("minloader._epochs.feed.STATE_COST", cost)
-
-    class Refusing(Apart):
-        def state_dict(self) -> Any:
-            state = super().state_dict()
-            if state is None:
-                raise LookupError("not begun")
-            return state
-
     sampler = BatchSampler(Refusing(5), 2) if inner else Refusing(5)
     expected = [[0, 1], [2, 3], [4]] if inner else [0, 1, 2, 3, 4]
     with Loader(Echo(), sampler, num_workers=0) as loader:

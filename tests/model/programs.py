@@ -45,6 +45,7 @@ from kinds import (
     OwnIterator,
     OwnOrder,
     OwnToldHowFar,
+    Refusing,
     Resuming,
     Reusing,
     SaysNothing,
@@ -340,6 +341,7 @@ KINDS: dict[str, Kind] = {
     "reusing": Kind(Reusing, pairs(numbered), alone=True, lists=True),
     "told with state": Kind(ToldWithState, told, alone=True),
     "apart": Kind(Apart, numbered, is_of_last=True),
+    "refusing": Kind(Refusing, numbered, is_of_last=True),
     "batches of apart": Kind(
         lambda n: BatchSampler(Apart(n), 2), pairs(numbered), is_of_last=True, lists=True
     ),
